@@ -1,0 +1,233 @@
+"""Configuration of a run: frozen dataclasses, filled by Hydra from configs/; what can be derived is a property.
+
+A required field has no default (Hydra reports it as missing). Bad values are refused in `__post_init__` with one line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+
+class ConfigError(ValueError):
+    """A configuration value that can't be used; the text names it, its place and what is allowed."""
+
+
+def require(ok: bool, name: str, value: object, allowed: str) -> None:
+    """Raises ConfigError naming the value, where it was set and what is allowed."""
+    if not ok:
+        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The model all parties start from. `name` is `smollm2`, `tiny`, `tiny-untied` (see models.py) or a directory."""
+
+    name: str
+    dtype: str = "bfloat16"
+    """Dtype on the wire and in the generators; the trainer's master weights are float32."""
+
+    def __post_init__(self) -> None:
+        require(self.dtype in ("bfloat16", "float16", "float32"), "model.dtype", self.dtype, "bfloat16, float16, float32")
+
+
+@dataclass(frozen=True)
+class GeneratorConfig:
+    """The vLLM engines."""
+
+    count: int = 1
+    tensor_parallel_size: int = 1
+    max_model_len: int = 256
+    max_num_seqs: int = 32
+    kv_cache_gib: float = 1.0
+    prefix_caching: bool = True
+    share_prefix_across_versions: bool = False
+    swap: str = "auto"
+    threads: int = 1
+    """CPU threads of each worker (OMP_NUM_THREADS)."""
+    start_timeout_s: float = 300.0
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Passed to vLLM's engine arguments as they are."""
+
+    def __post_init__(self) -> None:
+        require(self.count >= 1, "generator.count", self.count, "1 or more")
+        require(
+            self.swap in ("auto", "remap", "copy", "host", "rebind", "blocking"),
+            "generator.swap", self.swap, "auto, remap, copy, host, rebind, blocking",
+        )
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is asked and how answers are scored. `name` is a module of inflight.tasks; `options` go to it."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling and the actor."""
+
+    group_size: int = 8
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    concurrency: int = 4
+    """Groups an actor keeps in flight at the most."""
+    request_timeout_s: float = 300.0
+    reward_timeout_s: float = 30.0
+    keep: bool = True
+    """Write every rollout to the run folder (needed by the audit)."""
+
+    def __post_init__(self) -> None:
+        require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
+        require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What old tokens may still do (see rollout/gate.py)."""
+
+    max_lag: int = 4
+    """Groups admitted ahead: the buffer holds at most (max_lag + 1) steps' worth, counting those being generated."""
+    max_token_lag: int = 8
+    """Tokens older than this many versions are masked, but stay as context."""
+    min_trained_share: float = 0.25
+    """A sequence with a smaller share of unmasked tokens is dropped."""
+
+    def __post_init__(self) -> None:
+        require(self.max_lag >= 0, "gate.max_lag", self.max_lag, "0 or more")
+        require(self.max_token_lag >= 0, "gate.max_token_lag", self.max_token_lag, "0 or more")
+        require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """Optimization."""
+
+    steps: int = 40
+    groups_per_step: int = 4
+    micro_batch: int = 8
+    """Sequences per forward pass."""
+    learning_rate: float = 1e-5
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    grad_clip: float = 1.0
+    autocast: bool = True
+    """bfloat16 autocast in forward and backward; master weights and optimizer stay float32."""
+    threads: int = 1
+    checkpoint_every: int = 0
+    """Steps between checkpoints; 0 writes one at the end only."""
+    batch_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step", "micro_batch"):
+            require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "1 or more")
+
+
+@dataclass(frozen=True)
+class PublishConfig:
+    """Transport of the weights and the bounds of each phase of a version."""
+
+    transport: str = "auto"
+    bucket_bytes: int = 64 << 20
+    checksum: str = "crc32"
+    join_timeout_s: float = 300.0
+    transfer_timeout_s: float = 120.0
+    commit_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        require(self.transport in ("auto", "gloo", "nccl", "ipc"), "publish.transport", self.transport, "auto, gloo, nccl, ipc")
+        require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
+        require(self.checksum in ("crc32", "none"), "publish.checksum", self.checksum, "crc32, none")
+
+
+@dataclass(frozen=True)
+class BusConfig:
+    """Control sockets: ipc files in the run folder."""
+
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 30.0
+    """A peer that was silent for so long is taken for dead."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.heartbeat_s < self.dead_after_s, "bus.heartbeat_s", self.heartbeat_s, "above 0 and below bus.dead_after_s")
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """What the run keeps for `inflight audit`."""
+
+    keep_versions: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: everything the launcher hands to its processes (as resolved YAML in the run folder)."""
+
+    model: ModelConfig
+    task: TaskConfig
+    run_dir: str
+    seed: int = 0
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    bus: BusConfig = field(default_factory=BusConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.run_dir)
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be in flight or buffered at once, derived from the lag bound and the step size."""
+        return (self.gate.max_lag + 1) * self.trainer.groups_per_step
+
+    def generator_names(self) -> list[str]:
+        """`g0`, `g1`, …: the names by which messages, metrics and rollouts speak of generators."""
+        return [f"g{i}" for i in range(self.generator.count)]
+
+    def endpoint(self, service: str) -> str:
+        """Address of a control socket: `weights`, `rollouts` or `status`. Kept short: ipc paths end at 107 bytes."""
+        return f"ipc://{self.path.resolve() / 'bus' / service}"
+
+    def generator_url(self, index: int) -> str:
+        """Where generator `index` serves; the port was chosen by the launcher and written to the run folder."""
+        return (self.path / "bus" / f"g{index}.url").read_text().strip()
+
+
+CONFIG_FILE = "config.yaml"
+
+
+def load(run_dir: str | Path) -> RunConfig:
+    """The configuration of a run folder, as the launcher wrote it.
+
+    Raises ConfigError naming the file and the field when something is missing, unknown or of the wrong type.
+    """
+    path = Path(run_dir) / CONFIG_FILE
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        return cast(RunConfig, OmegaConf.to_object(merged))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist: {run_dir} is not a run folder") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+
+
+def save(config: RunConfig) -> None:
+    """Writes the resolved configuration into the run folder."""
+    config.path.mkdir(parents=True, exist_ok=True)
+    (config.path / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))

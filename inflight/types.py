@@ -1,0 +1,125 @@
+"""Records that every part of inflight speaks: versions, spans, weights' metadata and rollouts.
+
+Nothing here imports torch, zmq or vllm. Records are `msgspec.Struct`s, so the wire (messages.py) and the files of a
+run (rollouts.msgpack) hold them unchanged, and decoding validates every field.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+Version = Annotated[int, Meta(ge=0)]
+"""Grows by one with each published optimizer step; 0 is the checkpoint that a run starts from."""
+
+Name = Annotated[str, Meta(min_length=1, max_length=512)]
+Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
+"""SHA-256, hexadecimal."""
+Count = Annotated[int, Meta(ge=0)]
+TokenIds = Annotated[list[Count], Meta(max_length=1 << 20)]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes an element, by the dtype names that may go over the wire."""
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all records: immutable, keyword-only, unknown fields refused when decoded."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """A run of generated tokens sampled under one version: from index `start` to the next span's start.
+
+    Example: `[VersionSpan(0, 3), VersionSpan(17, 4)]`: tokens 0..16 were sampled by version 3, the rest by 4.
+    """
+
+    start: Count
+    version: Version
+
+
+class PrefillSpan(msgspec.Struct, frozen=True, array_like=True):
+    """KV written by prefill rather than decoding.
+
+    Before output token `output_index` was sampled, the KV from sequence position `position` on was (re)computed
+    under `version`. An undisturbed request has `[PrefillSpan(0, 0, v)]`; chunked prefill over a swap and resumption
+    after preemption add one each.
+    """
+
+    output_index: Count
+    position: Count
+    version: Version
+
+
+class ParamMeta(Record):
+    """One parameter as it travels: its checkpoint (transformers) name, full shape and wire dtype."""
+
+    name: Name
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
+    dtype: Annotated[str, Meta(pattern="^(float32|bfloat16|float16)$")]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire, without padding."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+class Turn(Record):
+    """One sampled completion of a prompt: tokens with what the engine knew when it sampled them."""
+
+    token_ids: TokenIds
+    logprobs: Annotated[list[float], Meta(max_length=1 << 20)]
+    """[T] log-probability of each token under the processed distribution it was sampled from."""
+    token_versions: Annotated[list[VersionSpan], Meta(max_length=1 << 16)]
+    prefill_versions: Annotated[list[PrefillSpan], Meta(max_length=1 << 16)]
+    finish_reason: Annotated[str, Meta(max_length=64)]
+
+
+class Rollout(Record):
+    """A finished, scored sample: everything the gate, the loss and the audit need."""
+
+    rollout_id: Name
+    group_id: Name
+    prompt_ids: TokenIds
+    turn: Turn
+    reward: float
+    generator: Name
+    started: float
+    """Wall-clock seconds (Unix) at submission."""
+    finished: float
+    first_token_s: Annotated[float, Meta(ge=0)]
+    """Seconds from submission to the first token; 0 when the interface does not tell."""
+
+
+class RolloutGroup(Record):
+    """The G samples of one prompt; the unit of admission, of the advantage and of accounting."""
+
+    group_id: Name
+    prompt_key: Name
+    """Names the task's item, so that a run can show that no prompt was trained on twice."""
+    rollouts: Annotated[list[Rollout], Meta(min_length=1, max_length=4096)]
+
+
+def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
+    """[T] the version of each of `length` tokens.
+
+    Raises ValueError when the spans do not start at 0, do not ascend, or start beyond the tokens.
+    """
+    if length == 0:
+        return []
+    if not spans or spans[0].start != 0:
+        raise ValueError(f"version spans must start at token 0, got {spans[:1]}")
+    versions: list[int] = []
+    for span, upto in zip(spans, [s.start for s in spans[1:]] + [length], strict=True):
+        if not span.start < upto <= length:
+            raise ValueError(f"version span {span} does not fit tokens {span.start}..{upto} of {length}")
+        versions.extend([span.version] * (upto - span.start))
+    return versions

@@ -1,0 +1,41 @@
+"""The seam between what is sent and how: every transport is a Sender on the trainer and a Receiver on each rank.
+
+Both sides know the manifest. A transport moves whole buckets in the manifest's order, never interprets them, bounds
+every wait by the timeout it was made with, and raises TransportError naming the phase and, where known, the rank that
+did not answer. After an error the object is dead; a new one must be made.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from inflight.messages import BucketMeta
+
+
+class TransportError(RuntimeError):
+    """A transfer that failed or timed out; says at which phase and who did not answer."""
+
+
+class Sender(Protocol):
+    """Trainer side."""
+
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Sends `buffer[b.offset : b.offset + b.nbytes]` of each bucket to all receivers; returns when it may be reused.
+
+        `buffer` is uint8 `[total_bytes]` on the transport's device.
+        """
+
+    def close(self) -> None:
+        """Frees sockets and memory; never waits for a peer."""
+
+
+class Receiver(Protocol):
+    """Rank side."""
+
+    def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Fills uint8 `buffer` `[total_bytes]` bucket by bucket; returns when all bytes are there."""
+
+    def close(self) -> None:
+        """Frees sockets and memory; never waits for a peer."""

@@ -1,0 +1,150 @@
+"""The bus over real sockets: order, loss, refusals and bounds."""
+
+import threading
+import time
+
+import pytest
+import zmq
+
+from inflight.bus import BusError, Link, Listener, Lost, PeerLost, Received
+from inflight.config import BusConfig
+from inflight.messages import Abort, Commit, Refused, Status, WireError, decode, encode
+
+QUICK = BusConfig(heartbeat_s=0.05, dead_after_s=0.6)
+
+
+@pytest.fixture
+def endpoint(tmp_path):
+    return f"ipc://{tmp_path}/s"
+
+
+def wait_for(receive, kind, timeout_s=5.0):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        got = receive(0.2)
+        if isinstance(got, kind):
+            return got
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def test_messages_keep_their_order_both_ways(endpoint):
+    with Listener(endpoint, QUICK) as listener, Link(endpoint, "g0.r0", QUICK) as link:
+        for version in range(1, 200):
+            link.send(Commit(version=version))
+        got = [wait_for(listener.receive, Received).message.version for _ in range(1, 200)]
+        assert got == list(range(1, 200))
+        for version in range(200):
+            listener.send("g0.r0", Commit(version=version))
+        assert [link.receive(5).version for _ in range(200)] == list(range(200))
+
+
+def test_a_link_may_come_before_its_listener(endpoint):
+    with Link(endpoint, "a0", QUICK) as link:
+        link.send(Commit(version=1))
+        time.sleep(0.2)
+        with Listener(endpoint, QUICK) as listener:
+            assert wait_for(listener.receive, Received) == Received("a0", Commit(version=1))
+
+
+def test_sending_to_a_stranger_is_an_error(endpoint):
+    with Listener(endpoint, QUICK) as listener, pytest.raises(BusError, match=r"g9\.r0 is not connected"):
+        listener.send("g9.r0", Commit(version=1))
+
+
+def test_a_silent_peer_is_lost_once_and_a_living_one_is_not(endpoint):
+    with Listener(endpoint, QUICK) as listener, Link(endpoint, "alive", QUICK):
+        dying = Link(endpoint, "dying", QUICK)
+        dying.send(Commit(version=1))
+        wait_for(listener.receive, Received)
+        dying.close()
+        assert wait_for(listener.receive, Lost) == Lost("dying")
+        assert listener.receive(1.0) is None
+        assert listener.peers() == {"alive"}
+
+
+def test_a_link_tells_when_its_listener_dies(endpoint):
+    listener = Listener(endpoint, QUICK)
+    with Link(endpoint, "a0", QUICK) as link:
+        link.send(Commit(version=1))
+        wait_for(listener.receive, Received)
+        listener.send("a0", Commit(version=2))
+        assert link.receive(5) == Commit(version=2)
+        listener.close()
+        with pytest.raises(PeerLost, match="nothing heard"):
+            for _ in range(50):
+                link.receive(0.1)
+
+
+def test_a_listener_that_never_comes_is_told(endpoint):
+    with Link(endpoint, "a0", QUICK, first_contact_s=0.3) as link:
+        assert link.receive(0.05) is None
+        with pytest.raises(PeerLost):
+            link.receive(0.5)
+
+
+def test_garbage_is_counted_and_changes_nothing(endpoint):
+    with Listener(endpoint, QUICK) as listener:
+        context = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.setsockopt(zmq.IDENTITY, b"stranger")
+        raw.connect(endpoint)
+        good = encode(Commit(version=1))
+        for frame in (b"", b"\x01", b"\x09" + good[1:], good[:-1], good + b"x", b"\x01\xc1", b"\x01" + b"\x91" * 5000):
+            raw.send(frame)
+        raw.send(good)
+        assert wait_for(listener.receive, Received) == Received("stranger", Commit(version=1))
+        assert listener.refused == 7
+        context.destroy(linger=0)
+
+
+def test_a_link_that_is_not_read_bounds_its_queue(endpoint, monkeypatch):
+    monkeypatch.setattr("inflight.bus.MAX_QUEUED", 50)
+    with Link(endpoint, "a0", QUICK) as link, pytest.raises(BusError, match="does not read"):
+        for _ in range(5000):
+            link.send(Status(source="a0", values={"x": 1.0}))
+
+
+def test_many_threads_may_send(endpoint):
+    with Listener(endpoint, QUICK) as listener, Link(endpoint, "a0", QUICK) as link:
+        threads = [
+            threading.Thread(target=lambda n=n: [link.send(Commit(version=1000 * n + i)) for i in range(100)])
+            for n in range(8)
+        ]
+        for thread in threads:
+            thread.start()
+        got = [wait_for(listener.receive, Received).message.version for _ in range(800)]
+        for thread in threads:
+            thread.join(timeout=5)
+        assert sorted(got) == sorted(1000 * n + i for n in range(8) for i in range(100))
+        assert [v for v in got if v < 1000] == list(range(100))
+
+
+def test_closing_delivers_what_was_queued(endpoint):
+    with Listener(endpoint, QUICK) as listener:
+        link = Link(endpoint, "a0", QUICK)
+        link.send(Refused(reason="bye"))
+        link.close()
+        assert wait_for(listener.receive, Received).message == Refused(reason="bye")
+        with pytest.raises(BusError, match="closed"):
+            link.send(Commit(version=1))
+
+
+@pytest.mark.parametrize(
+    "frame, reason",
+    [
+        (b"", "0 bytes"),
+        (bytes([7]) + encode(Commit(version=1))[1:], "schema 7"),
+        (encode(Commit(version=1))[:1] + b"\x82\xa4type\xa5Evil!\xa7version\x01", "not a message"),
+        (encode(Abort(version=1, reason="x"))[:-3], "not a message"),
+    ],
+)
+def test_decode_says_what_is_wrong(frame, reason):
+    with pytest.raises(WireError, match=reason):
+        decode(frame)
+
+
+def test_negative_versions_and_long_texts_are_refused():
+    with pytest.raises(WireError):
+        decode(encode(Commit(version=-1)))
+    with pytest.raises(WireError):
+        decode(encode(Refused(reason="x" * 5000)))

@@ -1,0 +1,17 @@
+"""The worker that vLLM is told to use on CPU: `worker_cls="inflight.generator.worker.InflightCPUWorker"`."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from inflight.generator.shadow import Shadow
+from inflight.generator.worker_base import InflightWorkerMixin
+
+
+class InflightCPUWorker(InflightWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with a shadow whose swap rebinds packed layers (see rebind.py)."""
+
+    def make_shadow(self) -> Shadow:
+        from inflight.generator.rebind import RebindShadow
+
+        return RebindShadow(self.model_runner.get_model(), self.vllm_config)

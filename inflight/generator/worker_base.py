@@ -1,0 +1,150 @@
+"""What a vLLM worker needs to hold a shadow beside its live weights, on CPU and on CUDA alike.
+
+The swap is a collective RPC, and an RPC can only run between two forward passes: the engine core issues steps and RPCs
+from one thread, into one first-in-first-out queue to each worker process (MultiprocExecutor's broadcast queue, whose
+messages the worker's loop runs one after the other) or, without worker processes, as plain calls (UniProcExecutor).
+`execute_model` and `sample_tokens` of one step are queued together, so nothing lands between them. All ranks thus swap
+at the same step boundary, without a collective.
+
+`additional_config["inflight"]` of the engine (see `Settings`) says where the publisher listens. Without an `endpoint`
+the worker takes weights from files only (`stage_weights`), which is what offline use, tests and benches do.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inflight.generator.settings import Settings
+from inflight.generator.shadow import Shadow
+
+if TYPE_CHECKING:
+    from inflight.weights.receiver import WeightReceiver
+
+
+class SwapRefused(RuntimeError):
+    """A commit for a version that this rank has not got ready; the live weights are untouched."""
+
+
+class InflightWorkerMixin:
+    """What the CPU and the CUDA worker share: shadow, receiver, and the RPCs that stage and swap.
+
+    A worker class puts it before vLLM's own worker and implements `make_shadow`.
+    """
+
+    inflight_shadow: Shadow
+    inflight_receiver: WeightReceiver | None = None
+    inflight_staged: int | None = None
+    """The version that `stage_weights` has built and no commit has taken yet."""
+    _staging: threading.Thread | None = None
+    _staging_error: BaseException | None = None
+
+    if TYPE_CHECKING:  # what the mixin takes from vLLM's Worker
+        vllm_config: Any
+        rank: int
+        model_runner: Any
+
+    def make_shadow(self) -> Shadow:
+        """The shadow of the model that was just loaded. Raises ValueError with one line when it can't have one."""
+        raise NotImplementedError
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads as vLLM does, then makes the shadow and begins to listen for versions."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        settings = Settings.of(self.vllm_config)
+        self.inflight_shadow = self.make_shadow()
+        if settings.endpoint:
+            self.inflight_receiver = self._start_receiver(settings)
+
+    def _start_receiver(self, settings: Settings) -> WeightReceiver:
+        # Late, so that offline use needs neither sockets nor a transport.
+        from inflight.bus import Link
+        from inflight.weights.receiver import WeightReceiver
+
+        link = Link(settings.endpoint, f"{settings.generator}.r{self.rank}", settings.bus)
+        receiver = WeightReceiver(
+            link,
+            self.inflight_shadow,
+            generator=settings.generator,
+            rank=self.rank,
+            world_size=self.vllm_config.parallel_config.world_size,
+            version=settings.version,
+        )
+        receiver.start()
+        return receiver
+
+    def commit_weights(self, version: int) -> dict[str, float]:
+        """RPC: makes `version` live. Returns `gap_s`, the seconds that this rank's step loop stood still for it.
+
+        Raises when exactly this version is not ready; then the live weights are as before.
+        """
+        started = time.perf_counter()
+        if self.inflight_receiver is not None:
+            self.inflight_receiver.swap(version)
+        else:
+            if self.inflight_staged != version:
+                raise SwapRefused(f"version {version} is not staged on rank {self.rank}: {self.inflight_staged} is")
+            self.inflight_shadow.swap()
+            self.inflight_staged = None
+        return {"gap_s": time.perf_counter() - started}
+
+    def stage_weights(self, path: str, version: int, wait: bool = True) -> None:
+        """RPC: builds `version` in the shadow from a safetensors file, the way received bytes are built.
+
+        With `wait=False` it returns at once and building goes on beside decoding; `staged_version` tells when it is
+        done. Raises what building raises (with `wait=False`, `staged_version` does); the live weights are untouched.
+        """
+        if self.inflight_receiver is not None:
+            raise SwapRefused("this worker takes its weights from the publisher, not from files")
+        if self._staging is not None and self._staging.is_alive():
+            raise SwapRefused("another version is being staged")
+        self.inflight_staged = self._staging_error = None
+
+        def stage() -> None:
+            try:
+                self._fill_shadow(Path(path))
+                self.inflight_staged = version
+            except BaseException as error:  # noqa: BLE001 - raised to whoever asks for the outcome
+                self.inflight_shadow.discard()
+                self._staging_error = error
+
+        # Always in a thread of its own, so that file and transport exercise the same threading.
+        self._staging = threading.Thread(target=stage, name="inflight stage", daemon=True)
+        self._staging.start()
+        if wait:
+            self._staging.join()
+            self.staged_version()
+
+    def staged_version(self) -> int | None:
+        """RPC: the version that is staged, None while it is being built. Raises what building raised."""
+        if self._staging_error is not None:
+            error, self._staging_error = self._staging_error, None
+            raise error
+        return self.inflight_staged
+
+    def _fill_shadow(self, path: Path) -> None:
+        from safetensors import safe_open
+
+        from inflight.types import ParamMeta
+        from inflight.weights.pack import unpack
+        from inflight.weights.plan import plan
+
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+        metas = [
+            ParamMeta(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in tensors.items()
+        ]
+        manifest = plan(metas, tied={}, bucket_bytes=64 << 20, checksum="none")
+        slots = unpack(manifest, self.inflight_shadow.begin(manifest))
+        for name, tensor in tensors.items():
+            slots[name].copy_(tensor)
+        self.inflight_shadow.build()
+
+    def shutdown(self) -> None:
+        """Stops listening, then shuts down as vLLM does."""
+        if self.inflight_receiver is not None:
+            self.inflight_receiver.close()
+        super().shutdown()  # type: ignore[misc]

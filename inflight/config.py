@@ -171,6 +171,22 @@ class AuditConfig:
 
 
 @dataclass(frozen=True)
+class LaunchConfig:
+    """The launcher and the processes it watches."""
+
+    affinity: dict[str, list[int]] = field(default_factory=dict)
+    """Cores that a process may use, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
+    stop_grace_s: float = 6.0
+    """Seconds between SIGTERM and SIGKILL when the run ends."""
+    line_every_s: float = 5.0
+    """Seconds between the lines of progress when the output is no terminal."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")
+        require(self.line_every_s > 0, "launch.line_every_s", self.line_every_s, "above 0")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One run: everything the launcher hands to its processes (as resolved YAML in the run folder)."""
 
@@ -185,6 +201,7 @@ class RunConfig:
     publish: PublishConfig = field(default_factory=PublishConfig)
     bus: BusConfig = field(default_factory=BusConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     @property
     def path(self) -> Path:
@@ -202,7 +219,7 @@ class RunConfig:
 
     def endpoint(self, service: str) -> str:
         """Address of a control socket: `weights`, `rollouts` or `status`. Kept short: ipc paths end at 107 bytes."""
-        return f"ipc://{self.path.resolve() / 'bus' / service}"
+        return f"ipc://{(self.path / 'bus').resolve() / service}"
 
     def generator_url(self, index: int) -> str:
         """Where generator `index` serves; the port was chosen by the launcher and written to the run folder."""

@@ -1,0 +1,46 @@
+# Each target sets itself up on a fresh machine with Python 3.11 to 3.13; a second call starts at once.
+.PHONY: help setup demo test test-slow lint bench verify-patches clean
+
+PY := .venv/bin/python
+READY := .venv/ready
+# Torch, OpenMP and vLLM's workers must not each take every core.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+help:
+	@echo "make demo            train SmolLM2-135M with a generator that never stops (some minutes on 2 cores)"
+	@echo "make test            unit tests, tests against a real vLLM on CPU, and a whole tiny run"
+	@echo "make test-slow       the tests that take minutes each"
+	@echo "make lint            ruff and mypy"
+	@echo "make bench           measure the stall at a swap, the transfer and the lag on this machine"
+	@echo "make verify-patches  check that every diff in patches/ fits the vLLM that it is for"
+	@echo "make clean           remove .venv and what tests left"
+
+$(READY): pyproject.toml scripts/setup.sh $(wildcard patches/*)
+	@./scripts/setup.sh
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(PY) -m inflight.launch --config-name demo $(ARGS)
+
+test: $(READY)
+	$(PY) -m pytest $(ARGS)
+
+test-slow: $(READY)
+	$(PY) -m pytest -m slow $(ARGS)
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+bench: $(READY)
+	@set -e; for script in bench/*.py; do echo "== $$script"; $(PY) $$script; done
+
+verify-patches: $(READY)
+	@.venv/bin/inflight patch check
+
+clean:
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +

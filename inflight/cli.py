@@ -1,0 +1,72 @@
+"""The `inflight` command. Each subcommand imports what it needs when it runs, so that the others stay fast."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from inflight import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit code; bad input is one line on stderr and code 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(prog="inflight", description="Update the weights of running LLM generators.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (summary, _) in _COMMANDS.items():
+        # The rest belongs to the subcommand, which has its own --help.
+        commands.add_parser(name, help=summary, add_help=False)
+    command = parser.parse_args(arguments[:1]).command
+    return _COMMANDS[command][1](arguments[1:])
+
+
+def _launch(arguments: list[str]) -> int:
+    from inflight import launch
+
+    return launch.main(arguments)
+
+
+def _audit(arguments: list[str]) -> int:
+    from inflight import audit
+
+    return audit.main(arguments)
+
+
+def _patch(arguments: list[str]) -> int:
+    from inflight import patching
+
+    return patching.main(arguments)
+
+
+def _model(arguments: list[str]) -> int:
+    from inflight import models
+
+    parser = argparse.ArgumentParser(prog="inflight model", description="Prepare a model and print its directory.")
+    parser.add_argument("name", help="smollm2, tiny, tiny-untied or a directory")
+    name = parser.parse_args(arguments).name
+    try:
+        print(models.prepare(name))
+    except models.ModelError as error:
+        print(f"inflight model: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _version(arguments: list[str]) -> int:
+    argparse.ArgumentParser(prog="inflight version", description="Print the version.").parse_args(arguments)
+    print(f"inflight {__version__}")
+    return 0
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
+    "audit": ("replay a run's rollouts and check every version tag", _audit),
+    "patch": ("check, apply or revert the diff on the installed vLLM", _patch),
+    "model": ("prepare a model and print its directory", _model),
+    "version": ("print the version", _version),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

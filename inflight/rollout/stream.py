@@ -1,0 +1,137 @@
+"""A file of rollout groups that grows frame by frame and survives being cut off anywhere.
+
+Layout: the 8 bytes `MAGIC`, then frames of `length u32 | crc32 u32 | body`, little endian; the body is the msgpack of
+one RolloutGroup. A frame goes out in one write, so a killed writer leaves whole frames and at most one torn tail,
+which a reader reports instead of raising.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from inflight.types import RolloutGroup
+
+SCHEMA = 1
+MAGIC = b"inflrol" + bytes([SCHEMA])
+MAX_BODY_BYTES = 64 << 20
+_HEAD = struct.Struct("<II")
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(RolloutGroup)
+
+
+class StreamError(ValueError):
+    """The file is no rollout stream of this schema, or a group is too large for one."""
+
+
+def encode_frame(group: RolloutGroup) -> bytes:
+    """One frame. Raises StreamError when the group exceeds MAX_BODY_BYTES."""
+    body = _encoder.encode(group)
+    if len(body) > MAX_BODY_BYTES:
+        raise StreamError(f"group {group.group_id} of {len(body)} bytes exceeds the limit of {MAX_BODY_BYTES}")
+    return _HEAD.pack(len(body), zlib.crc32(body)) + body
+
+
+class Reader:
+    """Yields the whole groups of a stream; afterwards `torn` says what the file ends with, if not with a whole frame.
+
+    Holds one group in memory at a time and reads no frame above MAX_BODY_BYTES. Each iteration starts anew.
+    Raises StreamError when the file does not start as a stream of this schema.
+
+    Example: `reader = Reader(path); groups = list(reader); assert reader.torn is None`
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.torn: str | None = None
+        """What is wrong with the tail and where; None when the file ends with a whole frame (or was not read yet)."""
+        self.good_bytes = 0
+        """Where the last whole frame ends."""
+
+    def __iter__(self) -> Iterator[RolloutGroup]:
+        self.torn, self.good_bytes = None, len(MAGIC)
+        with self.path.open("rb") as file:
+            start = file.read(len(MAGIC))
+            if start != MAGIC:
+                raise StreamError(f"{self.path} is no rollout stream of schema {SCHEMA}: it starts with {start!r}")
+            while (body := self._body(file)) is not None:
+                try:
+                    group = _decoder.decode(body)
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                    self.torn = self._at(f"frame is no group: {error}")
+                    return
+                self.good_bytes += _HEAD.size + len(body)
+                yield group
+
+    def _body(self, file: BinaryIO) -> bytes | None:
+        """The next frame's verified body; None at the end or, with `torn` set, at the first bad frame."""
+        head = file.read(_HEAD.size)
+        if not head:
+            return None
+        if len(head) < _HEAD.size:
+            self.torn = self._at(f"{len(head)} bytes of a frame's {_HEAD.size}-byte head")
+            return None
+        length, checksum = _HEAD.unpack(head)
+        if length > MAX_BODY_BYTES:
+            self.torn = self._at(f"frame claims {length} bytes, allowed are {MAX_BODY_BYTES}")
+            return None
+        body = file.read(length)
+        if len(body) < length:
+            self.torn = self._at(f"{len(body)} of a frame's {length} bytes")
+            return None
+        if zlib.crc32(body) != checksum:
+            self.torn = self._at(f"frame of {length} bytes does not match its checksum")
+            return None
+        return body
+
+    def _at(self, what: str) -> str:
+        return f"{what}, at byte {self.good_bytes} of {self.path.name}"
+
+
+class Writer:
+    """Appends groups. An existing stream is continued; a torn tail is cut off first and told in `cut`.
+
+    Not thread-safe: one writer, one thread.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.cut: str | None = None
+        """What was cut off an existing file; None in the ordinary case."""
+        end = 0
+        if path.exists() and path.stat().st_size:
+            reader = Reader(path)
+            for _ in reader:
+                pass
+            self.cut, end = reader.torn, reader.good_bytes
+        self._file = path.open("r+b" if end else "wb", buffering=0)
+        self._file.truncate(end)
+        self._file.seek(end)
+        if not end:
+            self._write(MAGIC)
+
+    def append(self, group: RolloutGroup) -> None:
+        """Adds one group with one write. Raises StreamError when it is too large, OSError when the disk is full."""
+        self._write(encode_frame(group))
+
+    def close(self) -> None:
+        """Closes the file; a second call does nothing."""
+        self._file.close()
+
+    def _write(self, data: bytes) -> None:
+        written = self._file.write(data)
+        if written != len(data):
+            raise OSError(f"{self._file.name}: only {written} of {len(data)} bytes could be written")
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

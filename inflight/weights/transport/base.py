@@ -22,7 +22,7 @@ class Sender(Protocol):
     """Trainer side."""
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Sends `buffer[b.offset : b.offset + b.nbytes]` of each bucket to all receivers; returns when it may be reused.
+        """Sends `buffer[b.offset : b.offset + b.nbytes]` of each bucket to all; returns when it may be reused.
 
         `buffer` is uint8 `[total_bytes]` on the transport's device.
         """

@@ -1,0 +1,94 @@
+"""Bytes of a version: parameters into the send buffer, views out of a received one, and checksums over both."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from inflight.messages import BucketMeta, Manifest
+from inflight.weights.source import WIRE_DTYPES, WeightSource
+
+
+class PackError(ValueError):
+    """A source or a buffer that does not fit the manifest."""
+
+
+class ChecksumError(ValueError):
+    """Received bytes that are not those that were sent; names the buckets."""
+
+
+def unpack(manifest: Manifest, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Name → view of `buffer` (uint8 `[total_bytes]`) in the parameter's shape and dtype. Nothing is copied.
+
+    Tied names are not in it; `manifest.tied` says whose view is theirs. Raises PackError for a buffer that does not
+    fit. The manifest must have passed `plan.check`.
+    """
+    _require_buffer(manifest, buffer)
+    views: dict[str, torch.Tensor] = {}
+    for slot in manifest.slots:
+        raw = buffer[slot.offset : slot.offset + slot.meta.nbytes]
+        views[slot.meta.name] = raw.view(WIRE_DTYPES[slot.meta.dtype]).view(slot.meta.shape)
+    return views
+
+
+@torch.no_grad()
+def pack(source: WeightSource, manifest: Manifest, buffer: torch.Tensor) -> None:
+    """Casts and copies each parameter to its place in `buffer`, in place: no tensor is allocated for a plain module.
+
+    Returns when the bytes are there (on a GPU: queued on the current stream). Raises PackError when the source's
+    parameters are not the manifest's, SourceError when the module has changed.
+    """
+    views = unpack(manifest, buffer)
+    packed = 0
+    for (name, tensor), slot in zip(source, manifest.slots, strict=False):
+        if name != slot.meta.name or tuple(tensor.shape) != slot.meta.shape:
+            expected = f"{slot.meta.name} {slot.meta.shape}"
+            raise PackError(f"the manifest expects {expected}, got {name} {tuple(tensor.shape)}")
+        views[name].copy_(tensor)
+        packed += 1
+    if packed != len(manifest.slots) or packed != len(source.metas):
+        raise PackError(f"the source has {len(source.metas)} parameters, the manifest {len(manifest.slots)}")
+
+
+def checksums(manifest: Manifest, buffer: torch.Tensor) -> list[int]:
+    """One CRC-32 a bucket, in order; empty when the manifest's checksum is `none`.
+
+    Runs without the GIL. Bytes on a GPU are copied to the host first, which costs far more than the transfer: use
+    `none` there unless a fault is being hunted.
+    """
+    _require_buffer(manifest, buffer)
+    if manifest.checksum == "none":
+        return []
+    return [zlib.crc32(_bytes(buffer, bucket)) for bucket in manifest.buckets]
+
+
+def content_digest(sums: Sequence[int]) -> str:
+    """SHA-256 over the buckets' checksums in order: names the bytes of a version in one string."""
+    return hashlib.sha256(b"".join(struct.pack("<I", value) for value in sums)).hexdigest()
+
+
+def verify(manifest: Manifest, buffer: torch.Tensor, expected: Sequence[int]) -> str:
+    """The digest of what was received. Raises ChecksumError naming the buckets whose bytes are not those sent."""
+    found = checksums(manifest, buffer)
+    if len(found) != len(expected):
+        raise ChecksumError(f"{len(expected)} checksums came for {len(found)} buckets")
+    bad = [index for index, (got, sent) in enumerate(zip(found, expected, strict=True)) if got != sent]
+    if bad:
+        raise ChecksumError(f"bytes differ from those sent in buckets {bad[:8]} of {len(found)} ({len(bad)} in all)")
+    return content_digest(found)
+
+
+def _bytes(buffer: torch.Tensor, bucket: BucketMeta) -> memoryview:
+    return buffer[bucket.offset : bucket.offset + bucket.nbytes].cpu().numpy().data
+
+
+def _require_buffer(manifest: Manifest, buffer: torch.Tensor) -> None:
+    if buffer.dtype != torch.uint8 or tuple(buffer.shape) != (manifest.total_bytes,) or not buffer.is_contiguous():
+        raise PackError(
+            f"need a contiguous uint8 buffer of {manifest.total_bytes} bytes, "
+            f"got {buffer.dtype} of shape {tuple(buffer.shape)}"
+        )

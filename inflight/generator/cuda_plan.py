@@ -1,0 +1,278 @@
+"""Which bytes of a checkpoint go where in the live weights, learnt from vLLM's own loader.
+
+vLLM fuses q, k, v and gate, up, splits by tensor-parallel rank, replicates KV heads, pads the vocabulary and ties
+embeddings; its `load_weights` knows how, for every model. So the plan asks it: checkpoint tensors that exist in shape
+only (meta device) are loaded while each write to a live weight is caught and noted instead of done. A meta tensor's
+views carry offset and strides, so every note is exact, for a model of any size, in seconds and without memory.
+
+The plan is refused, naming the parameter, when a live byte is neither written from the checkpoint nor filled with a
+constant, when one is written twice, or when the loader computes instead of copying.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from inflight.messages import Manifest, Slot
+from inflight.weights.transport.landing import Strip
+
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+Span = tuple[int, int]
+
+
+class PlanError(ValueError):
+    """The engine's weights can't be filled from what travels; the text names the parameter."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """One live parameter: its name and its bytes `[start, stop)` in the arena."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`strips[name]` fills the arena from parameter `name` of the send buffer; `constant` bytes keep their value."""
+
+    strips: dict[str, list[Strip]]
+    constant: list[Span]
+
+    @property
+    def all_strips(self) -> list[Strip]:
+        """Every strip, in the send buffer's order."""
+        return sorted((strip for strips in self.strips.values() for strip in strips), key=lambda strip: strip.source)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank takes from a version."""
+        return sum(strip.nbytes for strip in self.all_strips)
+
+
+def make_plan(
+    manifest: Manifest,
+    load_weights: LoadWeights,
+    regions: list[Region],
+    base: int,
+    device: torch.device,
+    *,
+    whole: bool = True,
+) -> Plan:
+    """The plan of one rank. `base` is the live range's address on `device`, `regions` its parameters.
+
+    `whole`: this rank takes some of every parameter, as it does without pipeline stages. Raises PlanError.
+    """
+    notes = _trace(manifest, load_weights, (base, max(region.stop for region in regions) + base), device)
+    plan = Plan(notes.strips, notes.constant)
+    _check_coverage(plan, regions)
+    unused = [slot.meta.name for slot in manifest.slots if slot.meta.name not in plan.strips]
+    if whole and unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise PlanError(f"the engine has no place for {', '.join(unused[:5])}{more}")
+    return plan
+
+
+def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: torch.device) -> _Notes:
+    notes = _Notes(manifest.slots, live, device)
+    try:
+        with torch.inference_mode(), notes:
+            load_weights(notes.checkpoint())
+    except PlanError:
+        raise
+    except Exception as error:
+        raise PlanError(f"vLLM's loader does not take {notes.current!r}: {type(error).__name__}: {error}") from error
+    return notes
+
+
+class _Notes(TorchDispatchMode):
+    """Catches writes to the live range, and notes what they would have copied."""
+
+    def __init__(self, slots: list[Slot], live: Span, device: torch.device) -> None:
+        super().__init__()
+        self._slots = slots
+        self._live = live
+        self._device = device
+        self._sources: dict[int, Slot] = {}
+        self._keep: list[torch.Tensor] = []
+        self.strips: dict[str, list[Strip]] = {}
+        self.constant: list[Span] = []
+        self.current = ""
+
+    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that travel, in shape only."""
+        for slot in self._slots:
+            self.current = slot.meta.name
+            tensor = torch.empty(slot.meta.shape, dtype=getattr(torch, slot.meta.dtype), device="meta")
+            self._sources[_storage(tensor)] = slot
+            self._keep.append(tensor)  # its storage's identity must not be used again
+            yield slot.meta.name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = [args[i] for i, arg in enumerate(func._schema.arguments[: len(args)]) if _writes(arg)]
+        live = [tensor for tensor in written if self._is_live(tensor)]
+        if not live:
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            self._note_copy(args[0], args[1])
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
+            self.constant += _byte_spans(args[0], self._live[0])
+        else:
+            raise PlanError(f"{self.current}: the loader changes live weights by {func}, which can't be planned")
+        return args[0]
+
+    def _is_live(self, tensor: Any) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.device == self._device
+            and tensor.numel() > 0
+            and self._live[0] <= tensor.data_ptr() < self._live[1]
+        )
+
+    def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        slot = self._sources.get(_storage(source)) if source.is_meta else None
+        if slot is None:
+            raise PlanError(f"{self.current}: the loader computes the weight instead of copying it")
+        name = slot.meta.name
+        if source.shape != target.shape or source.dtype != target.dtype:
+            raise PlanError(
+                f"{name}: {tuple(source.shape)} {source.dtype} travels, "
+                f"the engine keeps {tuple(target.shape)} {target.dtype}"
+            )
+        at = target.data_ptr() - self._live[0]
+        source_at = slot.offset + source.storage_offset() * source.element_size()
+        self.strips.setdefault(name, []).extend(_strips(name, source, target, source_at, at))
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: int, target_at: int) -> list[Strip]:
+    """Equal shapes, any strides: the fewest two-dimensional copies in byte units."""
+    item = source.element_size()
+    dims = _merged(source.shape, source.stride(), target.stride())
+    size, source_step, target_step = dims.pop() if dims else (1, 1, 1)
+    if source_step != 1 or target_step != 1:
+        raise PlanError(f"{name}: the loader transposes it, which can't be planned")
+    width = size * item
+    rows, source_pitch, target_pitch = dims.pop() if dims else (1, 0, 0)
+    one = Strip(source_at, target_at, width, rows, source_pitch * item, target_pitch * item)
+    strips = [one]
+    for count, source_step, target_step in reversed(dims):
+        strips = [
+            Strip(
+                strip.source + i * source_step * item, strip.target + i * target_step * item,
+                strip.width, strip.rows, strip.source_pitch, strip.target_pitch,
+            )
+            for i in range(count)
+            for strip in strips
+        ]  # fmt: skip
+    return strips
+
+
+def _merged(shape: Iterable[int], source: Iterable[int], target: Iterable[int]) -> list[tuple[int, int, int]]:
+    """(extent, source stride, target stride) of each dimension, those that run on in both merged into one."""
+    dims: list[tuple[int, int, int]] = []
+    for extent, step, target_step in zip(shape, source, target, strict=True):
+        if extent == 1:
+            continue
+        if dims and dims[-1][1] == step * extent and dims[-1][2] == target_step * extent:
+            dims[-1] = (dims[-1][0] * extent, step, target_step)
+        else:
+            dims.append((extent, step, target_step))
+    return dims
+
+
+def _byte_spans(tensor: torch.Tensor, base: int) -> list[Span]:
+    item = tensor.element_size()
+    dims = _merged(tensor.shape, tensor.stride(), tensor.stride())
+    start = tensor.data_ptr() - base
+    if tensor.numel() == 0:
+        return []
+    size, step, _ = dims.pop() if dims else (1, 1, 1)
+    starts = [start]
+    for extent, stride, _ in dims:
+        starts = [at + i * stride * item for at in starts for i in range(extent)]
+    if step != 1:
+        return [(at + i * step * item, at + (i * step + 1) * item) for at in starts for i in range(size)]
+    return [(at, at + size * item) for at in starts]
+
+
+def _target_spans(strip: Strip) -> list[Span]:
+    if strip.rows == 1 or strip.target_pitch == strip.width:
+        return [(strip.target, strip.target + strip.nbytes)]
+    return [
+        (strip.target + row * strip.target_pitch, strip.target + row * strip.target_pitch + strip.width)
+        for row in range(strip.rows)
+    ]
+
+
+def _check_coverage(plan: Plan, regions: list[Region]) -> None:
+    written = sorted((*span, name) for name, strips in plan.strips.items() for s in strips for span in _target_spans(s))
+    for (_, stop, name), (start, _, other) in pairwise(written):
+        if start < stop:
+            raise PlanError(f"{name} and {other} are loaded into the same weights")
+    covered = _union([(start, stop) for start, stop, _ in written] + plan.constant)
+    missing = [region.name for region in regions if not any(a <= region.start and region.stop <= b for a, b in covered)]
+    if missing:
+        more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+        raise PlanError(f"nothing that travels fills all of {', '.join(missing[:5])}{more}")
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    union: list[Span] = []
+    for start, stop in sorted(spans):
+        if union and start <= union[-1][1]:
+            union[-1] = (union[-1][0], max(stop, union[-1][1]))
+        else:
+            union.append((start, stop))
+    return union
+
+
+@contextmanager
+def redirected(live: torch.Tensor, shadow: torch.Tensor) -> Iterator[None]:
+    """While it is open, this thread's writes to the live range go to the same place in `shadow` instead.
+
+    Both are uint8 and of the same length. So vLLM's own loader can fill a shadow beside a running engine.
+    """
+    with torch.inference_mode(), _Redirect(live, shadow):
+        yield
+
+
+class _Redirect(TorchDispatchMode):
+    def __init__(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        super().__init__()
+        self._start, self._stop = live.data_ptr(), live.data_ptr() + live.numel()
+        self._shadow = shadow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        writes = [i for i, argument in enumerate(func._schema.arguments[: len(args)]) if _writes(argument)]
+        moved = list(args)
+        hits = [
+            i for i in writes if isinstance(args[i], torch.Tensor) and self._start <= args[i].data_ptr() < self._stop
+        ]
+        for i in hits:
+            moved[i] = self._twin(args[i])
+        result = func(*moved, **kwargs)
+        return args[hits[0]] if hits else result  # an in-place operation returns what it was called on
+
+    def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        at = tensor.data_ptr() - self._start
+        item = tensor.element_size()
+        extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        flat = self._shadow[at : at + extent * item].view(tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.stride())

@@ -1,0 +1,198 @@
+"""The worker that vLLM is told to use on CUDA: `worker_cls="inflight.generator.cuda_worker.InflightCUDAWorker"`.
+
+Beside what the mixin does, it moves the parameters into an arena while the model is loaded (before anything is compiled
+or captured), tells vLLM's memory planning about the second set of weights, and hooks the head of the forward pass, so
+that a remap happens when the next step's inputs are already prepared. The receiver starts when warm-up is over: CUDA
+graph capture tolerates no other thread's work.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_worker import Worker
+
+from inflight.generator import arena as arenas
+from inflight.generator.remap import CopyShadow, CudaShadow, Layout, RemapShadow, lay_out, move_into
+from inflight.generator.settings import Settings
+from inflight.generator.worker_base import InflightWorkerMixin
+
+logger = logging.getLogger("vllm.inflight")
+
+GIB = 2**30
+MARGIN_BYTES = 2 * GIB
+"""Kept for activations and CUDA graphs when `auto` judges, before they are known, whether a second set fits."""
+
+
+class InflightCUDAWorker(InflightWorkerMixin, Worker):
+    """vLLM's CUDA worker with its weights in an arena and a shadow beside it."""
+
+    inflight_shadow: CudaShadow
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Loads as vLLM does, then moves the parameters into the arena and makes the shadow."""
+        refuse_unsupported(self.vllm_config)
+        Worker.load_model(self, *args, **kwargs)
+        self.inflight_shadow = self.make_shadow()
+
+    def make_shadow(self) -> CudaShadow:
+        """The shadow that `swap` asks for. Raises ValueError with one line when the memory does not do."""
+        model = self.model_runner.get_model()
+        layout = lay_out(model)
+        asked = Settings.of(self.vllm_config).swap
+        mode, why = self._choose(asked, layout.nbytes)
+        free_before, _ = torch.cuda.mem_get_info(self.device)
+        shadow = self._build_shadow(mode, layout, model)
+        self._account(mode, layout.nbytes)
+        free, _ = torch.cuda.mem_get_info(self.device)
+        logger.info(
+            "inflight: swap %s (%s), %d parameters in %.2f GiB, second set %s, device memory %.2f GiB more than before",
+            mode, why, len(layout.regions), layout.nbytes / GIB,
+            "in pinned host memory" if mode == "host" else "on the device", (free_before - free) / GIB,
+        )  # fmt: skip
+        return shadow
+
+    def _build_shadow(self, mode: str, layout: Layout, model: torch.nn.Module) -> CudaShadow:
+        whole = self.parallel_config.pipeline_parallel_size == 1
+        if mode == "remap":
+            arena = arenas.Arena(layout.nbytes, self.device)
+            move_into(layout, arena.live)
+            return RemapShadow(arena, layout, model.load_weights, whole=whole)
+        live = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
+        move_into(layout, live)
+        return CopyShadow(live, layout, model.load_weights, whole=whole, host=mode == "host")
+
+    def _choose(self, asked: str, nbytes: int) -> tuple[str, str]:
+        """(mode, reason). Raises ValueError when what is asked for can't be had."""
+        if asked not in ("auto", "remap", "copy", "host"):
+            raise ValueError(f"generator.swap={asked} is not for CUDA: auto, remap, copy, host")
+        mappable = arenas.supported(self.device)
+        lacking = self._lacking(nbytes)
+        if asked == "remap" and not mappable:
+            raise ValueError(f"generator.swap=remap: {self.device} has no virtual memory management; use copy or host")
+        if asked in ("remap", "copy") and lacking > 0:
+            raise ValueError(self._lack(asked, nbytes, lacking))
+        if asked != "auto":
+            return asked, "asked for"
+        if lacking > 0:
+            return "host", f"a second set on the device lacks {lacking / GIB:.2f} GiB"
+        return ("remap", "auto") if mappable else ("copy", "no virtual memory management")
+
+    def _lacking(self, nbytes: int) -> int:
+        """Bytes that a second set lacks beside the smallest useful KV cache; zero or less: it fits."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if asked_kv := self.cache_config.kv_cache_memory_bytes:
+            return nbytes + asked_kv + MARGIN_BYTES - free
+        used = self.init_snapshot.free_memory - free
+        return used + nbytes + self._smallest_kv() + MARGIN_BYTES - self.requested_memory
+
+    def _smallest_kv(self) -> int:
+        specs = self.get_kv_cache_spec().values()
+        return sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
+
+    @staticmethod
+    def _lack(mode: str, nbytes: int, lacking: int) -> str:
+        return (
+            f"generator.swap={mode} keeps a second set of {nbytes / GIB:.2f} GiB on the device and lacks "
+            f"{lacking / GIB:.2f} GiB beside the KV cache: use swap=host, a smaller KV cache or a smaller max_model_len"
+        )
+
+    def _account(self, mode: str, nbytes: int) -> None:
+        """Tells vLLM's memory planning what it can't see.
+
+        Its KV cache gets: asked for - weights (`model_memory_usage`) - torch's peak - growth outside of torch. The
+        arena is outside of torch, both sets of it, so the weights must not be counted again; a second buffer from
+        torch must be added.
+        """
+        runner = self.model_runner
+        if mode == "remap":
+            runner.model_memory_usage = max(0, int(runner.model_memory_usage) - nbytes)
+        elif mode == "copy":
+            runner.model_memory_usage = int(runner.model_memory_usage) + nbytes
+
+    @torch.inference_mode()
+    def determine_available_memory(self) -> int:
+        """As vLLM's, with the second set counted. Raises ValueError when what is left holds no sequence."""
+        available = super().determine_available_memory()
+        shadow = self.inflight_shadow
+        need = self._smallest_kv()
+        if available < need and isinstance(shadow, RemapShadow | CopyShadow) and shadow.target().is_cuda:
+            mode = "remap" if isinstance(shadow, RemapShadow) else "copy"
+            raise ValueError(self._lack(mode, shadow.live.numel(), need - available))
+        return available
+
+    def compile_or_warm_up_model(self) -> Any:
+        """As vLLM's; then the swap moves to the head of the forward pass and the receiver starts."""
+        times = super().compile_or_warm_up_model()
+        if isinstance(self.inflight_shadow, RemapShadow):
+            self.inflight_shadow.late = hook_forward(self.model_runner, self.inflight_shadow.fire)
+        settings = Settings.of(self.vllm_config)
+        if settings.endpoint:
+            self.inflight_receiver = self._start_receiver(settings)
+        return times
+
+    def take_swaps(self) -> list[tuple[float, float]]:
+        """RPC: (seconds waited for the step in flight, seconds of the remap) of each swap since the last call."""
+        swaps = getattr(self.inflight_shadow, "swaps", [])
+        taken = list(swaps)
+        swaps.clear()
+        return taken
+
+
+def hook_forward(runner: Any, before: Any) -> bool:
+    """Has `before()` called right before each forward pass is launched. False when this runner has no such place.
+
+    The V2 runner calls `kv_connector.pre_forward` there in every mode (full graph, piecewise, eager); the V1 runner
+    calls `_model_forward`.
+    """
+    if hasattr(runner, "kv_connector") and hasattr(runner.kv_connector, "pre_forward"):
+        runner.kv_connector = _BeforeForward(runner.kv_connector, before)
+        return True
+    if hasattr(runner, "_model_forward"):
+        forward = runner._model_forward
+
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            before()
+            return forward(*args, **kwargs)
+
+        runner._model_forward = hooked
+        return True
+    return False
+
+
+class _BeforeForward:
+    """A KV connector as it is, with a call before `pre_forward`."""
+
+    def __init__(self, connector: Any, before: Any) -> None:
+        self._connector = connector
+        self._before = before
+
+    def pre_forward(self, scheduler_output: Any) -> None:
+        self._before()
+        self._connector.pre_forward(scheduler_output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connector, name)
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Raises ValueError with one line for what a swap would leave half updated."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    offload = getattr(vllm_config, "offload_config", None)
+    uva = getattr(offload, "uva", None)
+    reasons = {
+        f"quantised weights ({model.quantization})": model.quantization is not None,
+        "mixture-of-experts models": bool(model.is_moe),
+        "multi-head latent attention": bool(model.use_mla),
+        "LoRA": vllm_config.lora_config is not None,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "expert parallelism": bool(parallel.enable_expert_parallel),
+        "sleep mode": bool(model.enable_sleep_mode),
+        "weights offloaded to the CPU": bool(getattr(uva, "cpu_offload_gb", 0)),
+        "multimodal models": bool(getattr(model, "is_multimodal_model", False)),
+    }
+    found = [reason for reason, there in reasons.items() if there]
+    if found:
+        raise ValueError(f"inflight can't update {', '.join(found)} on CUDA yet")

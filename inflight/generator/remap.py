@@ -1,0 +1,239 @@
+"""The CUDA shadows: a second set of weights, and the three ways in which it becomes live.
+
+| swap    | second set            | becomes live by                                  | the device stands still for |
+| remap   | second physical set   | moving the live range beneath the CUDA graphs    | under a millisecond         |
+| copy    | second buffer         | a copy in stream order                           | 2 x bytes / memory rate     |
+| host    | pinned host memory    | a copy in stream order                           | bytes / PCIe rate           |
+
+In all of them the parameters live in one flat range, at fixed addresses, laid out once. What travels is put into the
+shadow by a plan (cuda_plan.py): by the transport itself when it can (`landing`), else from a receive buffer (`begin`,
+`build`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from inflight.generator.arena import Arena
+from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
+from inflight.messages import Manifest
+from inflight.weights.transport import cuda
+from inflight.weights.transport.landing import Landing
+
+ALIGNMENT = 256
+"""Bytes between starts of parameters in the arena, as torch's own allocator aligns them."""
+
+
+@dataclass
+class Layout:
+    """Where each parameter lies in the arena; tied parameters once."""
+
+    regions: list[Region]
+    tensors: list[torch.nn.Parameter]
+    aliases: list[tuple[torch.nn.Parameter, int]] = field(default_factory=list)
+    """Other parameters that share a region's storage, and the region's number."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, padding included."""
+        return max((region.stop for region in self.regions), default=0)
+
+
+def lay_out(model: torch.nn.Module) -> Layout:
+    """The layout of a loaded model's parameters. Raises PlanError for one that can't lie in an arena."""
+    layout, at = Layout([], []), 0
+    seen: dict[int, int] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=True):
+        if parameter.numel() == 0:
+            continue
+        if not parameter.is_contiguous():
+            raise PlanError(f"{name} is not contiguous: this model's weights can't be moved into an arena")
+        known = seen.setdefault(parameter.data_ptr(), len(layout.regions))
+        if known < len(layout.regions):
+            layout.aliases.append((parameter, known))
+            continue
+        stop = at + parameter.numel() * parameter.element_size()
+        layout.regions.append(Region(name, at, stop))
+        layout.tensors.append(parameter)
+        at = -(-stop // ALIGNMENT) * ALIGNMENT
+    return layout
+
+
+def move_into(layout: Layout, live: torch.Tensor) -> None:
+    """Copies every parameter into uint8 `live` and points it there; its old memory is free afterwards."""
+    views = []
+    for region, parameter in zip(layout.regions, layout.tensors, strict=True):
+        view = live[region.start : region.stop].view(parameter.dtype).view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.data = view
+        views.append(view)
+    for parameter, number in layout.aliases:
+        parameter.data = views[number].view(parameter.shape)
+    torch.cuda.synchronize(live.device)
+    torch.cuda.empty_cache()
+
+
+class CudaShadow:
+    """What the CUDA shadows share: plans, the receive buffer, building, and the landing for direct transports."""
+
+    def __init__(self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+        self.live = live
+        self.device = live.device
+        self._layout = layout
+        self._load_weights = load_weights
+        self._whole = whole
+        self._stream = torch.cuda.Stream(self.device)
+        self._manifest: Manifest | None = None
+        self._plan: Plan | None = None
+        self._buffer: torch.Tensor | None = None
+        self._direct = False
+
+    def target(self) -> torch.Tensor:
+        """uint8 `[nbytes]`: the set to be filled."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Waits until the last swap is done on the device, so that `target` may be written."""
+        raise NotImplementedError
+
+    def agree(self, manifest: Manifest) -> Plan:
+        """The plan for a manifest, made and checked against vLLM's loader once. Raises PlanError."""
+        if self._plan is None or manifest != self._manifest:
+            torch.cuda.set_device(self.device)
+            self.settle()
+            regions, base = self._layout.regions, self.live.data_ptr()
+            plan = make_plan(manifest, self._load_weights, regions, base, self.device, whole=self._whole)
+            with torch.cuda.stream(self._stream):  # the current one is the engine's: its steps would wait
+                self._check_against_loader(manifest, plan)
+            self._stream.synchronize()
+            self._plan, self._manifest, self._buffer = plan, manifest, None
+        return self._plan
+
+    def begin(self, manifest: Manifest) -> torch.Tensor:
+        """The receive buffer `[total_bytes]` on the device: a third copy of the weights, for indirect transports."""
+        self.agree(manifest)
+        self.settle()
+        self._direct = False
+        if self._buffer is None:
+            self._buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer
+
+    def landing(self, manifest: Manifest) -> Landing:
+        """Instead of `begin`: where a direct transport puts the bytes itself. `build` then has nothing to do."""
+        plan = self.agree(manifest)
+        self.settle()
+        self._direct = True
+        return Landing(self.target().data_ptr(), self.device, tuple(plan.all_strips))
+
+    def build(self) -> None:
+        """Puts the received bytes where they belong, on a stream of its own; returns when they are there."""
+        if self._direct:
+            return
+        assert self._plan is not None
+        assert self._buffer is not None
+        torch.cuda.set_device(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        cuda.copy(self._plan.all_strips, self._buffer.data_ptr(), self.target().data_ptr(), self._stream.cuda_stream)
+        self._stream.synchronize()
+
+    def discard(self) -> None:
+        """Nothing is kept of a half-filled set: every version fills all of it."""
+
+    def _check_against_loader(self, manifest: Manifest, plan: Plan) -> None:
+        """Random bytes through vLLM's loader and through the plan must agree, parameter by parameter."""
+        shadow = self.target()
+        if shadow.device != self.device:
+            return  # a host shadow: the loader would copy through the host; the trace alone has to do
+        for slot in manifest.slots:
+            meta = slot.meta
+            raw = torch.randint(0, 120, (meta.nbytes,), dtype=torch.uint8, device=self.device)
+            tensor = raw.view(getattr(torch, meta.dtype)).view(meta.shape)
+            with redirected(self.live[: self._layout.nbytes], shadow):
+                self._load_weights([(meta.name, tensor)])
+            for strip in plan.strips.get(meta.name, ()):
+                got = shadow.as_strided((strip.rows, strip.width), (strip.target_pitch, 1), strip.target)
+                sent = raw.as_strided((strip.rows, strip.width), (strip.source_pitch, 1), strip.source - slot.offset)
+                if not torch.equal(got, sent):
+                    raise PlanError(f"{meta.name}: the plan and vLLM's loader put it to different places")
+
+
+class RemapShadow(CudaShadow):
+    """The default: a second physical set, which the live range is moved to.
+
+    With `late=True` a swap only arms: `fire`, called at the head of the next forward pass, does it. By then the step's
+    inputs are prepared while the step before still runs, so the device waits for the remap alone.
+    """
+
+    def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+        super().__init__(arena.live, layout, load_weights, whole=whole)
+        arena.add_shadow()
+        arena.shadow.copy_(arena.live)  # padding and other constants are the same in both sets
+        torch.cuda.synchronize(self.device)
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._armed = False
+        self.late = False
+        self.swaps: list[tuple[float, float]] = []
+        """(seconds waited for the step in flight, seconds of the remap) of each swap since it was last taken."""
+
+    def target(self) -> torch.Tensor:
+        return self._arena.shadow
+
+    def swap(self) -> float:
+        """Seconds that the step loop stood still; 0 when it is armed only."""
+        started = time.perf_counter()
+        with self._lock:
+            self._armed = True
+            # An idle device has nothing to hide the remap behind, and perhaps no next step.
+            if self.late and not torch.cuda.current_stream(self.device).query():
+                return 0.0
+            self._remap()
+        return time.perf_counter() - started
+
+    def fire(self) -> None:
+        """Does an armed swap. The step loop's thread, right before a forward pass is launched."""
+        if self._armed:
+            with self._lock:
+                if self._armed:
+                    self._remap()
+
+    def settle(self) -> None:
+        """Does a swap that no forward pass came to do (the engine is idle). Background thread."""
+        self.fire()
+
+    def _remap(self) -> None:
+        started = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        waited = time.perf_counter()
+        self._arena.remap()
+        self._armed = False
+        self.swaps.append((waited - started, time.perf_counter() - waited))
+
+
+class CopyShadow(CudaShadow):
+    """A second buffer, on the device or in pinned host memory, copied over the live one in stream order."""
+
+    def __init__(
+        self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool, host: bool
+    ) -> None:
+        super().__init__(live, layout, load_weights, whole=whole)
+        self._second = torch.empty(live.numel(), dtype=torch.uint8, pin_memory=True) if host else torch.empty_like(live)
+        self._second.copy_(live)
+        self._copied = torch.cuda.Event()
+
+    def target(self) -> torch.Tensor:
+        return self._second
+
+    def swap(self) -> float:
+        """Seconds that queueing took: the copy runs between two steps on the device, the step loop goes on."""
+        started = time.perf_counter()
+        self.live.copy_(self._second, non_blocking=True)
+        self._copied.record(torch.cuda.current_stream(self.device))
+        return time.perf_counter() - started
+
+    def settle(self) -> None:
+        self._copied.synchronize()

@@ -1,0 +1,46 @@
+"""The few CUDA driver calls that transports and arenas make, and strips as copies in a stream's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from cuda.bindings import driver
+
+from inflight.weights.transport.landing import Strip
+
+
+class CudaError(RuntimeError):
+    """A driver call that failed; the text names call and error."""
+
+
+def check(call: str, result: tuple[Any, ...]) -> Any:
+    """What a driver call returned beside its status: nothing, one value, or a tuple. Raises CudaError."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise CudaError(f"{call}: {getattr(status, 'name', status)}")
+    if not values:
+        return None
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def copy(strips: Iterable[Strip], source: int, target: int, stream: int) -> None:
+    """Queues the copy of each strip from address `source` to address `target` on `stream`; returns at once.
+
+    Addresses may be local, a peer's that was mapped into this process, or pinned host memory.
+    """
+    for strip in strips:
+        if strip.rows == 1:
+            done = driver.cuMemcpyAsync(target + strip.target, source + strip.source, strip.width, stream)
+            check("cuMemcpyAsync", done)
+        else:
+            check("cuMemcpy2DAsync", driver.cuMemcpy2DAsync(_order(strip, source, target), stream))
+
+
+def _order(strip: Strip, source: int, target: int) -> driver.CUDA_MEMCPY2D:
+    order = driver.CUDA_MEMCPY2D()
+    order.srcMemoryType = order.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    order.srcDevice, order.srcPitch = source + strip.source, strip.source_pitch
+    order.dstDevice, order.dstPitch = target + strip.target, strip.target_pitch
+    order.WidthInBytes, order.Height = strip.width, strip.rows
+    return order

@@ -1,0 +1,115 @@
+"""On one host: each rank pulls from the trainer's send buffer with its copy engines, over CUDA IPC.
+
+No SM takes part, so decoding keeps its pace. A rank takes only its own strips, in pieces of 64 MB, straight into its
+shadow; the trainer does nothing but wait. The trainer's GPU must be visible to the generator's process.
+
+The handle of the buffer travels as 64 bytes, with offset and size, over the rendezvous.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import torch
+from cuda.bindings import driver
+
+from inflight.messages import BucketMeta
+from inflight.weights.transport import cuda
+from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.landing import Landing, Strip, split
+from inflight.weights.transport.rendezvous import LOOPBACK, Board
+
+PIECE_BYTES = 64 << 20
+"""One order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
+_HEADER = struct.Struct("<QQ64s")
+_LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+
+
+class IpcSender:
+    """Trainer side. The buffer must be complete on the device when `send` is called."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._size = size
+        self._board = Board(f"{LOOPBACK}:0", timeout_s, host=True)
+        self._sent = 0
+
+    @property
+    def rendezvous(self) -> str:
+        """What receivers need to find this sender."""
+        return self._board.address
+
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Lets all ranks pull `buffer`; returns when they have it."""
+        number = self._sent
+        self._sent += 1
+        self._board.put(f"offer/{number}", _export(buffer))
+        for rank in range(1, self._size):
+            self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send")
+            self._board.drop(f"done/{number}/{rank}")
+        self._board.drop(f"offer/{number}")
+
+    def close(self) -> None:
+        """The store goes with the object."""
+
+
+class IpcReceiver:
+    """Rank side."""
+
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
+        self._board = Board(rendezvous, timeout_s, host=False)
+        self._rank = rank
+        self._received = 0
+        self._open: dict[bytes, int] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Fills uint8 `buffer`, which is on a CUDA device."""
+        strips = tuple(Strip(bucket.offset, bucket.offset, bucket.nbytes) for bucket in buckets)
+        self.receive_into(Landing(buffer.data_ptr(), buffer.device, strips), buckets)
+
+    def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
+        """Pulls the strips of `landing`; returns when they are there."""
+        number = self._received
+        self._received += 1
+        offer = self._board.take(f"offer/{number}", "the trainer", "receive")
+        torch.cuda.set_device(landing.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(landing.device)
+        try:
+            source = self._address(offer, landing.device)
+            pieces = (piece for strip in landing.strips for piece in split(strip, PIECE_BYTES))
+            cuda.copy(pieces, source, landing.address, self._stream.cuda_stream)
+            self._stream.synchronize()
+        except (cuda.CudaError, RuntimeError) as error:
+            raise TransportError(f"receive: pulling from the trainer's buffer failed: {error}") from error
+        self._board.put(f"done/{number}/{self._rank}", b"\x01")
+
+    def close(self) -> None:
+        """Unmaps the trainer's buffers."""
+        for address in self._open.values():
+            driver.cuIpcCloseMemHandle(address)
+        self._open.clear()
+
+    def _address(self, offer: bytes, device: torch.device) -> int:
+        offset, _, handle = _HEADER.unpack(offer)
+        if handle not in self._open:
+            opened = driver.CUipcMemHandle()
+            opened.reserved = handle
+            self._open[handle] = int(cuda.check("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(opened, _LAZY_PEER)))
+        return self._open[handle] + offset
+
+
+def _export(buffer: torch.Tensor) -> bytes:
+    """Offset in the allocation, size, and the allocation's handle. Raises TransportError when it can't be shared."""
+    address: int = buffer.data_ptr()
+    try:
+        with torch.cuda.device(buffer.device):
+            found: Any = cuda.check("cuMemGetAddressRange", driver.cuMemGetAddressRange(address))
+            handle = cuda.check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(int(found[0])))
+    except cuda.CudaError as error:
+        raise TransportError(
+            f"send: the send buffer can't be shared between processes ({error}); "
+            "torch's expandable segments do not allow it"
+        ) from None
+    return _HEADER.pack(address - int(found[0]), buffer.numel(), handle.reserved)

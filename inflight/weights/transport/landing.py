@@ -1,0 +1,127 @@
+"""Where received bytes belong, said in byte runs, so that a transport can put them there without a receive buffer.
+
+A rank of a tensor-parallel generator keeps a part of each parameter, and often beside parts of others (vLLM fuses q, k
+and v). A `Strip` says it for one such part as a two-dimensional copy, which is what copy engines do in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from inflight.messages import BucketMeta
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """`rows` runs of `width` bytes, `source_pitch` bytes apart in the send buffer and `target_pitch` in the shadow."""
+
+    source: int
+    target: int
+    width: int
+    rows: int = 1
+    source_pitch: int = 0
+    target_pitch: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied."""
+        return self.rows * self.width
+
+    @property
+    def source_end(self) -> int:
+        """One past the last byte read."""
+        return self.source + (self.rows - 1) * self.source_pitch + self.width
+
+    def rows_of(self, first: int, count: int) -> Strip:
+        """The strip of rows `first` to `first + count`."""
+        moved = replace(
+            self,
+            source=self.source + first * self.source_pitch,
+            target=self.target + first * self.target_pitch,
+            rows=count,
+        )
+        return moved if count > 1 else replace(moved, source_pitch=0, target_pitch=0)
+
+    def part_of_row(self, row: int, left: int, width: int) -> Strip:
+        """`width` bytes of one row, from its byte `left` on."""
+        one = self.rows_of(row, 1)
+        return replace(one, source=one.source + left, target=one.target + left, width=width)
+
+
+def clip(strip: Strip, start: int, stop: int) -> list[Strip]:
+    """The parts of a strip whose source lies in `[start, stop)`: a piece of a row, whole rows, a piece of a row."""
+    if strip.rows == 1:
+        left, right = max(start, strip.source), min(stop, strip.source + strip.width)
+        return [strip.part_of_row(0, left - strip.source, right - left)] if left < right else []
+    pitch, width = strip.source_pitch, strip.width
+    first = max(0, (start - strip.source - width) // pitch + 1)
+    last = min(strip.rows - 1, -((strip.source - stop) // pitch) - 1)
+    if first > last:
+        return []
+    left = max(0, start - (strip.source + first * pitch))
+    right = max(0, strip.source + last * pitch + width - stop)
+    if first == last:
+        return [strip.part_of_row(first, left, width - left - right)]
+    parts: list[Strip] = []
+    tail: list[Strip] = []
+    if left:
+        parts.append(strip.part_of_row(first, left, width - left))
+        first += 1
+    if right:
+        tail.append(strip.part_of_row(last, 0, width - right))
+        last -= 1
+    if first <= last:
+        parts.append(strip.rows_of(first, last - first + 1))
+    return parts + tail
+
+
+def split(strip: Strip, piece_bytes: int) -> Iterator[Strip]:
+    """The strip in pieces of at most `piece_bytes`, so that no order holds a copy engine for long."""
+    if strip.nbytes <= piece_bytes:
+        yield strip
+    elif strip.width <= piece_bytes:
+        rows = piece_bytes // strip.width
+        for first in range(0, strip.rows, rows):
+            yield strip.rows_of(first, min(rows, strip.rows - first))
+    else:
+        for row in range(strip.rows):
+            for left in range(0, strip.width, piece_bytes):
+                yield strip.part_of_row(row, left, min(piece_bytes, strip.width - left))
+
+
+def by_bucket(strips: Iterable[Strip], buckets: Iterable[BucketMeta]) -> list[list[Strip]]:
+    """For each bucket, the strips that read from it; sources counted from the bucket's first byte."""
+    ordered = sorted(strips, key=lambda strip: strip.source)
+    per_bucket: list[list[Strip]] = []
+    for bucket in buckets:
+        stop = bucket.offset + bucket.nbytes
+        parts = [
+            part
+            for strip in ordered
+            if strip.source < stop and strip.source_end > bucket.offset
+            for part in clip(strip, bucket.offset, stop)
+        ]
+        per_bucket.append([replace(part, source=part.source - bucket.offset) for part in parts])
+    return per_bucket
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A shadow as a transport sees it: its first byte's address, on which device, and which strips to fill."""
+
+    address: int
+    device: torch.device
+    """The generator's device. The address may be pinned host memory: both are one address space."""
+    strips: tuple[Strip, ...]
+
+
+class DirectReceiver(Protocol):
+    """A Receiver (see base.py) that can fill a landing without a buffer of `total_bytes` between."""
+
+    def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
+        """Returns when every strip is filled. Raises TransportError as `receive` does."""

@@ -1,0 +1,169 @@
+"""Between processes that can't share memory: NCCL broadcasts of buckets, scattered from two staging buffers.
+
+The communicator is this transport's own: not the default group, not the engine's, with a store of its own. Its
+watchdog may not end the process (it would take a generator down with a dead trainer): this module watches each
+broadcast itself and aborts the communicator when it is late.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight.messages import BucketMeta
+from inflight.weights.transport import cuda
+from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.landing import Landing, Strip, by_bucket
+from inflight.weights.transport.rendezvous import LOOPBACK, Board
+
+_POLL_S = 0.0002
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+class _Group:
+    """A communicator with rank 0 as the trainer, made at the first use on the buffer's device."""
+
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        self._board = board
+        self._rank = rank
+        self._size = size
+        self._group: Any = None
+
+    def broadcast(self, tensor: torch.Tensor) -> Any:
+        """Queues one broadcast from rank 0, after what the current stream holds; returns its work."""
+        if self._group is None:
+            with _environment(_QUIET):
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timedelta(seconds=self._board.timeout_s)
+                store = dist.PrefixStore("nccl", self._board.store)
+                self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        how = dist.BroadcastOptions()
+        how.rootRank = 0
+        how.asyncOp = True
+        return self._group.broadcast([tensor], how)
+
+    def finish(self, work: Any, phase: str) -> None:
+        """Waits for queued work. Raises TransportError after aborting the communicator when it is late or failed."""
+        deadline = time.monotonic() + self._board.timeout_s
+        try:
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise TransportError(f"{phase}: a broadcast did not end within {self._board.timeout_s:g} s")
+                time.sleep(_POLL_S)
+            if (failed := work.exception()) is not None:
+                raise TransportError(f"{phase}: {failed}")
+        except RuntimeError as error:
+            self.abort()
+            raise error if isinstance(error, TransportError) else TransportError(f"{phase}: {error}") from error
+
+    def abort(self) -> None:
+        """Ends the communicator without waiting for anyone."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class NcclSender:
+    """Trainer side, rank 0. The buffer must be complete on the device when `send` is called."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self._board = Board(f"{LOOPBACK}:0", timeout_s, host=True)
+        self._group = _Group(self._board, 0, size)
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def rendezvous(self) -> str:
+        """What receivers need to find this sender."""
+        return self._board.address
+
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Broadcasts bucket by bucket; returns when `buffer` may be written again."""
+        torch.cuda.set_device(buffer.device)
+        self._stream = self._stream or torch.cuda.Stream(buffer.device)
+        with torch.cuda.stream(self._stream):
+            works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
+        for work in works:
+            self._group.finish(work, "send")
+
+    def close(self) -> None:
+        """Aborts the communicator."""
+        self._group.abort()
+
+
+class NcclReceiver:
+    """Rank side."""
+
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
+        self._group = _Group(Board(rendezvous, timeout_s, host=False), rank, size)
+        self._streams: list[torch.cuda.Stream] = []
+        self._staging: list[torch.Tensor] = []
+        self._parts: tuple[Landing, list[list[Strip]]] | None = None
+
+    def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Fills uint8 `buffer`, which is on a CUDA device."""
+        torch.cuda.set_device(buffer.device)
+        self._prepare(buffer.device, 0)
+        with torch.cuda.stream(self._streams[0]):
+            works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
+        for work in works:
+            self._group.finish(work, "receive")
+
+    def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
+        """Receives each bucket into one of two staging buffers and scatters it while the next one comes."""
+        torch.cuda.set_device(landing.device)
+        self._prepare(landing.device, max(bucket.nbytes for bucket in buckets))
+        parts = self._strips_of(landing, buckets)
+        works: list[Any] = []
+        for i, bucket in enumerate(buckets):
+            stream, staging = self._streams[i % 2], self._staging[i % 2]
+            with torch.cuda.stream(stream):
+                work = self._group.broadcast(staging[: bucket.nbytes])
+                work.wait()  # the stream waits, not this thread
+                cuda.copy(parts[i], staging.data_ptr(), landing.address, stream.cuda_stream)
+            works.append(work)
+        for work in works:
+            self._group.finish(work, "receive")
+        for stream in self._streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Aborts the communicator and frees the staging buffers."""
+        self._group.abort()
+        self._staging.clear()
+
+    def _prepare(self, device: torch.device, staging_bytes: int) -> None:
+        if not self._streams:
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+        if staging_bytes and (not self._staging or self._staging[0].numel() < staging_bytes):
+            self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def _strips_of(self, landing: Landing, buckets: list[BucketMeta]) -> list[list[Strip]]:
+        if self._parts is None or self._parts[0].strips != landing.strips:
+            self._parts = (landing, by_bucket(landing.strips, buckets))
+        return self._parts[1]
+
+
+@contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """The process group reads these when it is made; the engine's own groups were made before."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 
@@ -32,7 +33,8 @@ class ModelConfig:
     """Dtype on the wire and in the generators; the trainer's master weights are float32."""
 
     def __post_init__(self) -> None:
-        require(self.dtype in ("bfloat16", "float16", "float32"), "model.dtype", self.dtype, "bfloat16, float16, float32")
+        dtypes = ("bfloat16", "float16", "float32")
+        require(self.dtype in dtypes, "model.dtype", self.dtype, ", ".join(dtypes))
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,8 @@ class PublishConfig:
     commit_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        require(self.transport in ("auto", "gloo", "nccl", "ipc"), "publish.transport", self.transport, "auto, gloo, nccl, ipc")
+        transports = ("auto", "gloo", "nccl", "ipc")
+        require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
         require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
         require(self.checksum in ("crc32", "none"), "publish.checksum", self.checksum, "crc32, none")
 
@@ -160,7 +163,8 @@ class BusConfig:
     """A peer that was silent for so long is taken for dead."""
 
     def __post_init__(self) -> None:
-        require(0 < self.heartbeat_s < self.dead_after_s, "bus.heartbeat_s", self.heartbeat_s, "above 0 and below bus.dead_after_s")
+        fits = 0 < self.heartbeat_s < self.dead_after_s
+        require(fits, "bus.heartbeat_s", self.heartbeat_s, "above 0 and below bus.dead_after_s")
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,22 @@ class RunConfig:
 CONFIG_FILE = "config.yaml"
 
 
+def schema() -> DictConfig:
+    """RunConfig as OmegaConf and Hydra fill it: typed, no unknown keys, and writable though the dataclasses are frozen.
+
+    Nodes of frozen dataclasses are read-only, and merging does not lift that everywhere.
+    """
+    root = cast(DictConfig, OmegaConf.structured(RunConfig))
+    OmegaConf.set_readonly(root, False)
+    root.model, root.task = OmegaConf.structured(ModelConfig), OmegaConf.structured(TaskConfig)
+    for key in root:
+        if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
+            OmegaConf.set_readonly(root[key], False)
+    for free in (root.task.options, root.generator.extra, root.launch.affinity):
+        OmegaConf.set_struct(free, False)  # these take any key
+    return root
+
+
 def load(run_dir: str | Path) -> RunConfig:
     """The configuration of a run folder, as the launcher wrote it.
 
@@ -236,12 +256,14 @@ def load(run_dir: str | Path) -> RunConfig:
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), OmegaConf.load(path))
+        merged = OmegaConf.merge(schema(), OmegaConf.load(path))
         return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: {run_dir} is not a run folder") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+    except (OmegaConfBaseException, yaml.YAMLError) as error:
+        field_name = getattr(error, "full_key", None)
+        reason = " ".join(str(error).split("full_key:")[0].split())
+        raise ConfigError(f"{path}: {field_name + ': ' if field_name else ''}{reason}") from None
 
 
 def save(config: RunConfig) -> None:

@@ -140,7 +140,7 @@ def _build_smollm2(directory: Path) -> None:
     plain = LlamaForCausalLM(LlamaConfig(**values))
     plain.load_state_dict(source.state_dict())
     plain.tie_weights()
-    plain.to(torch.bfloat16).save_pretrained(directory)
+    plain.bfloat16().save_pretrained(directory)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(directory)
 
 
@@ -171,7 +171,7 @@ def _build_tiny(directory: Path, *, tied: bool) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(TINY_SEED)
-        model = LlamaForCausalLM(config).to(torch.float32)
+        model = LlamaForCausalLM(config).float()
     model.save_pretrained(directory)
     _build_character_tokenizer(directory)
 

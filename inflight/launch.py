@@ -1,0 +1,295 @@
+"""Starts a run and watches over it: `python -m inflight.launch --config-name demo trainer.steps=10`.
+
+The run ends when the trainer is done (exit code 0), when any process fails (its code and the end of its log are shown)
+or on Ctrl-C or SIGTERM. In every case all processes, and theirs, are gone when this one returns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import cast
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from inflight import config as configuration
+from inflight.bus import BusError, Listener, Received
+from inflight.config import ConfigError, RunConfig
+from inflight.messages import Status
+from inflight.processes import Command, Ended, Processes, last_lines
+from inflight.progress import Progress, View
+from inflight.resources import folder
+
+POLL_S = 0.2
+LOG_LINES = 20
+FAREWELL_S = 30.0
+"""How long an actor may be gone before the trainer, which writes its last checkpoint meanwhile, follows."""
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path on Linux."""
+
+
+class LaunchError(RuntimeError):
+    """A run that can't be started; one line for the user."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: by the trainer (neither field), by a process that failed, or by a signal."""
+
+    failed: Ended | None = None
+    interrupted: signal.Signals | None = None
+
+    @property
+    def code(self) -> int:
+        """Exit code of the launcher."""
+        if self.interrupted is not None:
+            return 128 + self.interrupted
+        return 0 if self.failed is None else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Returns 0, 1 for a failed run, 2 for bad input, 128 + signal when interrupted."""
+    parser = argparse.ArgumentParser(prog="inflight launch", description=__doc__.split("\n")[0])
+    parser.add_argument("--config-name", required=True, metavar="NAME", help="a file of the configuration folder")
+    parser.add_argument("--config-dir", type=Path, help="your own configuration folder (default: the one shipped)")
+    parser.add_argument("--print", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as trainer.steps=10 or machine=gpu")
+    arguments = parser.parse_args(argv)
+    try:
+        config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
+        if arguments.print:
+            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+            return 0
+        return launch(config)
+    except (ConfigError, LaunchError, BusError) as error:
+        print(f"inflight launch: {error}", file=sys.stderr)
+        return 2
+
+
+def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
+    """The configuration `name` with overrides, validated; `run_dir` becomes absolute and, unless given, a new name.
+
+    Raises ConfigError with one line for an unknown name, key or value.
+    """
+    ConfigStore.instance().store(name="schema", node=configuration.schema(), provider="inflight")
+    own = folder("configs")
+    asked = list(overrides)
+    if directory is not None:
+        asked.append(f"hydra.searchpath=[file://{own}]")
+    try:
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str((directory or own).resolve()), version_base="1.3"):
+            composed = hydra.compose(name, asked)
+        if OmegaConf.is_missing(composed, "run_dir"):
+            composed.run_dir = str(Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}")
+        config = cast(RunConfig, OmegaConf.to_object(composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from None
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
+    return replace(config, run_dir=str(config.path.expanduser().resolve()))
+
+
+def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
+    """Runs a configuration to its end and returns the exit code. `commands` replaces the usual processes.
+
+    Raises LaunchError, ConfigError or BusError when the run can't be started.
+    """
+    if commands is None:
+        config = _ready_to_start(config)
+        commands = usual_commands(config)
+    _make_folder(config)
+    configuration.save(config)
+    print(f"run folder  {config.run_dir}", flush=True)
+    interrupt = _Interrupt()
+    try:
+        with (
+            Listener(config.endpoint("status"), config.bus) as listener,
+            View(Progress(config), line_every_s=config.launch.line_every_s) as view,
+            Processes(config.launch.stop_grace_s) as processes,
+            interrupt,
+        ):
+            for command in commands:
+                processes.start(command)
+            outcome = _watch(processes, listener, view, interrupt)
+            if outcome.failed is None and outcome.interrupted is None:
+                processes.wait([command.name for command in commands if command.kind == "actor"], timeout_s=10)
+            late = processes.stop()
+    finally:
+        _remove_sockets(config)
+    _report(config, outcome, late)
+    return outcome.code
+
+
+def usual_commands(config: RunConfig) -> list[Command]:
+    """The trainer, the generators and an actor, with their logs, threads and cores."""
+    run_dir = config.run_dir
+
+    def command(name: str, kind: str, arguments: Sequence[str], environment: dict[str, str]) -> Command:
+        cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
+        return Command(
+            name=name,
+            kind=kind,
+            argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
+            log=config.path / "logs" / f"{name}.log",
+            environment=environment,
+            cores=tuple(cores),
+        )
+
+    generator = {
+        **_environment(config.generator.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the launcher's affinity decides, not vLLM's
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return [
+        command("trainer", "trainer", ["trainer"], _environment(config.trainer.threads)),
+        *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
+        command("a0", "actor", ["rollout", "--name", "a0"], _environment(1)),
+    ]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _ready_to_start(config: RunConfig) -> RunConfig:
+    """Checks the patch and prepares the model; the result names the model by its directory."""
+    from inflight import models, patching
+
+    try:
+        state = patching.check()
+        directory = models.prepare(config.model.name)
+    except (patching.PatchError, models.ModelError) as error:
+        raise LaunchError(str(error)) from None
+    if state is not patching.PatchState.PATCHED:
+        raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
+    return replace(config, model=replace(config.model, name=str(directory)))
+
+
+def _make_folder(config: RunConfig) -> None:
+    """Makes the run folder and its sockets' folder, elsewhere when the path is too long for a socket."""
+    if (config.path / configuration.CONFIG_FILE).exists():
+        raise LaunchError(f"{config.run_dir} holds a run already; choose another run_dir")
+    bus = config.path / "bus"
+    try:
+        config.path.mkdir(parents=True, exist_ok=True)
+        if _socket_fits(bus):
+            bus.mkdir(mode=0o700)
+        else:
+            bus.symlink_to(tempfile.mkdtemp(prefix="inflight-"))
+    except OSError as error:
+        raise LaunchError(f"can't make the run folder: {error}") from None
+    if not _socket_fits(bus.resolve()):
+        raise LaunchError(f"the path of {bus.resolve()} is too long for sockets; set TMPDIR to a short one")
+
+
+def _socket_fits(bus: Path) -> bool:
+    return len(os.fsencode(bus / "rollouts")) < MAX_SOCKET_PATH
+
+
+def _remove_sockets(config: RunConfig) -> None:
+    bus = config.path / "bus"
+    shutil.rmtree(bus.resolve(), ignore_errors=True)
+    if bus.is_symlink():
+        bus.unlink()
+
+
+class _Interrupt:
+    """Notes Ctrl-C and SIGTERM instead of dying of them, while it is entered."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+
+    def __enter__(self) -> _Interrupt:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Interrupt) -> Outcome:
+    """Until the trainer is done, something failed or a signal came.
+
+    An actor may end first when the trainer told it to, but then the trainer must follow.
+    """
+    actor_gone: tuple[Ended, float] | None = None
+    while True:
+        if interrupt.received is not None:
+            return Outcome(interrupted=interrupt.received)
+        for ended in processes.ended():
+            if ended.code == 0 and ended.command.kind == "trainer":
+                return Outcome()
+            if ended.code != 0 or ended.command.kind != "actor":
+                return Outcome(failed=ended)
+            actor_gone = (ended, time.monotonic())
+        if actor_gone is not None and time.monotonic() - actor_gone[1] > FAREWELL_S:
+            return Outcome(failed=actor_gone[0])
+        _read_status(listener, view)
+        view.refresh()
+
+
+def _read_status(listener: Listener, view: View) -> None:
+    """Waits for news up to the poll interval, then takes all there are."""
+    event = listener.receive(POLL_S)
+    while event is not None:
+        if isinstance(event, Received) and isinstance(event.message, Status):
+            view.progress.update(event.message.source, event.message.values)
+        event = listener.receive(0)
+
+
+def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
+    from inflight import summary
+
+    for name in late:
+        print(f"inflight launch: {name} did not stop within {config.launch.stop_grace_s} s, killed", file=sys.stderr)
+    if (config.path / "metrics.jsonl").exists():
+        result = summary.summarize(config.path)
+        summary.write(config.path, result)
+        print(summary.table(result), flush=True)
+    if outcome.failed is not None:
+        command = outcome.failed.command
+        for line in last_lines(command.log, LOG_LINES):
+            print(f"  {command.name} | {line}", file=sys.stderr)
+        print(f"inflight launch: {outcome.failed}; its log: {command.log}", file=sys.stderr)
+    if outcome.interrupted is not None:
+        print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's and OmegaConf's messages without their explanations and decoration."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OverrideParseException):
+        return f"can't read {error.override!r}: {lines[0]}"
+    cause = error.__cause__
+    if cause is not None and str(cause):
+        return f"{lines[0]} ({str(cause).splitlines()[0]})" if lines else str(cause).splitlines()[0]
+    return lines[0] if lines else type(error).__name__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Starts the processes of a run, notices when one ends, and leaves none behind.
+
+Each process gets a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, and is told by the
+kernel to stop when the launcher dies. The launcher adopts what its processes leave (a generator's engine and workers,
+say), so that `stop` finds every descendant, however it was started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+KILL_WAIT_S = 3.0
+"""Seconds that processes get to vanish after SIGKILL."""
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process to start: its name, its kind (`trainer`, `generator`, `actor`), what to run and where to log."""
+
+    name: str
+    kind: str
+    argv: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the launcher's own environment."""
+    cores: Sequence[int] = ()
+    """Cores that it may use; none named: all."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that ended by itself; `code` is negative for a signal."""
+
+    command: Command
+    code: int
+
+    def __str__(self) -> str:
+        how = f"was ended by {_signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
+        return f"{self.command.name} {how}"
+
+
+class Processes:
+    """The running processes of one launcher. Use as a context manager: leaving it stops them all."""
+
+    def __init__(self, stop_grace_s: float) -> None:
+        self._grace_s = stop_grace_s
+        self._running: dict[str, tuple[Command, subprocess.Popen[bytes]]] = {}
+        self._others = set(_living_descendants())
+        """What ran below this process before: not ours to stop."""
+        if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "can't adopt the processes of a run (PR_SET_CHILD_SUBREAPER)")
+
+    def start(self, command: Command) -> None:
+        """Starts a process with both of its output streams appended to its log. Raises OSError when it can't."""
+        launcher = os.getpid()
+
+        def prepare() -> None:  # in the child, between fork and exec
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if os.getppid() != launcher:
+                os._exit(1)  # the launcher died before the line above took effect
+            if command.cores:
+                os.sched_setaffinity(0, command.cores)
+
+        command.log.parent.mkdir(parents=True, exist_ok=True)
+        with command.log.open("ab") as log:
+            process = subprocess.Popen(
+                command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+                preexec_fn=prepare,
+            )
+        self._running[command.name] = (command, process)
+
+    def ended(self) -> list[Ended]:
+        """Processes that have ended since the last call, in the order of their start."""
+        gone = [(c, p.returncode) for c, p in self._running.values() if p.poll() is not None]
+        for command, _ in gone:
+            del self._running[command.name]
+        return [Ended(command, code) for command, code in gone]
+
+    def running(self) -> list[str]:
+        """Names of the processes that have not ended."""
+        return [name for name, (_, process) in self._running.items() if process.poll() is None]
+
+    def wait(self, names: Sequence[str], timeout_s: float) -> None:
+        """Gives the named processes up to `timeout_s` to end by themselves."""
+        deadline = time.monotonic() + timeout_s
+        for name in names:
+            if name in self._running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._running[name][1].wait(max(0.0, deadline - time.monotonic()))
+
+    def stop(self) -> list[str]:
+        """SIGTERM to each process, then SIGKILL to whatever of them and their descendants is left after the grace.
+
+        Takes at most the grace and KILL_WAIT_S. Returns the names that did not stop when asked.
+        """
+        for _, process in self._running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+        self.wait(list(self._running), self._grace_s)
+        late = self.running()
+        deadline = time.monotonic() + KILL_WAIT_S
+        # Killing a parent may bring up children that we had not seen: repeat until nobody is left.
+        while left := [p for p in _living_descendants() if p not in self._others]:
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=0.5)
+            if time.monotonic() > deadline:
+                break
+        for _, process in self._running.values():
+            process.poll()
+        self._running.clear()
+        return late
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """The end of a log; [] when there is none."""
+    try:
+        with log.open(encoding="utf-8", errors="replace") as file:
+            return [line.rstrip("\n") for line in deque(file, maxlen=count)]
+    except FileNotFoundError:
+        return []
+
+
+def _living_descendants() -> list[psutil.Process]:
+    living = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+    return living
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,164 @@
+"""What a person sees while a run goes on: a live view in a terminal, a line now and then elsewhere.
+
+Fed by the processes' `Status` messages. Known keys, all optional:
+
+* trainer    step, reward, lag_mean, lag_max, buffer, groups_dropped, tokens_per_s, tokens_trained, swaps,
+             gap_ms (last swap), running_at_swap, phase;
+* generator  version, running, waiting, tokens_per_s, phase;
+* actor      in_flight, done, failed, phase.
+
+`phase` is a short text such as "loading", shown until the numbers come.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from inflight.config import RunConfig
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 40
+Value = float | int | str
+
+
+def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
+    """The last `width` values as a row of blocks, scaled from their minimum to their maximum; "" for none."""
+    shown = values[-width:]
+    if not shown:
+        return ""
+    low, high = min(shown), max(shown)
+    if high == low:
+        return BLOCKS[0] * len(shown)
+    return "".join(BLOCKS[int((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in shown)
+
+
+class Progress:
+    """The latest values of every process and the reward of every step seen; renders them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._started = time.monotonic()
+        self._latest: dict[str, dict[str, Value]] = {}
+        self._rewards: dict[int, float] = {}
+
+    def update(self, source: str, values: Mapping[str, Value]) -> None:
+        """Takes one status; keys that it does not name keep their last values."""
+        self._latest.setdefault(source, {}).update(values)
+        step, reward = values.get("step"), values.get("reward")
+        if source == "trainer" and isinstance(step, int) and isinstance(reward, int | float) and step > 0:
+            self._rewards[step] = float(reward)
+
+    def line(self) -> str:
+        """One line of plain text."""
+        trainer = self._of("trainer")
+        parts = [f"{self._elapsed()}", f"step {trainer.get('step', 0)}/{self._config.trainer.steps}"]
+        parts += self._trainer_parts(trainer) or [str(trainer.get("phase", "starting"))]
+        for name in self._config.generator_names():
+            parts.append(f"{name} {self._generator_text(name)}")
+        return " · ".join(parts)
+
+    def render(self) -> Group:
+        """The live view."""
+        trainer = self._of("trainer")
+        step = int(trainer.get("step", 0))
+        title = Text.assemble(("inflight", "bold"), f"  {self._config.path.name}  {self._elapsed()}")
+        rows = Table.grid(padding=(0, 2))
+        steps = self._config.trainer.steps
+        rows.add_row(f"step {step}/{steps}", ProgressBar(steps, step, width=SPARK_WIDTH))
+        rewards = [self._rewards[at] for at in sorted(self._rewards)]
+        if rewards:
+            rows.add_row("reward", Text.assemble((sparkline(rewards), "green"), f" {rewards[-1]:.2f}"))
+        rows.add_row("trainer", " · ".join(self._trainer_parts(trainer)) or str(trainer.get("phase", "starting")))
+        for name in self._config.generator_names():
+            rows.add_row(name, self._generator_text(name))
+        for name in sorted(name for name in self._latest if name.startswith("a")):
+            rows.add_row(name, self._actor_text(name))
+        return Group(title, rows)
+
+    def _of(self, source: str) -> dict[str, Value]:
+        return self._latest.get(source, {})
+
+    def _elapsed(self) -> str:
+        minutes, seconds = divmod(int(time.monotonic() - self._started), 60)
+        return f"{minutes}:{seconds:02d}"
+
+    def _trainer_parts(self, values: Mapping[str, Value]) -> list[str]:
+        """What is known about learning and swaps, each a few words."""
+        parts = []
+        if "reward" in values:
+            parts.append(f"reward {_number(values['reward'])}")
+        if "lag_mean" in values:
+            parts.append(f"lag {_number(values['lag_mean'])} (max {values.get('lag_max', '?')})")
+        if "buffer" in values:
+            parts.append(f"buffer {values['buffer']}/{self._config.capacity}")
+        if "tokens_per_s" in values:
+            parts.append(f"{_number(values['tokens_per_s'])} tokens/s")
+        if values.get("swaps"):
+            gap = f", last gap {_number(values['gap_ms'])} ms" if "gap_ms" in values else ""
+            parts.append(f"{values['swaps']} swaps{gap}")
+        return parts
+
+    def _generator_text(self, name: str) -> str:
+        values = self._of(name)
+        if "version" not in values:
+            return str(values.get("phase", "starting"))
+        parts = [f"version {values['version']}"]
+        parts += [f"{values[key]} {key}" for key in ("running", "waiting") if key in values]
+        if "tokens_per_s" in values:
+            parts.append(f"{_number(values['tokens_per_s'])} tokens/s")
+        return ", ".join(parts)
+
+    def _actor_text(self, name: str) -> str:
+        values = self._of(name)
+        known = {"in_flight": "groups in flight", "done": "done", "failed": "failed"}
+        return ", ".join(f"{values[key]} {word}" for key, word in known.items() if key in values) or "starting"
+
+
+class View:
+    """Shows a Progress: live in a terminal, else a line every `line_every_s`."""
+
+    def __init__(self, progress: Progress, *, line_every_s: float, console: Console | None = None) -> None:
+        self.progress = progress
+        self._console = console or Console()
+        self._line_every_s = line_every_s
+        self._next_line = time.monotonic() + line_every_s
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, auto_refresh=False)
+
+    def refresh(self) -> None:
+        """Shows what is known now; cheap to call often."""
+        if self._live is not None:
+            self._live.update(self.progress.render(), refresh=True)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + self._line_every_s
+            print(self.progress.line(), flush=True)
+
+    def __enter__(self) -> View:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.update(self.progress.render(), refresh=True)
+            self._live.stop()
+        else:
+            print(self.progress.line(), flush=True)
+
+
+def _number(value: Value) -> str:
+    """Three significant digits, or the text itself."""
+    if isinstance(value, str | int):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,0 +1,185 @@
+"""What a run came to, computed from its folder alone: the numbers of summary.json and the table at the end of a run.
+
+Read are metrics.jsonl (a line a step), swaps.jsonl (a line for each version and generator) and the rollout stream.
+"""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.metrics import METRICS_FILE, read_lines
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.stream import Reader
+from inflight.types import Rollout
+
+SUMMARY_FILE = "summary.json"
+SWAPS_FILE = "swaps.jsonl"
+EDGE_STEPS = 5
+"""Steps that the first and the last reward are averaged over."""
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Median and maximum of a measured quantity."""
+
+    median: float
+    max: float
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished (or interrupted) run. A figure is None where nothing was measured."""
+
+    steps: int
+    seconds: float | None
+    version: int
+    """The last one published."""
+    swaps: int
+    swaps_while_running: int
+    """Swaps with at least one unfinished sequence in the engine."""
+    swaps_failed: int
+    gap_ms: Spread | None
+    """How long a swap held up the engine's step loop."""
+    publish_wait_ms: Spread | None
+    """What a publish cost the trainer: waiting for a free buffer, and packing."""
+    rollouts: int
+    aborted: int
+    """Sequences that came back with finish_reason `abort`."""
+    groups_failed: dict[str, int]
+    """Started groups that never came, by reason; those cut off by the end of the run are not counted here."""
+    groups_dropped: dict[str, int]
+    tokens: int
+    tokens_per_s: float | None
+    tokens_trained: int
+    tokens_masked: int
+    mixed_rollouts: int
+    """Sequences whose tokens were sampled under two or more versions."""
+    max_versions: int
+    """The most versions within one sequence."""
+    lag: dict[int, int]
+    """Trained tokens by lag, in versions."""
+    reward_first: float | None
+    reward_last: float | None
+    torn_tail: str | None
+    """What the rollout stream ends with, if not with a whole group."""
+
+
+def summarize(run_dir: Path) -> Summary:
+    """Raises ValueError naming the file when one of the run's files is damaged (other than by a torn tail)."""
+    steps = read_lines(run_dir / METRICS_FILE)
+    swaps = read_lines(run_dir / SWAPS_FILE)
+    done = [swap for swap in swaps if swap["event"] == "committed"]
+    rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE)
+    last = steps[-1] if steps else {}
+    rewards = [float(step["reward"]) for step in steps if step.get("reward") is not None]
+    tokens = sum(len(rollout.turn.token_ids) for rollout in rollouts)
+    span = _duration(rollouts)
+    return Summary(
+        steps=len(steps),
+        seconds=last.get("time_s"),
+        version=int(last.get("version", 0)),
+        swaps=len(done),
+        swaps_while_running=sum(swap["running"] > 0 for swap in done),
+        swaps_failed=len(swaps) - len(done),
+        gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
+        publish_wait_ms=_spread(1e3 * (step["publish_wait_s"] + step["pack_s"]) for step in steps),
+        rollouts=len(rollouts),
+        aborted=sum(rollout.turn.finish_reason == "abort" for rollout in rollouts),
+        groups_failed=dict(last.get("groups_failed", {})),
+        groups_dropped=dict(last.get("groups_dropped", {})),
+        tokens=tokens,
+        tokens_per_s=tokens / span if span else None,
+        tokens_trained=sum(int(step.get("tokens_trained", 0)) for step in steps),
+        tokens_masked=sum(int(step.get("tokens_masked", 0)) for step in steps),
+        mixed_rollouts=sum(_versions(rollout) > 1 for rollout in rollouts),
+        max_versions=max(map(_versions, rollouts), default=0),
+        lag=_lags(steps),
+        reward_first=_mean(rewards[:EDGE_STEPS]),
+        reward_last=_mean(rewards[-EDGE_STEPS:]),
+        torn_tail=torn,
+    )
+
+
+def write(run_dir: Path, summary: Summary) -> None:
+    """Writes summary.json."""
+    text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
+    (run_dir / SUMMARY_FILE).write_bytes(text + b"\n")
+
+
+def read(run_dir: Path) -> Summary:
+    """Reads summary.json. Raises FileNotFoundError or msgspec.ValidationError."""
+    return msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes(), type=Summary)
+
+
+def table(summary: Summary) -> str:
+    """The summary for a person, a figure a line."""
+    share = f"{summary.mixed_rollouts / summary.rollouts:.0%}" if summary.rollouts else "–"
+    lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
+    rows = [
+        ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
+        ("reward", f"{_text(summary.reward_first)} (first {EDGE_STEPS} steps) to {_text(summary.reward_last)} (last)"),
+        ("swaps", f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
+                  f"{summary.swaps_failed} failed"),
+        ("gap of a swap", _spread_text(summary.gap_ms)),
+        ("trainer held up", f"{_spread_text(summary.publish_wait_ms)} per publish"),
+        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, groups failed: {_counts(summary.groups_failed)}"),
+        ("versions", f"{share} of the rollouts hold 2 or more, at most {summary.max_versions}"),
+        ("tokens", f"{summary.tokens} sampled, {_text(summary.tokens_per_s)} per second"),
+        ("gate", f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked, "
+                 f"groups dropped: {_counts(summary.groups_dropped)}"),
+        ("lag of tokens", lag or "–"),
+    ]  # fmt: skip
+    if summary.torn_tail:
+        rows.append(("rollout file", summary.torn_tail))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _rollouts(path: Path) -> tuple[list[Rollout], str | None]:
+    if not path.is_file():
+        return [], None
+    reader = Reader(path)
+    return [rollout for group in reader for rollout in group.rollouts], reader.torn
+
+
+def _versions(rollout: Rollout) -> int:
+    return len({span.version for span in rollout.turn.token_versions})
+
+
+def _duration(rollouts: Sequence[Rollout]) -> float:
+    """Seconds from the first submission to the last completion."""
+    if not rollouts:
+        return 0.0
+    return max(rollout.finished for rollout in rollouts) - min(rollout.started for rollout in rollouts)
+
+
+def _lags(steps: Iterable[Mapping[str, Any]]) -> dict[int, int]:
+    total: collections.Counter[int] = collections.Counter()
+    for step in steps:
+        total.update({int(lag): int(count) for lag, count in step.get("lag_counts", {}).items()})
+    return dict(sorted(total.items()))
+
+
+def _spread(values: Iterable[float]) -> Spread | None:
+    known = list(values)
+    return Spread(median=statistics.median(known), max=max(known)) if known else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
+
+
+def _text(value: float | None, unit: str = "") -> str:
+    return "–" if value is None else f"{value:.3g}{' ' + unit if unit else ''}"
+
+
+def _spread_text(spread: Spread | None) -> str:
+    return "–" if spread is None else f"{spread.median:.3g} ms median, {spread.max:.3g} ms at most"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())) or "none"

@@ -1,0 +1,56 @@
+"""How the bytes of a version travel. A kind is imported only when it is asked for: an absent one does no harm."""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.messages import Welcome
+from inflight.weights.transport.base import Receiver, Sender, TransportError
+
+
+def resolve(kind: str, device: torch.device) -> str:
+    """The transport meant by `auto` for parameters on `device`; any other kind is itself."""
+    if kind != "auto":
+        return kind
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def make_sender(kind: str, size: int, timeout_s: float) -> Sender:
+    """The trainer's side, rank 0 of `size`. Raises TransportError for an unknown kind or when it can't be opened."""
+    if kind == "gloo":
+        from inflight.weights.transport.gloo import GlooSender
+
+        return GlooSender(size, timeout_s)
+    if kind == "nccl":
+        from inflight.weights.transport.nccl import NcclSender
+
+        return NcclSender(size, timeout_s)
+    if kind == "ipc":
+        from inflight.weights.transport.ipc import IpcSender
+
+        return IpcSender(size, timeout_s)
+    raise TransportError(f"open: no transport is named {kind!r}: gloo, nccl, ipc are")
+
+
+def make_receiver(welcome: Welcome) -> Receiver:
+    """A rank's side, as the publisher's welcome says. Raises TransportError when it can't be made."""
+    place = (welcome.rendezvous, welcome.transport_rank, welcome.transport_size, welcome.timeout_s)
+    if welcome.transport == "gloo":
+        from inflight.weights.transport.gloo import GlooReceiver
+
+        return GlooReceiver(*place)
+    if welcome.transport == "nccl":
+        from inflight.weights.transport.nccl import NcclReceiver
+
+        return NcclReceiver(*place)
+    if welcome.transport == "ipc":
+        from inflight.weights.transport.ipc import IpcReceiver
+
+        return IpcReceiver(*place)
+    raise TransportError(f"connect: no transport is named {welcome.transport!r}: gloo, nccl, ipc are")
+
+
+def make_buffer(kind: str, nbytes: int, device: torch.device) -> torch.Tensor:
+    """The send buffer, uint8 `[nbytes]`, zeroed (what lies between parameters travels too): on the CPU for gloo, on the
+    parameters' device for the others."""
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu" if kind == "gloo" else device)

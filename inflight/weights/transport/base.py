@@ -19,7 +19,11 @@ class TransportError(RuntimeError):
 
 
 class Sender(Protocol):
-    """Trainer side."""
+    """Trainer side. Making one never waits for a receiver; the first `send` does."""
+
+    @property
+    def rendezvous(self) -> str:
+        """What a Welcome tells the receivers, so that they find this sender."""
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Sends `buffer[b.offset : b.offset + b.nbytes]` of each bucket to all; returns when it may be reused.
@@ -28,14 +32,16 @@ class Sender(Protocol):
         """
 
     def close(self) -> None:
-        """Frees sockets and memory; never waits for a peer."""
+        """Frees sockets and memory; never waits for a peer. From any thread, also while a transfer runs: it ends with a
+        TransportError, at once or, where that can't be done, within the timeout."""
 
 
 class Receiver(Protocol):
-    """Rank side."""
+    """Rank side. A rank that can't take part in a transfer closes its receiver, which ends the transfer for all."""
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills uint8 `buffer` `[total_bytes]` bucket by bucket; returns when all bytes are there."""
 
     def close(self) -> None:
-        """Frees sockets and memory; never waits for a peer."""
+        """Frees sockets and memory; never waits for a peer. From any thread, also while a transfer runs: it ends with a
+        TransportError, at once or, where that can't be done, within the timeout."""

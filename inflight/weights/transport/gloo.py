@@ -1,0 +1,169 @@
+"""Bytes on CPU: gloo broadcasts of one bucket after another, from rank 0 (the trainer) to the ranks of one generator.
+
+The group is this transport's own, with a store of its own on a loopback port: the default group, which belongs to the
+engine, is neither needed nor touched. It is formed at the first transfer, so making either side never waits.
+
+An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
+or died (at once: its sockets close), or by the timeout. So a rank that can't take part must close its receiver.
+Everything that waits does so without the GIL.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from inflight.messages import BucketMeta
+from inflight.weights.transport.base import TransportError
+
+LOOPBACK = "127.0.0.1"
+_BACKSTOP_S = 5.0
+"""Beyond the timeout that gloo itself keeps for each operation; must not be reached."""
+_POLL_S = 0.002
+
+
+class _Group:
+    """The process group of one side: formed late, dropped on the first error, closable from any thread."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float, store: Callable[[], dist.Store]) -> None:
+        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+        self._store: Callable[[], dist.Store] | None = store
+        self._group: Any = None
+        self._closed = threading.Event()
+        self._busy = threading.Lock()
+
+    def transfer(self, phase: str, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Broadcasts each bucket's slice of `buffer`. Raises TransportError naming phase and bucket."""
+        with self._busy:
+            step = "connecting"
+            group = work = None
+            try:
+                self._require_open()
+                group = self._connected()
+                for index, bucket in enumerate(buckets):
+                    step = f"bucket {index} of {len(buckets)}"
+                    self._require_open()
+                    work = group.broadcast([buffer[bucket.offset : bucket.offset + bucket.nbytes]], _from_trainer())
+                    work.wait(timedelta(seconds=self._timeout_s + _BACKSTOP_S))
+            except RuntimeError as error:  # also DistStoreError and DistNetworkError
+                self._closed.set()
+                raise TransportError(f"{phase}, {step}: {_first_line(error)}") from None
+            finally:
+                group = work = None  # or the error's traceback would keep the sockets open
+                if self._closed.is_set():
+                    self._drop()
+
+    def close(self) -> None:
+        """No further operation begins; sockets close now or, while an operation runs, when it ends."""
+        self._closed.set()
+        if self._busy.acquire(blocking=False):
+            self._drop()
+            self._busy.release()
+
+    def _drop(self) -> None:
+        """Frees group and store, which closes their sockets and thereby tells the peers."""
+        self._group = self._store = None
+
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise RuntimeError("closed")
+
+    def _connected(self) -> Any:
+        if self._group is None:
+            assert self._store is not None, "an open group has its store"
+            store = self._store()
+            self._meet(store)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()  # the constructor without options would pick a network device by host name
+            options._timeout = timedelta(seconds=self._timeout_s)
+            options._devices = [gloo.create_device(hostname=LOOPBACK)]
+            options._threads = 1
+            self._group = gloo(store, self._rank, self._size, options)
+        return self._group
+
+    def _meet(self, store: dist.Store) -> None:
+        """Waits until every rank is at the store, so that an error can name who is not."""
+        store.set(f"here/{self._rank}", "1")
+        deadline = time.monotonic() + self._timeout_s
+        while missing := [rank for rank in range(self._size) if not store.check([f"here/{rank}"])]:
+            self._require_open()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"transport ranks {missing} did not come within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+
+class GlooSender:
+    """Trainer side, rank 0 of `size`; see transport.base.Sender."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        """Opens the store on a free loopback port. Raises TransportError when it can't."""
+        try:
+            listening = socket.create_server((LOOPBACK, 0))
+            port = listening.getsockname()[1]
+            # By its own socket: given a host name, the store would listen on every interface.
+            server = dist.TCPStore(
+                LOOPBACK, port, is_master=True, wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s), master_listen_fd=listening.detach(),
+            )  # fmt: skip
+        except (OSError, RuntimeError) as error:
+            raise TransportError(f"open: no store on {LOOPBACK}: {_first_line(error)}") from None
+        token = secrets.token_hex(8)
+        self.rendezvous = f"{LOOPBACK}:{port}/{token}"
+        """Where receivers find the store, and the prefix of this group's keys in it."""
+        self._group = _Group(0, size, timeout_s, lambda: dist.PrefixStore(token, server))
+
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Broadcasts bucket by bucket; the first call waits for all receivers to come."""
+        self._group.transfer("send", buffer, buckets)
+
+    def close(self) -> None:
+        """See the module: an operation in flight ends by itself, within the timeout."""
+        self._group.close()
+
+
+class GlooReceiver:
+    """Rank side; see transport.base.Receiver."""
+
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
+        """Raises TransportError for a rendezvous that can't be read; connects at the first `receive`."""
+        address, _, token = rendezvous.partition("/")
+        host, _, port = address.rpartition(":")
+        if host != LOOPBACK or not port.isdecimal() or not token:
+            raise TransportError(f"connect: rendezvous {rendezvous!r} is not {LOOPBACK}:port/token")
+
+        def store() -> dist.Store:
+            client = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+            return dist.PrefixStore(token, client)
+
+        self._group = _Group(rank, size, timeout_s, store)
+
+    def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """Fills `buffer` bucket by bucket. After an error nothing writes into it any more."""
+        self._group.transfer("receive", buffer, buckets)
+
+    def close(self) -> None:
+        """See the module: an operation in flight ends by itself, within the timeout."""
+        self._group.close()
+
+
+def _from_trainer() -> Any:
+    how = dist.BroadcastOptions()
+    how.rootRank = 0
+    how.rootTensor = 0
+    how.asyncOp = True
+    return how
+
+
+def _first_line(error: Exception) -> str:
+    """What happened, without gloo's source position and advice."""
+    line = re.sub(r"^\[/[^\]]*\] ", "", (str(error) or type(error).__name__).splitlines()[0])
+    return line.partition(". This is typically caused")[0]

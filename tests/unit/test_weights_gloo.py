@@ -1,0 +1,166 @@
+"""Real gloo groups on loopback: bytes, bounds, and that no end hangs when another one goes away."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from inflight.messages import BucketMeta
+from inflight.weights.transport import make_buffer, make_sender, resolve
+from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.gloo import GlooReceiver, GlooSender
+
+BUCKETS = [BucketMeta(offset=0, nbytes=1000), BucketMeta(offset=1000, nbytes=1000), BucketMeta(offset=2000, nbytes=48)]
+BYTES = torch.arange(2048, dtype=torch.int32).to(torch.uint8)
+
+
+class Side(threading.Thread):
+    """Runs one side's transfer and keeps what it raised."""
+
+    def __init__(self, transfer, buffer, buckets=BUCKETS):
+        super().__init__(daemon=True)
+        self.transfer, self.buffer, self.buckets, self.error = transfer, buffer, buckets, None
+        self.start()
+
+    def run(self):
+        try:
+            self.transfer(self.buffer, self.buckets)
+        except TransportError as error:
+            self.error = error
+
+    def done(self, timeout_s=20):
+        self.join(timeout_s)
+        assert not self.is_alive(), "the transfer hangs"
+        return self.error
+
+
+def test_every_rank_gets_every_byte_again_and_again():
+    sender = GlooSender(3, 10)
+    receivers = [GlooReceiver(sender.rendezvous, rank, 3, 10) for rank in (1, 2)]
+    for round_ in range(3):
+        sent = (BYTES + round_).to(torch.uint8)
+        buffers = [torch.zeros_like(sent) for _ in receivers]
+        sides = [Side(r.receive, b) for r, b in zip(receivers, buffers, strict=True)]
+        sender.send(sent, BUCKETS)
+        assert [side.done() for side in sides] == [None, None]
+        assert all(torch.equal(buffer, sent) for buffer in buffers)
+    assert not dist.is_initialized()
+    for end in (sender, *receivers):
+        end.close()
+
+
+def test_groups_do_not_mix_with_each_other_or_the_default_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/d", rank=0, world_size=1)
+    try:
+        senders = [GlooSender(2, 10) for _ in range(2)]
+        buffers = [torch.zeros_like(BYTES) for _ in senders]
+        sides = [
+            Side(GlooReceiver(s.rendezvous, 1, 2, 10).receive, b) for s, b in zip(senders, buffers, strict=True)
+        ]
+        for index, sender in enumerate(senders):
+            sender.send((BYTES + index).to(torch.uint8), BUCKETS)
+        assert [side.done() for side in sides] == [None, None]
+        assert not torch.equal(*buffers)
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_store_listens_on_loopback_only():
+    sender = GlooSender(2, 5)
+    port = int(sender.rendezvous.partition("/")[0].rpartition(":")[2])
+    tables = "".join(Path(f"/proc/self/net/{table}").read_text() for table in ("tcp", "tcp6"))
+    listening = [line.split()[1] for line in tables.splitlines() if f":{port:04X} " in line and " 0A " in line]
+    assert listening == [f"0100007F:{port:04X}"]
+
+
+def test_a_receiver_that_never_comes_is_named():
+    sender = GlooSender(3, 0.5)
+    present = Side(GlooReceiver(sender.rendezvous, 1, 3, 0.5).receive, torch.zeros_like(BYTES))
+    with pytest.raises(TransportError, match=r"send, connecting: transport ranks \[2\] did not come within 0\.5 s"):
+        sender.send(BYTES, BUCKETS)
+    del sender
+    assert "receive, connecting" in str(present.done())
+
+
+def test_a_receiver_that_stops_taking_ends_the_transfer_within_the_timeout():
+    sender = GlooSender(2, 1)
+    receiver = GlooReceiver(sender.rendezvous, 1, 2, 1)
+    large = torch.zeros(32 << 20, dtype=torch.uint8)
+    whole = [BucketMeta(offset=0, nbytes=1 << 20), BucketMeta(offset=1 << 20, nbytes=31 << 20)]
+    side = Side(receiver.receive, large.clone(), whole[:1])
+    with pytest.raises(TransportError, match=r"send, bucket 1 of 2: .*[Tt]imed out"):
+        sender.send(large, whole)
+    assert side.done() is None
+    with pytest.raises(TransportError, match="closed"):
+        sender.send(large, whole)
+
+
+def test_a_receiver_that_closes_is_noticed_at_once_by_all():
+    sender = GlooSender(3, 30)
+    leaving, staying = (GlooReceiver(sender.rendezvous, rank, 3, 30) for rank in (1, 2))
+    first = [Side(r.receive, torch.zeros_like(BYTES)) for r in (leaving, staying)]
+    sender.send(BYTES, BUCKETS)
+    assert [side.done() for side in first] == [None, None]
+    large = torch.zeros(32 << 20, dtype=torch.uint8)
+    whole = [BucketMeta(offset=0, nbytes=32 << 20)]
+    left = Side(staying.receive, large.clone(), whole)
+    leaving.close()
+    assert "send, bucket 0 of 1" in str(Side(sender.send, large, whole).done())
+    assert "receive, bucket 0 of 1" in str(left.done())
+
+
+def test_a_sender_that_closes_while_it_waits_for_receivers_stops_waiting():
+    sender = GlooSender(2, 30)
+    side = Side(sender.send, BYTES)
+    time.sleep(0.05)
+    sender.close()
+    assert "connecting: closed" in str(side.done())
+
+
+def test_a_sender_that_closes_frees_its_receivers():
+    sender = GlooSender(2, 30)
+    receiver = GlooReceiver(sender.rendezvous, 1, 2, 30)
+    side = Side(receiver.receive, torch.zeros_like(BYTES))
+    sender.send(BYTES, BUCKETS)
+    assert side.done() is None
+    waiting = Side(receiver.receive, torch.zeros_like(BYTES))
+    sender.close()
+    assert "receive, bucket 0" in str(waiting.done())
+
+
+def test_a_killed_receiver_ends_the_transfer():
+    sender = GlooSender(2, 30)
+    code = (
+        "import sys, os, torch; from inflight.weights.transport.gloo import GlooReceiver\n"
+        "from inflight.messages import BucketMeta\n"
+        "r = GlooReceiver(sys.argv[1], 1, 2, 30)\n"
+        "r.receive(torch.zeros(2048, dtype=torch.uint8), [BucketMeta(offset=0, nbytes=1000)])\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, sender.rendezvous], env=os.environ)
+    large = torch.zeros(32 << 20, dtype=torch.uint8)
+    side = Side(sender.send, large, [BUCKETS[0], BucketMeta(offset=1000, nbytes=31 << 20)])
+    assert process.wait(60) == -9
+    assert "send, bucket 1 of 2" in str(side.done())
+
+
+@pytest.mark.parametrize("rendezvous", ["127.0.0.1:1", "10.0.0.1:80/x", "127.0.0.1:http/x", ""])
+def test_a_rendezvous_elsewhere_is_refused(rendezvous):
+    with pytest.raises(TransportError, match=r"is not 127\.0\.0\.1:port/token"):
+        GlooReceiver(rendezvous, 1, 2, 1)
+
+
+def test_the_transport_follows_the_parameters_unless_configured():
+    assert resolve("auto", torch.device("cpu")) == "gloo"
+    assert resolve("auto", torch.device("cuda")) == "nccl"
+    assert resolve("ipc", torch.device("cuda")) == "ipc"
+    assert make_buffer("gloo", 8, torch.device("meta")).device.type == "cpu"
+    with pytest.raises(TransportError, match="no transport is named 'pigeon'"):
+        make_sender("pigeon", 2, 1)

@@ -15,9 +15,21 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from inflight.generator import arena as arenas
-from inflight.generator.remap import CopyShadow, CudaShadow, Layout, RemapShadow, lay_out, move_into
+from inflight.generator.cuda_plan import PlanError
+from inflight.generator.remap import (
+    CopyShadow,
+    CudaShadow,
+    DirectTransport,
+    Layout,
+    RemapShadow,
+    lay_out,
+    move_into,
+)
 from inflight.generator.settings import Settings
 from inflight.generator.worker_base import InflightWorkerMixin
+from inflight.messages import Welcome
+from inflight.weights.transport import make_receiver
+from inflight.weights.transport.base import Receiver
 
 logger = logging.getLogger("vllm.inflight")
 
@@ -132,6 +144,23 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if settings.endpoint:
             self.inflight_receiver = self._start_receiver(settings)
         return times
+
+    def connect(self, welcome: Welcome) -> Receiver:
+        """The transport, made to fill the shadow without a buffer between; the plan is made now, not at the first
+        version. One that can't be made is told to the publisher then, as that version's failure."""
+        try:
+            self.inflight_shadow.agree(welcome.manifest)
+        except PlanError as error:
+            logger.error("inflight: %s", error)
+        inner = make_receiver(welcome)
+        self.inflight_shadow.direct = hasattr(inner, "receive_into")
+        return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner
+
+    def copy_instead(self, copies: bool) -> None:
+        """RPC for benches: copy the shadow over the live weights instead of moving the range."""
+        if isinstance(self.inflight_shadow, RemapShadow):
+            self.inflight_shadow.settle()
+            self.inflight_shadow.copies = copies
 
     def take_swaps(self) -> list[tuple[float, float]]:
         """RPC: (seconds waited for the step in flight, seconds of the remap) of each swap since the last call."""

@@ -6,8 +6,8 @@
 | host    | pinned host memory    | a copy in stream order                           | bytes / PCIe rate           |
 
 In all of them the parameters live in one flat range, at fixed addresses, laid out once. What travels is put into the
-shadow by a plan (cuda_plan.py): by the transport itself when it can (`landing`), else from a receive buffer (`begin`,
-`build`).
+shadow by a plan (cuda_plan.py): with `direct` by the transport itself (see `DirectTransport`), else from a receive
+buffer, which is a third copy of the weights (files and tests).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
-from inflight.messages import Manifest
+from inflight.messages import BucketMeta, Manifest
 from inflight.weights.transport import cuda
-from inflight.weights.transport.landing import Landing
+from inflight.weights.transport.landing import DirectReceiver, Landing
 
 ALIGNMENT = 256
 """Bytes between starts of parameters in the arena, as torch's own allocator aligns them."""
@@ -90,7 +90,8 @@ class CudaShadow:
         self._manifest: Manifest | None = None
         self._plan: Plan | None = None
         self._buffer: torch.Tensor | None = None
-        self._direct = False
+        self.direct = False
+        """The transport fills the shadow itself: `begin` returns a buffer without memory."""
 
     def target(self) -> torch.Tensor:
         """uint8 `[nbytes]`: the set to be filled."""
@@ -114,24 +115,25 @@ class CudaShadow:
         return self._plan
 
     def begin(self, manifest: Manifest) -> torch.Tensor:
-        """The receive buffer `[total_bytes]` on the device: a third copy of the weights, for indirect transports."""
+        """The receive buffer `[total_bytes]`: on the device, or when `direct` one on the meta device."""
         self.agree(manifest)
         self.settle()
-        self._direct = False
+        if self.direct:
+            if manifest.checksum != "none":
+                raise PlanError(f"publish.checksum={manifest.checksum} needs the bytes on the host: use none on CUDA")
+            return torch.empty(manifest.total_bytes, dtype=torch.uint8, device="meta")
         if self._buffer is None:
             self._buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer
 
-    def landing(self, manifest: Manifest) -> Landing:
-        """Instead of `begin`: where a direct transport puts the bytes itself. `build` then has nothing to do."""
-        plan = self.agree(manifest)
-        self.settle()
-        self._direct = True
-        return Landing(self.target().data_ptr(), self.device, tuple(plan.all_strips))
+    def landing(self) -> Landing:
+        """Where a direct transport puts the bytes, after `begin`."""
+        assert self._plan is not None
+        return Landing(self.target().data_ptr(), self.device, tuple(self._plan.all_strips))
 
     def build(self) -> None:
         """Puts the received bytes where they belong, on a stream of its own; returns when they are there."""
-        if self._direct:
+        if self.direct:
             return
         assert self._plan is not None
         assert self._buffer is not None
@@ -161,6 +163,21 @@ class CudaShadow:
                     raise PlanError(f"{meta.name}: the plan and vLLM's loader put it to different places")
 
 
+class DirectTransport:
+    """A receiver that puts bytes into the shadow itself; see Receiver in weights/transport/base.py."""
+
+    def __init__(self, inner: DirectReceiver, shadow: CudaShadow) -> None:
+        self._inner = inner
+        self._shadow = shadow
+
+    def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """`buffer` is what `begin` returned and holds nothing."""
+        self._inner.receive_into(self._shadow.landing(), buckets)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class RemapShadow(CudaShadow):
     """The default: a second physical set, which the live range is moved to.
 
@@ -175,8 +192,11 @@ class RemapShadow(CudaShadow):
         torch.cuda.synchronize(self.device)
         self._arena = arena
         self._lock = threading.Lock()
+        self._copied = torch.cuda.Event()
         self._armed = False
         self.late = False
+        self.copies = False
+        """Copy the other set over the live one instead of moving the range: for comparison."""
         self.swaps: list[tuple[float, float]] = []
         """(seconds waited for the step in flight, seconds of the remap) of each swap since it was last taken."""
 
@@ -186,6 +206,10 @@ class RemapShadow(CudaShadow):
     def swap(self) -> float:
         """Seconds that the step loop stood still; 0 when it is armed only."""
         started = time.perf_counter()
+        if self.copies:
+            self.live.copy_(self._arena.shadow, non_blocking=True)
+            self._copied.record(torch.cuda.current_stream(self.device))
+            return time.perf_counter() - started
         with self._lock:
             self._armed = True
             # An idle device has nothing to hide the remap behind, and perhaps no next step.
@@ -204,6 +228,7 @@ class RemapShadow(CudaShadow):
     def settle(self) -> None:
         """Does a swap that no forward pass came to do (the engine is idle). Background thread."""
         self.fire()
+        self._copied.synchronize()
 
     def _remap(self) -> None:
         started = time.perf_counter()

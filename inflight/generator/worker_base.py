@@ -21,7 +21,9 @@ from inflight.generator.settings import Settings
 from inflight.generator.shadow import Shadow
 
 if TYPE_CHECKING:
+    from inflight.messages import Welcome
     from inflight.weights.receiver import WeightReceiver
+    from inflight.weights.transport.base import Receiver
 
 
 class SwapRefused(RuntimeError):
@@ -71,9 +73,16 @@ class InflightWorkerMixin:
             rank=self.rank,
             world_size=self.vllm_config.parallel_config.world_size,
             version=settings.version,
+            connect=self.connect,
         )
         receiver.start()
         return receiver
+
+    def connect(self, welcome: Welcome) -> Receiver:
+        """This rank's end of the transport that the publisher names."""
+        from inflight.weights.transport import make_receiver
+
+        return make_receiver(welcome)
 
     def commit_weights(self, version: int) -> dict[str, float]:
         """RPC: makes `version` live. Returns `gap_s`, the seconds that this rank's step loop stood still for it.

@@ -18,7 +18,7 @@ from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Landing, Strip, split
-from inflight.weights.transport.rendezvous import LOOPBACK, Board
+from inflight.weights.transport.rendezvous import Board
 
 PIECE_BYTES = 64 << 20
 """One order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
@@ -31,7 +31,7 @@ class IpcSender:
 
     def __init__(self, size: int, timeout_s: float) -> None:
         self._size = size
-        self._board = Board(f"{LOOPBACK}:0", timeout_s, host=True)
+        self._board = Board("", timeout_s)
         self._sent = 0
 
     @property
@@ -45,19 +45,22 @@ class IpcSender:
         self._sent += 1
         self._board.put(f"offer/{number}", _export(buffer))
         for rank in range(1, self._size):
-            self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send")
+            reason = self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send")
+            if reason:
+                raise TransportError(f"send: transport rank {rank}: {reason.decode(errors='replace')}")
             self._board.drop(f"done/{number}/{rank}")
         self._board.drop(f"offer/{number}")
 
     def close(self) -> None:
-        """The store goes with the object."""
+        """Ends a wait for ranks; the store goes with the object."""
+        self._board.close()
 
 
 class IpcReceiver:
     """Rank side."""
 
     def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
-        self._board = Board(rendezvous, timeout_s, host=False)
+        self._board = Board(rendezvous, timeout_s)
         self._rank = rank
         self._received = 0
         self._open: dict[bytes, int] = {}
@@ -81,12 +84,15 @@ class IpcReceiver:
             pieces = (piece for strip in landing.strips for piece in split(strip, PIECE_BYTES))
             cuda.copy(pieces, source, landing.address, self._stream.cuda_stream)
             self._stream.synchronize()
-        except (cuda.CudaError, RuntimeError) as error:
-            raise TransportError(f"receive: pulling from the trainer's buffer failed: {error}") from error
-        self._board.put(f"done/{number}/{self._rank}", b"\x01")
+        except RuntimeError as error:  # also CudaError
+            reason = f"pulling from the trainer's buffer failed: {error}"
+            self._board.put(f"done/{number}/{self._rank}", reason.encode())
+            raise TransportError(f"receive: {reason}") from error
+        self._board.put(f"done/{number}/{self._rank}", b"")
 
     def close(self) -> None:
-        """Unmaps the trainer's buffers."""
+        """Ends a wait for the trainer and unmaps its buffers."""
+        self._board.close()
         for address in self._open.values():
             driver.cuIpcCloseMemHandle(address)
         self._open.clear()

@@ -125,3 +125,6 @@ class DirectReceiver(Protocol):
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
         """Returns when every strip is filled. Raises TransportError as `receive` does."""
+
+    def close(self) -> None:
+        """Frees sockets and memory; never waits for a peer."""

@@ -21,7 +21,7 @@ from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Landing, Strip, by_bucket
-from inflight.weights.transport.rendezvous import LOOPBACK, Board
+from inflight.weights.transport.rendezvous import Board
 
 _POLL_S = 0.0002
 _QUIET = {
@@ -78,7 +78,7 @@ class NcclSender:
     """Trainer side, rank 0. The buffer must be complete on the device when `send` is called."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        self._board = Board(f"{LOOPBACK}:0", timeout_s, host=True)
+        self._board = Board("", timeout_s)
         self._group = _Group(self._board, 0, size)
         self._stream: torch.cuda.Stream | None = None
 
@@ -105,7 +105,7 @@ class NcclReceiver:
     """Rank side."""
 
     def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
-        self._group = _Group(Board(rendezvous, timeout_s, host=False), rank, size)
+        self._group = _Group(Board(rendezvous, timeout_s), rank, size)
         self._streams: list[torch.cuda.Stream] = []
         self._staging: list[torch.Tensor] = []
         self._parts: tuple[Landing, list[list[Strip]]] | None = None

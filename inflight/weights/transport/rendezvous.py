@@ -5,6 +5,8 @@ Nothing here carries weights. Every wait is bounded, and an error names who did 
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 from datetime import timedelta
 
@@ -19,17 +21,26 @@ _POLL_S = 0.0005
 class Board:
     """Keys and values shared by the sender (which hosts them) and the receivers."""
 
-    def __init__(self, address: str, timeout_s: float, *, host: bool) -> None:
-        name, _, port = address.rpartition(":")
+    def __init__(self, address: str, timeout_s: float) -> None:
+        """`address`: where the sender's board is; empty to host one on a free loopback port."""
         self.timeout_s = timeout_s
+        self._closed = threading.Event()
+        limit = timedelta(seconds=timeout_s)
         try:
-            self.store = TCPStore(
-                name, int(port), is_master=host, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-            )
-        except (RuntimeError, ValueError) as error:
-            role = "opened" if host else "reached"
-            raise TransportError(f"rendezvous {address} could not be {role}: {str(error).splitlines()[0]}") from None
-        self.address = f"{name}:{self.store.port}"
+            if address:
+                name, _, port = address.rpartition(":")
+                self.store = TCPStore(name, int(port), wait_for_workers=False, timeout=limit)
+            else:
+                listening = socket.create_server((LOOPBACK, 0))
+                address = f"{LOOPBACK}:{listening.getsockname()[1]}"
+                # By its own socket: given a host name, the store would listen on every interface.
+                self.store = TCPStore(
+                    LOOPBACK, listening.getsockname()[1], is_master=True, wait_for_workers=False,
+                    timeout=limit, master_listen_fd=listening.detach(),
+                )  # fmt: skip
+        except (OSError, RuntimeError, ValueError) as error:
+            raise TransportError(f"connect: no rendezvous at {address!r}: {str(error).splitlines()[0]}") from None
+        self.address = address
 
     def put(self, key: str, value: bytes) -> None:
         """Publishes a value."""
@@ -44,6 +55,8 @@ class Board:
         try:
             # Polled: a blocking wait would hold the store's connection, and could not be told to stop.
             while not self.store.check([key]):
+                if self._closed.is_set():
+                    raise TransportError(f"{phase}: closed while waiting for {who}")
                 if time.monotonic() > deadline:
                     raise TransportError(f"{phase}: {who} did not answer within {self.timeout_s:g} s")
                 time.sleep(_POLL_S)
@@ -52,6 +65,10 @@ class Board:
             if isinstance(error, TransportError):
                 raise
             raise TransportError(f"{phase}: {who} is gone: {str(error).splitlines()[0]}") from None
+
+    def close(self) -> None:
+        """Ends every wait of this side."""
+        self._closed.set()
 
     def drop(self, key: str) -> None:
         """Forgets a value that nobody needs any more."""

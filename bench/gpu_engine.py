@@ -1,0 +1,211 @@
+"""The engine under test and its client: vLLM's LLMEngine, with the engine core in a process of its own.
+
+One thread steps the client and notes when tokens arrive; another answers the publisher, as the server's agent does.
+The engine core has one input socket, which both use: sends are serialised.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from bench.gpu_gaps import Timeline
+from inflight.bus import Link, PeerLost
+from inflight.config import BusConfig
+from inflight.generator.settings import Settings
+from inflight.messages import Commit, Committed, EngineHello, Failed
+
+POLL_S = 0.05
+
+
+def start_engine(model: str, options: dict[str, Any], settings: Settings, worker: str) -> Any:
+    """vLLM's engine with random weights and our worker."""
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = EngineArgs(
+        model=model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        worker_cls=worker,
+        additional_config=settings.as_additional_config(),
+        **options,
+    )
+    return LLMEngine.from_engine_args(arguments)
+
+
+class Client:
+    """Sequences that decode for ever, and what their owner sees of it."""
+
+    def __init__(self, engine: Any, tokens: int) -> None:
+        self.engine = engine
+        self.core = engine.engine_core
+        self.timeline = Timeline()
+        self._tokens = tokens
+        self._sending = threading.Lock()
+        self._last: dict[str, float] = {}
+        self._made: dict[str, list[int]] = {}
+        self._generation: dict[str, int] = {}
+        self._resubmit = False
+        self.aborted = self.recomputed = 0
+        send = self.core._send_input
+
+        def serialised(*args: Any) -> Any:
+            with self._sending:
+                return send(*args)
+
+        self.core._send_input = serialised
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """An engine core utility; waits for its answer."""
+        return self.core.call_utility(method, *args)
+
+    def rpc(self, method: str, *args: Any) -> list[Any]:
+        """A call on every rank; waits."""
+        return self.call("collective_rpc", method, None, args)
+
+    def start(self, batch: int, *, resubmit: bool = False) -> None:
+        """Begins a round: `batch` fresh sequences, and the thread that reads their tokens."""
+        self._stop.clear()
+        self._resubmit = resubmit
+        self._last.clear()
+        self._made.clear()
+        for i in range(batch):
+            self._submit(f"s{i}", [1, 2, 3, 4 + i % 64])
+        self._thread = threading.Thread(target=self._read, name="client", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the round: what still runs is aborted, and its last outputs are read."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        requests = list(self.engine.output_processor.request_states)
+        self.engine.abort_request(requests, internal=True)
+        while self.engine.output_processor.request_states:
+            self.engine.step()
+        time.sleep(0.05)
+        self._drop_outputs()
+
+    def _drop_outputs(self) -> None:
+        while not self.core.outputs_queue.empty():
+            self.core.outputs_queue.get_nowait()
+
+    @property
+    def running(self) -> int:
+        """Unfinished sequences."""
+        return len(self.engine.output_processor.request_states)
+
+    def _submit(self, name: str, prompt: list[int]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        number = self._generation[name] = self._generation.get(name, -1) + 1
+        left = max(1, self._tokens - len(self._made.setdefault(name, [])))
+        parameters = SamplingParams(
+            max_tokens=left, ignore_eos=True, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        self.engine.add_request(f"{name}#{number}", {"prompt_token_ids": prompt}, parameters)
+
+    def _read(self) -> None:
+        while not self._stop.is_set():
+            if not self.running:
+                return
+            outputs = self.engine.step()
+            self._note(outputs, time.perf_counter())
+
+    def _note(self, outputs: list[Any], now: float) -> None:
+        longest, tokens = 0.0, 0
+        for output in outputs:
+            name = output.request_id.partition("#")[0]
+            made = output.outputs[0].token_ids
+            if made:
+                longest = max(longest, now - self._last.get(name, now))
+                self._last[name] = now
+                tokens += len(made)
+                if self._resubmit:
+                    self._made[name].extend(made)
+            if output.finished:
+                self._ended(name, output.outputs[0].finish_reason)
+        if tokens:
+            self.timeline.add(now, tokens, longest)
+
+    def _ended(self, name: str, reason: str | None) -> None:
+        if reason != "abort":
+            self._last.pop(name, None)
+            self._made[name] = []
+            if self._resubmit and not self._stop.is_set():
+                self._submit(name, [1, 2, 3, 4])
+            return
+        self.aborted += 1
+        if self._resubmit and not self._stop.is_set():
+            prompt = [1, 2, 3, 4, *self._made[name]]
+            self.recomputed += len(prompt)
+            self._submit(name, prompt)
+
+
+class Agent:
+    """Answers the publisher's commits, as `inflight.generator.agent` does in the server."""
+
+    def __init__(self, client: Client, endpoint: str, ranks: int) -> None:
+        self._client = client
+        self._link = Link(endpoint, "g0.engine", BusConfig())
+        self._link.send(EngineHello(generator="g0", world_size=ranks, version=0, url="http://127.0.0.1"))
+        self.commits: dict[int, tuple[float, float, float]] = {}
+        """version → (told, done, gap that the ranks report)."""
+        self.error: str | None = None
+        self._changed = threading.Condition()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="agent", daemon=True)
+        self._thread.start()
+
+    def wait(self, version: int, timeout_s: float) -> tuple[float, float, float]:
+        """When a version was committed. Raises TimeoutError, or RuntimeError when a commit failed."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: version in self.commits or self.error is not None, timeout_s)
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        if not done:
+            raise TimeoutError(f"version {version} was not committed within {timeout_s:g} s")
+        return self.commits[version]
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join()
+        self._link.close()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                message = self._link.receive(POLL_S)
+                if isinstance(message, Commit):
+                    self._commit(message.version)
+            except PeerLost as error:
+                self._fail(f"the trainer is gone: {error}")
+                return
+
+    def _commit(self, version: int) -> None:
+        told = time.perf_counter()
+        try:
+            ranks = self._client.call("commit_weights", version)
+        except Exception as error:  # noqa: BLE001 - whatever the engine core says
+            self._link.send(Failed(version=version, phase="commit", reason=str(error)[:1000], poisoned=True))
+            self._fail(f"commit of version {version}: {error}")
+            return
+        gap = max(rank["gap_s"] for rank in ranks)
+        self._link.send(Committed(version=version, gap_s=gap, running=self._client.running))
+        with self._changed:
+            self.commits[version] = (told, time.perf_counter(), gap)
+            self._changed.notify_all()
+
+    def _fail(self, reason: str) -> None:
+        with self._changed:
+            self.error = reason
+            self._changed.notify_all()

@@ -19,6 +19,7 @@ MAX_FRAME_BYTES = 64 << 20
 
 Text = Annotated[str, Meta(max_length=4096)]
 Seconds = Annotated[float, Meta(ge=0)]
+Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
 class WireError(ValueError):
@@ -108,10 +109,14 @@ class Welcome(Message, tag=True):
 
 
 class Prepare(Message, tag=True):
-    """Buckets of `version` are about to stream; the rank fills its shadow with them."""
+    """Buckets of `version` are about to stream; the rank fills its shadow with them.
+
+    `checksums` are those of the bytes as they lie in the send buffer, one a bucket; empty when the manifest has none.
+    """
 
     version: Version
     manifest_digest: Digest
+    checksums: Annotated[list[Checksum], Meta(max_length=1 << 18)]
 
 
 class Ready(Message, tag=True):

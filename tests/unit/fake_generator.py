@@ -1,0 +1,132 @@
+"""A generator without vLLM: a shadow that records what happens to it, and an engine that commits when told."""
+
+import threading
+import time
+
+import torch
+
+from inflight.bus import Link
+from inflight.config import BusConfig
+from inflight.messages import Abort, Commit, Committed, EngineHello, Failed
+from inflight.weights.pack import unpack
+from inflight.weights.receiver import WeightReceiver
+
+BUS = BusConfig(heartbeat_s=0.05, dead_after_s=2.0)
+
+
+def eventually(condition, what="it", timeout_s=20.0):
+    """Polls until `condition()` holds; a bound against hanging, not a measure of speed."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.005)
+
+
+class FakeShadow:
+    """Implements Shadow over two dictionaries of tensors. `events` is what was called, in order."""
+
+    def __init__(self):
+        self.events = []
+        self.live = {}
+        self.built = None
+        self.fail = {}
+        """Phase → exception to raise there."""
+        self.hold = {}
+        """Phase → Event to wait for there."""
+
+    def _at(self, phase):
+        self.events.append(phase)
+        if phase in self.hold:
+            assert self.hold[phase].wait(30)
+        if phase in self.fail:
+            raise self.fail[phase]
+
+    def begin(self, manifest):
+        self._at("begin")
+        self.manifest = manifest
+        self.buffer = torch.full((manifest.total_bytes,), 255, dtype=torch.uint8)
+        return self.buffer
+
+    def build(self):
+        self._at("build")
+        self.built = {name: view.clone() for name, view in unpack(self.manifest, self.buffer).items()}
+
+    def swap(self):
+        self._at("swap")
+        assert self.built is not None
+        self.live, self.built = self.built, None
+        return 0.001
+
+    def discard(self):
+        self._at("discard")
+        self.built = None
+
+
+class FakeGenerator:
+    """Ranks with fake shadows and an engine, over the real bus."""
+
+    def __init__(self, endpoint, name="g0", world_size=1, version=0, shadows=None, bus=BUS):
+        self.name, self.bus, self.endpoint = name, bus, endpoint
+        self.shadows = shadows or [FakeShadow() for _ in range(world_size)]
+        self.receivers = [
+            WeightReceiver(
+                Link(endpoint, f"{name}.r{rank}", bus), shadow,
+                generator=name, rank=rank, world_size=world_size, version=version,
+            )
+            for rank, shadow in enumerate(self.shadows)
+        ]  # fmt: skip
+        self.version, self.world_size = version, world_size
+        self.commits = []
+        self.mute = threading.Event()
+        """Set: the engine does what it is told but does not answer."""
+        self.unanswered = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self):
+        for receiver in self.receivers:
+            receiver.start()
+        self.engine = Link(self.endpoint, f"{self.name}.engine", self.bus)
+        self.engine.send(
+            EngineHello(generator=self.name, world_size=self.world_size, version=self.version, url="http://127.0.0.1:1")
+        )
+        self._thread.start()
+        return self
+
+    def _run(self):
+        while not self._closing.is_set():
+            message = self.engine.receive(0.05)
+            if isinstance(message, Commit):
+                self.commits.append(message.version)
+                self._commit(message.version)
+
+    def _commit(self, version):
+        try:
+            gaps = [receiver.swap(version) for receiver in self.receivers]
+        except Exception as error:  # noqa: BLE001 - as the engine's agent does
+            answer = Failed(version=version, phase="commit", reason=str(error), poisoned=True)
+        else:
+            self.version = version
+            answer = Committed(version=version, gap_s=max(gaps), running=3)
+        self.unanswered.append(answer) if self.mute.is_set() else self.engine.send(answer)
+
+    def answer(self):
+        """Sends what was held back."""
+        self.mute.clear()
+        while self.unanswered:
+            self.engine.send(self.unanswered.pop(0))
+
+    def close(self):
+        self._closing.set()
+        for receiver in self.receivers:
+            receiver.close()
+        self._thread.join(5)
+        self.engine.close()
+
+
+def only(received, kind):
+    """The messages of one kind."""
+    return [message for message in received if isinstance(message, kind)]
+
+
+__all__ = ["BUS", "Abort", "FakeGenerator", "FakeShadow", "eventually", "only"]

@@ -1,0 +1,343 @@
+"""One rank's receiver against a publisher played by the test: order, refusals, and that live is never touched."""
+
+import threading
+
+import msgspec
+import pytest
+import torch
+from fake_generator import BUS, FakeShadow, eventually
+
+from inflight.bus import Link, Listener, Received
+from inflight.messages import Abort, Failed, Prepare, RankHello, Ready, Refused, Welcome
+from inflight.types import ParamMeta
+from inflight.weights.pack import checksums, content_digest
+from inflight.weights.plan import digest, plan
+from inflight.weights.rank_state import State
+from inflight.weights.receiver import SwapRefused, WeightReceiver
+from inflight.weights.transport.base import TransportError
+
+MANIFEST = plan([ParamMeta(name="w", shape=(300,), dtype="float32")], {}, 500, "crc32")
+RANK = "g0.r0"
+
+
+def bytes_of(version):
+    return torch.full((MANIFEST.total_bytes,), version, dtype=torch.uint8)
+
+
+class FakeTransport:
+    """Gives what the test puts into it; `closed` and `error` as a real one."""
+
+    def __init__(self, events):
+        self.events, self.source, self.closed = events, None, False
+        self.gate = threading.Event()
+
+    def receive(self, buffer, buckets):
+        self.events.append("receive")
+        assert buckets == MANIFEST.buckets
+        assert self.gate.wait(30)
+        if self.source is None:
+            raise TransportError("receive, bucket 1 of 3: Connection closed by peer")
+        buffer.copy_(self.source)
+
+    def close(self):
+        self.closed = True
+        self.gate.set()
+
+
+class Publisher:
+    """The other end of the link, by hand."""
+
+    def __init__(self, listener):
+        self.listener, self.transports = listener, []
+        self.shadow = FakeShadow()
+
+    def receiver(self, version=0):
+        link = Link(self.listener.endpoint, RANK, BUS)
+        made = WeightReceiver(
+            link, self.shadow, generator="g0", rank=0, world_size=1, version=version, connect=self.connect
+        )
+        made.start()
+        assert self.next() == RankHello(generator="g0", rank=0, world_size=1, version=version)
+        return made
+
+    def connect(self, welcome):
+        self.transports.append(FakeTransport(self.shadow.events))
+        return self.transports[-1]
+
+    def next(self):
+        got = self.listener.receive(10)
+        assert isinstance(got, Received), got
+        assert got.peer == RANK
+        return got.message
+
+    def send(self, message):
+        self.listener.send(RANK, message)
+
+    def welcome(self, **changes):
+        message = Welcome(
+            manifest=MANIFEST, manifest_digest=digest(MANIFEST), transport="gloo", rendezvous="127.0.0.1:1/x",
+            transport_rank=1, transport_size=2, timeout_s=5.0,
+        )  # fmt: skip
+        self.send(msgspec.structs.replace(message, **changes))
+
+    def prepare(self, version, source=True, gate=True, **changes):
+        eventually(lambda: self.transports, "joining")
+        transport = self.transports[-1]
+        transport.source = bytes_of(version) if source else None
+        transport.gate.set() if gate else transport.gate.clear()
+        message = Prepare(
+            version=version, manifest_digest=digest(MANIFEST), checksums=checksums(MANIFEST, bytes_of(version))
+        )
+        self.send(msgspec.structs.replace(message, **changes))
+
+
+@pytest.fixture
+def publisher(tmp_path):
+    with Listener(f"ipc://{tmp_path}/w", BUS) as listener:
+        yield Publisher(listener)
+
+
+@pytest.fixture
+def receiver(publisher):
+    receiver = publisher.receiver()
+    yield receiver
+    receiver.close()
+
+
+def expect_ready(publisher, version):
+    ready = publisher.next()
+    assert isinstance(ready, Ready), ready
+    assert (ready.version, ready.digest) == (version, content_digest(checksums(MANIFEST, bytes_of(version))))
+
+
+def live(publisher):
+    return publisher.shadow.live.get("w")
+
+
+def test_versions_are_received_verified_built_and_swapped_in_order(publisher, receiver):
+    publisher.welcome()
+    for version in (1, 2, 5):
+        publisher.prepare(version)
+        expect_ready(publisher, version)
+        assert receiver.state is State.READY
+        assert receiver.swap(version) == 0.001
+        assert (receiver.state, receiver.version) == (State.IDLE, version)
+        assert torch.equal(live(publisher).view(torch.uint8), bytes_of(version)[:1200])
+    assert publisher.shadow.events == ["begin", "receive", "build", "swap"] * 3
+    assert publisher.transports[0].closed is False
+
+
+def test_only_the_ready_version_can_be_swapped_in(publisher, receiver):
+    with pytest.raises(SwapRefused, match=r"version 1 is not ready on g0\.r0: JOINING"):
+        receiver.swap(1)
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    with pytest.raises(SwapRefused, match=r"version 2 is not ready on g0\.r0: READY, version 1 in hand"):
+        receiver.swap(2)
+    receiver.swap(1)
+    with pytest.raises(SwapRefused, match="IDLE"):
+        receiver.swap(1)
+    assert publisher.shadow.events.count("swap") == 1
+
+
+def test_a_swap_is_refused_at_once_while_the_version_is_still_coming(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, gate=False)
+    eventually(lambda: "receive" in publisher.shadow.events, "receiving")
+    with pytest.raises(SwapRefused, match="RECEIVING, version 1 in hand"):
+        receiver.swap(1)
+    publisher.transports[0].gate.set()
+    expect_ready(publisher, 1)
+
+
+@pytest.mark.parametrize("phase", ["begin", "build"])
+def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver, phase):
+    publisher.welcome()
+    publisher.shadow.fail[phase] = MemoryError("no room for q_proj")
+    publisher.prepare(1)
+    failed = publisher.next()
+    reported = {"begin": "prepare", "build": "build"}[phase]
+    assert failed == Failed(version=1, phase=reported, reason="MemoryError: no room for q_proj", poisoned=False)
+    assert publisher.shadow.events[-1] == "discard"
+    assert "swap" not in publisher.shadow.events
+    with pytest.raises(SwapRefused, match="IDLE"):
+        receiver.swap(1)
+    # Before all bytes have come the others wait for this rank in the transport: it must let them go.
+    assert publisher.transports[0].closed == (phase == "begin")
+
+
+def test_after_a_failed_build_the_next_version_comes_over_the_same_transport(publisher, receiver):
+    publisher.welcome()
+    publisher.shadow.fail["build"] = RuntimeError("x")
+    publisher.prepare(1)
+    assert isinstance(publisher.next(), Failed)
+    publisher.shadow.fail.clear()
+    publisher.prepare(2)
+    expect_ready(publisher, 2)
+    receiver.swap(2)
+
+
+def test_a_broken_transfer_is_reported_and_a_new_welcome_heals_it(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, source=False)
+    failed = publisher.next()
+    assert (failed.phase, failed.poisoned) == ("receive", False)
+    assert "bucket 1 of 3" in failed.reason
+    assert publisher.transports[0].closed
+    publisher.prepare(2)
+    assert "no transport" in publisher.next().reason
+    publisher.welcome()
+    eventually(lambda: len(publisher.transports) == 2)
+    publisher.prepare(3)
+    expect_ready(publisher, 3)
+
+
+def test_bytes_that_are_not_those_sent_are_never_built(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, checksums=checksums(MANIFEST, bytes_of(9)))
+    failed = publisher.next()
+    assert (failed.phase, failed.version) == ("verify", 1)
+    assert "buckets [0, 1, 2] of 3" in failed.reason
+    assert publisher.shadow.events == ["begin", "receive", "discard"]
+    assert live(publisher) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "version", "changes"),
+    [
+        ("another manifest", 4, {"manifest_digest": "0" * 64}),
+        ("version 3 is not newer than the live version 3", 3, {}),
+    ],
+)
+def test_a_prepare_that_does_not_fit_is_refused_before_the_shadow_is_touched(publisher, text, version, changes):
+    receiver = publisher.receiver(version=3)
+    publisher.welcome()
+    publisher.prepare(version, **changes)
+    failed = publisher.next()
+    assert failed.phase == "prepare"
+    assert text in failed.reason
+    assert publisher.shadow.events == []
+    receiver.close()
+
+
+def test_a_second_prepare_before_the_commit_is_refused_and_the_ready_one_kept(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    publisher.prepare(2)
+    assert "READY with version 1" in publisher.next().reason
+    receiver.swap(1)
+
+
+def test_an_abort_takes_a_ready_version_away(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    publisher.send(Abort(version=7, reason="another"))
+    publisher.send(Abort(version=1, reason="g0.r1 failed"))
+    eventually(lambda: receiver.state is State.IDLE, "discarding")
+    assert publisher.shadow.events[-1] == "discard"
+    with pytest.raises(SwapRefused):
+        receiver.swap(1)
+    publisher.prepare(2)
+    expect_ready(publisher, 2)
+    assert receiver.swap(2) == 0.001
+
+
+def test_an_abort_during_the_transfer_takes_effect_before_the_build(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, gate=False)
+    eventually(lambda: "receive" in publisher.shadow.events, "receiving")
+    publisher.send(Abort(version=1, reason="late"))
+    eventually(lambda: receiver._link._inbox.qsize() == 1, "the abort's coming")
+    publisher.transports[0].gate.set()
+    eventually(lambda: receiver.state is State.IDLE, "discarding")
+    assert publisher.shadow.events == ["begin", "receive", "discard"]
+    publisher.prepare(2)
+    expect_ready(publisher, 2)
+
+
+def test_a_swap_waits_for_nothing_while_an_abort_discards(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    publisher.shadow.hold["discard"] = threading.Event()
+    publisher.send(Abort(version=1, reason="late"))
+    eventually(lambda: receiver.state is State.DISCARDING)
+    with pytest.raises(SwapRefused, match="DISCARDING"):
+        receiver.swap(1)
+    publisher.shadow.hold["discard"].set()
+    eventually(lambda: receiver.state is State.IDLE)
+
+
+def test_a_swap_that_fails_poisons_the_rank(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    publisher.shadow.fail["swap"] = RuntimeError("half of it is bound")
+    with pytest.raises(RuntimeError, match="half of it"):
+        receiver.swap(1)
+    assert publisher.next() == Failed(
+        version=1, phase="commit", reason="RuntimeError: half of it is bound", poisoned=True
+    )
+    assert (receiver.state, receiver.version) == (State.POISONED, 0)
+    publisher.shadow.fail.clear()
+    publisher.prepare(2)
+    assert "POISONED" in publisher.next().reason
+    with pytest.raises(SwapRefused, match=r"POISONED.*half of it is bound"):
+        receiver.swap(1)
+
+
+def test_a_refused_rank_ends_and_says_why(publisher, receiver):
+    publisher.send(Refused(reason="world_size 1, expected 2"))
+    eventually(lambda: receiver.state is State.FAILED)
+    with pytest.raises(SwapRefused, match="expected 2"):
+        receiver.swap(1)
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("ManifestError: buckets cover", {"manifest": msgspec.structs.replace(MANIFEST, buckets=MANIFEST.buckets[:1])}),
+        ("digest", {"manifest_digest": "0" * 64}),
+        ("transport rank 2 of 2", {"transport_rank": 2}),
+    ],
+)
+def test_a_welcome_that_can_not_be_trusted_is_not_taken(publisher, receiver, text, changes):
+    publisher.welcome(**changes)
+    eventually(lambda: receiver.state is State.FAILED)
+    assert text in receiver.error
+    assert publisher.transports == []
+
+
+def test_a_lost_publisher_is_greeted_again_and_the_live_weights_stay(publisher, receiver, tmp_path):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    receiver.swap(1)
+    publisher.prepare(2)
+    expect_ready(publisher, 2)
+    publisher.listener.close()
+    eventually(lambda: receiver.state is State.JOINING, "noticing the loss")
+    assert publisher.transports[0].closed
+    assert publisher.shadow.events[-1] == "discard"
+    assert torch.equal(live(publisher).view(torch.uint8), bytes_of(1)[:1200])
+    with Listener(f"ipc://{tmp_path}/w", BUS) as publisher.listener:
+        assert publisher.next() == RankHello(generator="g0", rank=0, world_size=1, version=1)
+        publisher.welcome()
+        publisher.transports.clear()
+        publisher.prepare(2)
+        expect_ready(publisher, 2)
+        receiver.swap(2)
+
+
+def test_closing_ends_a_transfer_and_can_be_repeated(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, source=False, gate=False)
+    eventually(lambda: "receive" in publisher.shadow.events, "receiving")
+    receiver.close()
+    receiver.close()
+    assert not receiver._thread.is_alive()
+    with pytest.raises(SwapRefused, match="CLOSED"):
+        receiver.swap(1)

@@ -1,0 +1,54 @@
+"""Tasks by name. A task is a module of this package, or `package.module:Class` for one of your own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any, cast
+
+from inflight.config import ConfigError, TaskConfig
+from inflight.tasks.base import Item, Task
+
+__all__ = ["Item", "Task", "make"]
+
+TASKS = {
+    "addition": "inflight.tasks.addition:Addition",
+    "gym": "inflight.tasks.gym:Gym",
+    "progression": "inflight.tasks.progression:Progression",
+}
+
+
+def make(config: TaskConfig, seed: int) -> Task:
+    """The task of a run; its module is imported only now.
+
+    A task is a dataclass with a field `seed`; its other fields are the options. Raises ConfigError naming the task or
+    option that does not exist and those that do.
+    """
+    path = config.name if ":" in config.name else TASKS.get(config.name, "")
+    module_name, _, class_name = path.partition(":")
+    if not module_name:
+        raise ConfigError(f"task.name={config.name!r} is not known: {', '.join(TASKS)}, or package.module:Class")
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"task.name={config.name!r} can't be imported: {error}") from None
+    _check_options(config, kind)
+    return cast(Task, kind(seed=seed, **config.options))
+
+
+def _check_options(config: TaskConfig, kind: type[Any]) -> None:
+    """Names, and the types of those options whose default is a plain value."""
+    if not dataclasses.is_dataclass(kind):
+        raise ConfigError(f"task.name={config.name!r} is not a dataclass with a field 'seed'")
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init and field.name != "seed"}
+    for name, value in config.options.items():
+        if name not in fields:
+            known = ", ".join(sorted(fields))
+            raise ConfigError(f"task.options.{name} is not an option of task {config.name}: {known or 'it has none'}")
+        wanted = type(fields[name].default)
+        if wanted in (int, str, bool) and type(value) is not wanted:
+            raise ConfigError(f"task.options.{name}={value!r} is not allowed: it takes {wanted.__name__}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in config.options:
+            raise ConfigError(f"task.options.{name} is missing: task {config.name} needs it")

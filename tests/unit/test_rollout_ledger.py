@@ -125,7 +125,7 @@ def test_the_queue_is_first_in_first_out_and_an_early_end_loses_nothing():
     ledger = Ledger(config)
     ledger.hello("a0")
     ledger.grants()
-    for name, version in (("w", 0), ("x", 9), ("y", 9), ("z", 9)):
+    for name, version in (("x", 9), ("w", 0), ("y", 9), ("z", 9)):
         ledger.settle("a0", done(name, spans=[(0, version)]))
     usable = []
     ledger.judge(usable, 4, 9, config.gate)

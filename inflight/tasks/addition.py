@@ -1,0 +1,38 @@
+"""Sums in digits only, for the tiny models whose vocabulary is one token a character."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from inflight.config import require
+from inflight.tasks.base import Item
+
+
+@dataclass(frozen=True)
+class Addition:
+    """Questions such as `07+15=`, answered by `022`: fixed width, so that each digit has its place.
+
+    All `10 ** (2 * digits)` questions come once before one repeats.
+    """
+
+    seed: int
+    digits: int = 1
+    """Digits of each summand; the sum has one more."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.digits <= 4, "task.options.digits", self.digits, "1 to 4")
+
+    def item(self, index: int) -> Item:
+        """The index-th question."""
+        space = 10**self.digits
+        # An odd multiplier that 5 does not divide reaches every residue of a power of ten exactly once.
+        offset = int.from_bytes(blake2b(str(self.seed).encode(), digest_size=8).digest())
+        left, right = divmod((index * 7919 + offset) % space**2, space)
+        prompt = f"{left:0{self.digits}}+{right:0{self.digits}}="
+        return Item(key=f"addition:{prompt}", prompt=prompt, answer=f"{left + right:0{self.digits + 1}}")
+
+    async def score(self, item: Item, completion: str) -> float:
+        """Share of the answer's digits that stand in their place; an untrained model guesses some."""
+        right = sum(got == wanted for got, wanted in zip(completion, item.answer, strict=False))
+        return right / len(item.answer)

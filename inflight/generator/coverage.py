@@ -18,6 +18,8 @@ from inflight.messages import Manifest
 
 MAX_NAMED = 3
 """Names that an error lists; the rest is counted."""
+_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+"""How loaders fill the padding of a vocabulary."""
 
 
 class CoverageError(ValueError):
@@ -76,9 +78,8 @@ class _Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
             self._copy(args[0], args[1])
-        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            if name := self._targets.get(_storage(args[0])):  # padding of the vocabulary
-                self.written[name] += args[0].numel()
+        elif func in _FILLS and (name := self._targets.get(_storage(args[0]))):
+            self.written[name] += args[0].numel()
         result = func(*args, **(kwargs or {}))
         # A loader may reshape or transpose into new storage before it copies: what it makes comes from its inputs.
         if isinstance(result, torch.Tensor) and _storage(result) not in self._targets:

@@ -19,7 +19,13 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from inflight.generator.coverage import check_coverage
-from inflight.generator.template import UnsupportedModel, make_template, materialise, refuse_unsupported
+from inflight.generator.template import (
+    UnsupportedModel,
+    make_template,
+    materialise,
+    refuse_config,
+    refuse_model,
+)
 from inflight.messages import Manifest
 
 if TYPE_CHECKING:
@@ -61,7 +67,8 @@ class RebindShadow:
 
     def __init__(self, live: torch.nn.Module, vllm_config: VllmConfig) -> None:
         """Call it in `load_model`. Raises UnsupportedModel for an engine that rebinding can't serve."""
-        refuse_unsupported(live, vllm_config)
+        refuse_config(vllm_config)
+        refuse_model(live)
         self._tensor_parallel_size = vllm_config.parallel_config.tensor_parallel_size
         self._template = make_template(vllm_config)
         self._layers = _pair(live, self._template)

@@ -19,12 +19,12 @@ class UnsupportedModel(ValueError):
     """An engine whose weights can't be swapped by rebinding; the text says why, in one line."""
 
 
-def refuse_unsupported(live: torch.nn.Module, vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedModel for what rebinding does not handle, before the engine serves anything."""
+def refuse_config(vllm_config: VllmConfig) -> None:
+    """Raises UnsupportedModel for what rebinding does not handle and the configuration alone tells."""
     model = vllm_config.model_config
     reasons = {
         "quantised weights": vllm_config.quant_config is not None,
-        "mixture of experts": any("MoE" in type(module).__name__ for module in live.modules()),
+        "mixture of experts": model.is_moe,
         "LoRA": vllm_config.lora_config is not None,
         "MLA attention": model.use_mla,
         "a speculative draft model": vllm_config.speculative_config is not None,
@@ -32,11 +32,16 @@ def refuse_unsupported(live: torch.nn.Module, vllm_config: VllmConfig) -> None:
         "torch.compile (set enforce_eager: compiled code may hold copies of weights)": (
             vllm_config.compilation_config.mode != CompilationMode.NONE
         ),
-        "a model with post-processing of its own": hasattr(live, "process_weights_after_loading"),
     }
     for what, found in reasons.items():
         if found:
             raise UnsupportedModel(f"swapping weights on CPU does not support {what}")
+
+
+def refuse_model(live: torch.nn.Module) -> None:
+    """Raises UnsupportedModel for a loaded model whose weights are not all, and only, parameters of its modules."""
+    if hasattr(live, "process_weights_after_loading"):
+        raise UnsupportedModel("swapping weights on CPU does not support a model with post-processing of its own")
     if held := _held_outside(live):
         raise UnsupportedModel(f"swapping weights on CPU does not support {held}: it is held outside its module too")
 

@@ -1,0 +1,73 @@
+"""`python -m inflight.generator --run-dir RUN --name g0`: one generator of a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from inflight.config import ConfigError, RunConfig, load
+from inflight.generator.agent import GeneratorEnded
+from inflight.generator.engine_args import environment
+from inflight.models import ModelError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when the run is over or SIGTERM came, 1 when the generator had to stop, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m inflight.generator", description=__doc__)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--name", required=True, help="g0, g1, …")
+    arguments = parser.parse_args(argv)
+    try:
+        config = load(arguments.run_dir)
+        _check_name(config, arguments.name)
+        os.environ.update(environment(config))
+        return _run(config, arguments.name)
+    except (ConfigError, ModelError) as error:
+        return _end(arguments.name, error, 2)
+
+
+def _run(config: RunConfig, name: str) -> int:
+    from inflight.bus import BusError
+    from inflight.generator import server
+
+    server.require_patched()
+    signal.signal(signal.SIGTERM, _stop_start)
+    try:
+        asyncio.run(server.serve(config, name))
+    except (SystemExit, KeyboardInterrupt):
+        server.end_children()
+    except (GeneratorEnded, BusError, ValueError, OSError) as error:
+        return _end(name, error, 1)
+    except RuntimeError as error:  # vLLM's word for a core that did not start; its log tells why
+        return _end(name, error, 1)
+    return 0
+
+
+def _stop_start(signum: int, frame: FrameType | None) -> None:
+    """Until the event loop handles signals, which starts with serving: give up what is being started."""
+    raise SystemExit(0)
+
+
+def _check_name(config: RunConfig, name: str) -> None:
+    if name not in config.generator_names():
+        raise ConfigError(f"--name {name} is not one of {', '.join(config.generator_names())}")
+
+
+def _end(name: str, error: BaseException, code: int) -> int:
+    text = " ".join(str(error).split()) or repr(error)  # vLLM's own errors may have many lines
+    print(f"inflight generator {name}: {text[:1000]}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All children are gone. What interpreter shutdown would add is pages of complaints by native modules about their
+    # own leaks, which would bury the one line that tells why the generator ended.
+    os._exit(code)

@@ -1,0 +1,69 @@
+"""From a run's configuration to vLLM's own arguments and environment."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from inflight.config import ConfigError, RunConfig
+from inflight.generator.settings import Settings
+from inflight.models import prepare
+
+CPU_WORKER = "inflight.generator.worker.InflightCPUWorker"
+LOOPBACK = "127.0.0.1"
+
+
+def environment(config: RunConfig) -> dict[str, str]:
+    """Must be in place before vLLM (or torch) is imported: thread pools read it once."""
+    return {
+        "OMP_NUM_THREADS": str(config.generator.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind all workers of a machine to the same first cores
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def engine_values(config: RunConfig, name: str, worker: str = CPU_WORKER) -> dict[str, Any]:
+    """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but the worker and its settings."""
+    generator = config.generator
+    model = str(prepare(config.model.name))
+    settings = Settings(
+        endpoint=config.endpoint("weights"),
+        generator=name,
+        heartbeat_s=config.bus.heartbeat_s,
+        dead_after_s=config.bus.dead_after_s,
+        share_prefix_across_versions=generator.share_prefix_across_versions,
+        swap=generator.swap,
+    )
+    return {
+        "model": model,
+        "served_model_name": [config.model.name],
+        "dtype": config.model.dtype,
+        "seed": config.seed,
+        "tensor_parallel_size": generator.tensor_parallel_size,
+        "max_model_len": generator.max_model_len,
+        "max_num_seqs": generator.max_num_seqs,
+        "kv_cache_memory_bytes": int(generator.kv_cache_gib * (1 << 30)),
+        "enable_prefix_caching": generator.prefix_caching,
+        "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
+        "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
+        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        **generator.extra,
+        "worker_cls": worker,
+        "additional_config": settings.as_additional_config(),
+    }
+
+
+def server_arguments(parser: argparse.ArgumentParser, values: dict[str, Any]) -> argparse.Namespace:
+    """vLLM's server arguments: its own defaults with `values` in their place.
+
+    Raises ConfigError for a value that this vLLM has no argument for.
+    """
+    arguments = parser.parse_args([])
+    values = {**values, "host": LOOPBACK, "disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}
+    for name, value in values.items():
+        if not hasattr(arguments, name):
+            raise ConfigError(f"generator.extra.{name} is not an argument of this vLLM")
+        setattr(arguments, name, value)
+    return arguments

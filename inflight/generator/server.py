@@ -1,0 +1,223 @@
+"""vLLM's OpenAI-compatible server, on loopback, that commits new weights between the steps of its running requests.
+
+AsyncLLM lives in this process; the engine core and the workers are its children. Beside the HTTP server run the
+EngineAgent (see agent.py) and the status reports. Whichever of them ends first ends the generator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import socket
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Generator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from inflight.bus import BusError, Link
+from inflight.config import ConfigError, RunConfig
+from inflight.generator.agent import EngineAgent, GeneratorEnded
+from inflight.generator.engine_args import LOOPBACK, engine_values, server_arguments
+from inflight.messages import EngineHello, Status
+
+STATUS_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 60.0
+STOP_HTTP_S = 1
+STOP_ENGINE_S = 3.0
+STOP_CHILDREN_S = 1.0
+"""The three bounds of a stop; their sum is less than what the launcher waits before it kills."""
+
+
+def require_patched() -> None:
+    """Raises ConfigError unless the installed vLLM carries inflight's patch."""
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("vLLM is not installed: pip install 'inflight[cpu]' or 'inflight[gpu]'")
+    if importlib.util.find_spec("vllm.inflight_patch") is None:
+        raise ConfigError("this vLLM can't tag tokens with weight versions yet, run: inflight patch apply")
+
+
+async def serve(config: RunConfig, name: str) -> None:
+    """Serves until the trainer is done or SIGTERM comes. Raises GeneratorEnded when it has to stop before that."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    vllm = _entrypoints()
+    parser = vllm["make_arg_parser"](FlexibleArgumentParser())
+    arguments = server_arguments(parser, engine_values(config, name))
+    url_file = config.path / "bus" / f"{name}.url"
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK, 0))
+        url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+        try:
+            async with _engine(arguments) as engine:
+                tasks = await engine.get_supported_tasks()
+                app = vllm["build_app"](arguments, tasks, engine.model_config)
+                await vllm["init_app_state"](engine, app.state, arguments, tasks)
+                async with _http(app, listening) as http:
+                    await _until_healthy(url, http)
+                    _write_whole(url_file, url)
+                    await _work(config, name, engine, url, http)
+        finally:
+            url_file.unlink(missing_ok=True)
+
+
+def _entrypoints() -> dict[str, Any]:
+    """vLLM's functions that make a server, from where this version keeps them."""
+    try:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    except ImportError:  # before 0.30
+        from vllm.entrypoints.openai.api_server import build_app, init_app_state
+        from vllm.entrypoints.openai.cli_args import make_arg_parser
+    return {"build_app": build_app, "init_app_state": init_app_state, "make_arg_parser": make_arg_parser}
+
+
+@contextlib.asynccontextmanager
+async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
+    """The running engine; on leaving it is stopped, gently first, with all processes that it has started."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    usage = UsageContext.OPENAI_API_SERVER
+    vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(usage)
+    if current_platform.is_cpu():
+        from inflight.generator.template import refuse_config
+
+        refuse_config(vllm_config)  # the workers would too, but their reasons drown in vLLM's tracebacks
+    try:
+        engine = AsyncLLM.from_vllm_config(vllm_config, usage_context=usage)
+        try:
+            yield engine
+        finally:
+            # The engine core gets time to stop its workers; vLLM's server would kill it at once.
+            await asyncio.to_thread(engine.shutdown, timeout=STOP_ENGINE_S)
+    finally:
+        await asyncio.to_thread(end_children)
+
+
+@contextlib.asynccontextmanager
+async def _http(app: Any, listening: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """The HTTP server as a task; leaving closes connections within STOP_HTTP_S."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Generator[None, None, None]:
+            yield  # SIGTERM is for the whole generator, not for its HTTP server
+
+    server = Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_HTTP_S))
+    app.state.server = server  # vLLM's handlers stop it through this when the engine dies
+    task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await asyncio.wait([task], timeout=STOP_HTTP_S + 1)
+        task.cancel()
+
+
+async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
+    def ask() -> bool:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+            return reply.status == 200
+        return False
+
+    deadline = time.monotonic() + HEALTH_TIMEOUT_S
+    while not await asyncio.to_thread(ask):
+        if http.done() or time.monotonic() > deadline:
+            raise GeneratorEnded(f"the server at {url} did not become healthy within {HEALTH_TIMEOUT_S:.0f} s")
+        await asyncio.sleep(0.05)
+
+
+async def _work(config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None]) -> None:
+    """Runs agent and status beside the HTTP server until the first of them, or SIGTERM, ends them all."""
+    hello = EngineHello(generator=name, world_size=engine.vllm_config.parallel_config.world_size, version=0, url=url)
+    weights = Link(config.endpoint("weights"), f"{name}.engine", config.bus)
+    status = Link(config.endpoint("status"), name, config.bus)
+    agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s)
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    tasks = {
+        asyncio.create_task(agent.run(), name="agent"),
+        asyncio.create_task(_report(status, name, agent), name="status"),
+        asyncio.create_task(_watch(engine), name="engine"),
+        asyncio.create_task(stop.wait(), name="signal"),
+    }
+    try:
+        done, _ = await asyncio.wait({*tasks, http}, return_when=asyncio.FIRST_COMPLETED)
+        if done == {http}:
+            raise GeneratorEnded("the HTTP server ended by itself")
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        weights.close()
+        status.close()
+
+
+async def _watch(engine: Any) -> None:
+    """Raises GeneratorEnded when the engine core has died."""
+    while not engine.errored:  # noqa: ASYNC110 - a flag that vLLM sets, nothing to wait on
+        await asyncio.sleep(0.5)
+    raise GeneratorEnded(f"the engine died: {engine.dead_error}")
+
+
+async def _report(status: Link, name: str, agent: EngineAgent) -> None:
+    """Sends a Status about once a second. A launcher that does not listen is no reason to stop."""
+    tokens, at = _generated_tokens(), time.monotonic()
+    while True:
+        await asyncio.sleep(STATUS_EVERY_S)
+        tokens_now, now = _generated_tokens(), time.monotonic()
+        commits = agent.commits
+        values: dict[str, float | int | str] = {
+            "version": commits.version,
+            "swaps": commits.swaps,
+            "running": agent.engine.get_num_unfinished_requests(),
+            "gap_ms": round(commits.gap_s * 1e3, 3),
+            "max_gap_ms": round(commits.max_gap_s * 1e3, 3),
+            "tokens_per_s": round((tokens_now - tokens) / (now - at), 1),
+        }
+        tokens, at = tokens_now, now
+        with contextlib.suppress(BusError):
+            status.send(Status(source=name, values=values))
+
+
+def _generated_tokens() -> float:
+    """All tokens that this server's engine has generated, from vLLM's own metrics; 0 when they are off."""
+    from prometheus_client import REGISTRY
+
+    found = REGISTRY.restricted_registry(["vllm:generation_tokens_total"]).collect()
+    return sum(sample.value for metric in found for sample in metric.samples)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Readers see nothing or all of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def end_children() -> None:
+    """Ends what this process has started and not stopped: SIGTERM, then SIGKILL after STOP_CHILDREN_S."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.terminate()
+    _, left = psutil.wait_procs(children, timeout=STOP_CHILDREN_S)
+    for child in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(left, timeout=STOP_CHILDREN_S)

@@ -41,8 +41,10 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
 class Client:
     """Sequences that decode for ever, and what their owner sees of it."""
 
-    def __init__(self, engine: Any, tokens: int) -> None:
+    def __init__(self, engine: Any, tokens: int, *, remaps: bool) -> None:
         self.engine = engine
+        self._remaps = remaps
+        self._copies = False
         self.core = engine.engine_core
         self.timeline = Timeline()
         self._tokens = tokens
@@ -69,6 +71,20 @@ class Client:
     def rpc(self, method: str, *args: Any) -> list[Any]:
         """A call on every rank; waits."""
         return self.call("collective_rpc", method, None, args)
+
+    def copy_mode(self, copies: bool) -> None:
+        """Whether the CUDA worker's remap is replaced by a copy, for comparison."""
+        if self._remaps and copies != self._copies:
+            self.rpc("copy_instead", copies)
+            self._copies = copies
+        self.take_swaps()
+
+    def take_swaps(self) -> list[tuple[float, float]]:
+        """(wait, remap) of each swap since the last call, the slowest rank's."""
+        if not self._remaps:
+            return []
+        ranks = self.rpc("take_swaps")
+        return [tuple(max(values) for values in zip(*swap, strict=True)) for swap in zip(*ranks, strict=True)]
 
     def start(self, batch: int, *, resubmit: bool = False) -> None:
         """Begins a round: `batch` fresh sequences, and the thread that reads their tokens."""

@@ -85,13 +85,8 @@ def inflight(bench: Bench, version: int) -> Update:
     began = time.perf_counter()
     report = bench.trainer.ask("publish", version=version)
     told, done, _ = bench.agent.wait(version, WAIT_S)
-    swaps = bench.client.rpc("take_swaps")
-    waited = max((swap[0] for rank in swaps for swap in rank), default=0.0)
-    remap = max((swap[1] for rank in swaps for swap in rank), default=0.0)
-    return Update(
-        began=began, ended=done, swap_began=told, trainer_blocked_s=report["wait_s"] + report["pack_s"],
-        transfer_s=told - began, remap_s=remap, waited_s=waited,
-    )  # fmt: skip
+    blocked = report["wait_s"] + report["pack_s"]
+    return Update(began=began, ended=done, swap_began=told, trainer_blocked_s=blocked, transfer_s=told - began)
 
 
 def blocking(bench: Bench, version: int) -> Update:

@@ -1,0 +1,221 @@
+"""How much does an update of its weights disturb a decoding engine, as a client sees it?
+
+    python -m bench.interruption                       two GPUs: trainer and engine, 7B shape
+    python -m bench.interruption trainer_devices=0 engine_devices=0    one GPU for both (no vLLM-native cells)
+    python -m bench.interruption --config-name interruption_cpu
+
+Figures per update: the extra time between two tokens at the client (longest gap around the swap less the median gap
+before the update), the decode time lost over the whole update, what the trainer waited. `control` is the same
+figure where there was no update. Results: JSON, Markdown and plots under `out`, written after each cell.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from bench.gpu_gaps import SETTLE_STEPS, Timeline, Update, summarize
+from bench.gpu_report import write_report
+from bench.gpu_shapes import write_config
+
+CUDA_WORKER = "inflight.generator.cuda_worker.InflightCUDAWorker"
+CPU_WORKER = "inflight.generator.worker.InflightCPUWorker"
+NATIVE = {"vllm-packed", "vllm-per-tensor", "drain", "abort"}
+
+
+class Run:
+    """Both processes, and the cells one after the other."""
+
+    def __init__(self, config: DictConfig) -> None:
+        from bench.gpu_strategies import Bench, TrainerProcess
+
+        self._config = config
+        self._folder = Path(tempfile.mkdtemp(prefix="interruption-"))
+        self._version = 0
+        self._quiet: dict[tuple[int, float], float] = {}
+        self.timelines: dict[str, tuple[Timeline, list[Update]]] = {}
+        endpoint = f"ipc://{self._folder / 'weights'}"
+        trainer = TrainerProcess(self._trainer_options(endpoint), self._environment(config.trainer_devices))
+        try:
+            engine = self._engine(endpoint)
+            trainer.answer()  # ready
+            self._bench = Bench(engine, trainer, None, self._native_info())
+            self._join(endpoint)
+        except BaseException:
+            trainer.close()
+            raise
+
+    def _trainer_options(self, endpoint: str) -> dict[str, Any]:
+        config = self._config
+        cuda = config.device == "cuda"
+        return {
+            "shape": config.shape, "device": "cuda:0" if cuda else "cpu", "endpoint": endpoint,
+            "transport": config.transport, "bucket_mb": config.bucket_mb, "ranks": config.tensor_parallel_size,
+            "checksum": "none" if cuda else "crc32",
+        }  # fmt: skip
+
+    @staticmethod
+    def _environment(devices: str) -> dict[str, str]:
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+
+    def _engine(self, endpoint: str) -> Any:
+        from bench.gpu_engine import Client, start_engine
+        from inflight.generator.settings import Settings
+
+        config = self._config
+        os.environ["CUDA_VISIBLE_DEVICES"] = config.engine_devices
+        options: dict[str, Any] = dict(config.engine)
+        options["tensor_parallel_size"] = config.tensor_parallel_size
+        if self._wants_native():
+            from vllm.config.weight_transfer import WeightTransferConfig
+
+            options["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
+        model = write_config(config.shape, self._folder / "model")
+        settings = Settings(endpoint=endpoint, generator="g0", swap=config.swap)
+        worker = CUDA_WORKER if config.device == "cuda" else CPU_WORKER
+        return Client(start_engine(str(model), options, settings, worker), config.tokens, remaps=config.swap == "remap")
+
+    def _wants_native(self) -> bool:
+        return any(cell.strategy in NATIVE for cell in self._config.cells)
+
+    def _native_info(self) -> dict[str, Any]:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from bench.gpu_shapes import config_of
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config_of(self._config.shape), dtype=torch.bfloat16)
+        named = list(model.named_parameters())
+        return {
+            "names": [name for name, _ in named],
+            "dtype_names": ["bfloat16"] * len(named),
+            "shapes": [list(parameter.shape) for _, parameter in named],
+        }
+
+    def _join(self, endpoint: str) -> None:
+        from bench.gpu_engine import Agent
+
+        bench = self._bench
+        bench.agent = Agent(bench.client, endpoint, self._config.tensor_parallel_size)
+        bench.trainer.ask("join")
+        if self._wants_native():
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
+            bench.trainer.ask("native_init", port=port)  # began
+            world = 1 + self._config.tensor_parallel_size
+            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
+            bench.client.rpc("init_weight_transfer_engine", info)
+            bench.trainer.answer()
+
+    def quiet_rate(self, batch: int, seconds: float) -> float:
+        """Tokens a second of a round without updates; measured once for a batch and length."""
+        key = (batch, seconds)
+        if key not in self._quiet:
+            client = self._bench.client
+            client.timeline = Timeline()
+            client.start(batch)
+            time.sleep(self._config.settle_s)
+            started = time.perf_counter()
+            time.sleep(seconds)
+            self._quiet[key] = client.timeline.rate(started, time.perf_counter())
+            client.stop()
+        return self._quiet[key]
+
+    def cell(self, cell: DictConfig) -> dict[str, Any]:
+        """One strategy at one batch size."""
+        seconds = min(self._config.round_s, cell.updates * cell.interval_s)
+        quiet = self.quiet_rate(cell.batch, seconds)
+        client = self._bench.client
+        client.timeline = Timeline()
+        client.copy_mode(cell.strategy == "inflight-copy")
+        updates: list[Update] = []
+        rates: list[float] = []
+        while len(updates) < cell.updates:
+            count = max(1, min(cell.updates - len(updates), int(seconds / cell.interval_s + 0.5)))
+            rates.append(self._round(cell, count, updates))
+        for update, (waited, remap) in zip(updates, client.take_swaps(), strict=False):
+            update.waited_s, update.remap_s = waited, remap
+        self.timelines[f"{cell.strategy}-{cell.batch}"] = (client.timeline, updates)
+        result = summarize(cell.strategy, client.timeline, updates, quiet)
+        kept = sum(rates) / len(rates) / quiet if quiet else 0.0
+        return {**result, "batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": round(kept, 4)}
+
+    def _round(self, cell: DictConfig, count: int, updates: list[Update]) -> float:
+        from bench.gpu_strategies import STRATEGIES
+
+        client = self._bench.client
+        client.start(cell.batch, resubmit=cell.strategy in ("abort", "drain"))
+        time.sleep(self._config.settle_s)
+        started = time.perf_counter()
+        for i in range(count):
+            time.sleep(max(0.0, started + i * cell.interval_s - time.perf_counter()))
+            self._version += 1
+            updates.append(STRATEGIES[cell.strategy](self._bench, self._version))
+        time.sleep(max(0.0, started + count * cell.interval_s - time.perf_counter()))
+        client.timeline.following(updates[-1].ended, SETTLE_STEPS)
+        rate = client.timeline.rate(started, time.perf_counter())
+        client.stop()
+        return rate
+
+    def close(self) -> None:
+        """Ends both processes."""
+        if self._bench.agent is not None:
+            self._bench.agent.close()
+        self._bench.trainer.close()
+        self._bench.client.core.shutdown()
+
+
+def machine(config: DictConfig) -> dict[str, Any]:
+    """What the figures were measured on."""
+    import torch
+    import vllm
+
+    card = "CPU"
+    if config.device == "cuda":
+        import subprocess
+
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used", "--format=csv,noheader"]
+        card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "card": card, "torch": torch.__version__, "vllm": vllm.__version__, "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }  # fmt: skip
+
+
+@hydra.main(version_base=None, config_path="configs", config_name="interruption")
+def main(config: DictConfig) -> None:
+    """Runs the cells and writes the report after each."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    run = Run(config)
+    report: dict[str, Any] = {
+        "machine": machine(config), "config": OmegaConf.to_container(config, resolve=True), "cells": [],
+    }  # fmt: skip
+    try:
+        for cell in config.cells:
+            try:
+                result = run.cell(cell)
+            except (RuntimeError, TimeoutError) as error:
+                result = {"strategy": cell.strategy, "batch": cell.batch, "error": str(error)}
+            report["cells"].append(result)
+            shown = {key: value for key, value in result.items() if "raw" not in key}
+            print(json.dumps(shown), flush=True)
+            write_report(report, run.timelines, out)
+            if "error" in result:
+                break
+    finally:
+        run.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""An engine in a process of its own that does what a list of actions says, and prints what came of each as JSON.
+
+    python -m tests.gpu.engine_process '{"model": DIR, "worker": ..., "engine": {...}, "actions": [{"do": "generate"}]}'
+
+One process an engine: a fresh one is the reference that a swapped one is compared with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+PREFIX = "RESULT "
+
+
+class Actions:
+    """One method an action; each returns what is to be printed."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        from inflight.generator.settings import Settings
+
+        started = time.perf_counter()
+        settings = Settings(swap=spec.get("swap", "auto"))
+        self.llm = LLM(
+            spec["model"],
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enable_prefix_caching=False,
+            seed=0,
+            worker_cls=spec.get("worker", "tests.gpu.storm_worker.StormWorker"),
+            additional_config=settings.as_additional_config(),
+            **spec.get("engine", {}),
+        )
+        self.engine = self.llm.llm_engine
+        self.start_s = time.perf_counter() - started
+        self._round = 0
+
+    def start(self) -> float:
+        return self.start_s
+
+    def generate(self, tokens: int = 32, batch: int = 8) -> list[list[int]]:
+        from vllm import SamplingParams
+
+        parameters = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
+        prompts: list[Any] = [{"prompt_token_ids": [1, 2, 3, 4 + i]} for i in range(batch)]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    def stage(self, path: str, version: int) -> float:
+        started = time.perf_counter()
+        self.llm.collective_rpc("stage_weights", args=(path, version))
+        return time.perf_counter() - started
+
+    def commit(self, version: int) -> list[Any]:
+        return self.llm.collective_rpc("commit_weights", args=(version,))
+
+    def copy_instead(self, copies: bool) -> None:
+        self.llm.collective_rpc("copy_instead", args=(copies,))
+
+    def storm(self, batch: int, tokens: int, every: int = 0, version: int = 1000) -> dict[str, Any]:
+        """Decodes with a commit of identical weights before every `every`-th step (0: none)."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._round += 1
+        parameters = SamplingParams(
+            max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+        for i in range(batch):
+            self.engine.add_request(f"{self._round}-{i}", {"prompt_token_ids": [1, 2, 3, 4 + i]}, parameters)
+        made: dict[str, list[int]] = {}
+        quiet, swapped, number = [], [], 0
+        while self.engine.has_unfinished_requests():
+            number += 1
+            swap = every > 0 and number > 20 and number % every == 0
+            started = time.perf_counter()
+            if swap:
+                self.llm.collective_rpc("restage", args=(version + number,))
+                self.llm.collective_rpc("commit_weights", args=(version + number,))
+            for output in self.engine.step():
+                made.setdefault(output.request_id.partition("-")[2], []).extend(output.outputs[0].token_ids)
+            (swapped if swap else quiet).append(1e3 * (time.perf_counter() - started))
+        swaps = self.llm.collective_rpc("take_swaps")
+        return {
+            "tokens": [made[str(i)] for i in range(batch)],
+            "quiet_ms": _spread(quiet[25:]), "swapped_ms": _spread(swapped),
+            "waited_ms": _spread([1e3 * swap[0] for swap in swaps[0]]),
+            "remap_ms": _spread([1e3 * swap[1] for swap in swaps[0]]),
+        }  # fmt: skip
+
+    def memory(self) -> str:
+        import subprocess
+
+        query = ["nvidia-smi", "--query-gpu=memory.used,memory.total,name,driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _spread(values: list[float]) -> list[float]:
+    if not values:
+        return []
+    ordered = sorted(values)
+    picks = (0.5, 0.9, 0.99, 1.0)
+    return [round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 3) for share in picks]
+
+
+def main() -> None:
+    """Runs the actions of the specification in argv."""
+    spec = json.loads(sys.argv[1])
+    actions = Actions(spec)
+    for action in spec["actions"]:
+        arguments = {key: value for key, value in action.items() if key != "do"}
+        try:
+            result = {"do": action["do"], "result": getattr(actions, action["do"])(**arguments)}
+        except Exception as error:  # noqa: BLE001 - the test judges
+            result = {"do": action["do"], "error": f"{type(error).__name__}: {error}"}
+        print(PREFIX + json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Greedy tokens after swaps must be those of a fresh engine with the same weights, with graphs and async scheduling."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu_shapes import random_model
+from tests.gpu.engine_process import PREFIX
+
+pytestmark = pytest.mark.gpu
+
+ENGINE = {"max_model_len": 1024, "gpu_memory_utilization": 0.3}
+
+
+def run(spec: dict[str, Any], timeout_s: float = 400) -> list[Any]:
+    """The results of the actions; fails with the process's log when one failed."""
+    process = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(spec)],
+        capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ},
+    )  # fmt: skip
+    results = [json.loads(line[len(PREFIX) :]) for line in process.stdout.splitlines() if line.startswith(PREFIX)]
+    errors = [result["error"] for result in results if "error" in result]
+    log = (process.stdout + process.stderr)[-6000:]
+    assert len(results) == len(spec["actions"]), log
+    assert not errors, f"{errors}\n{log}"
+    return [result["result"] for result in results]
+
+
+def save(folder: Path, shape: str, seed: int, *, tied: bool) -> tuple[str, str]:
+    """A checkpoint of random weights; returns its folder and its safetensors file."""
+    model = random_model(shape, "cuda", seed, tied=tied)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+    return str(folder), str(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("tied", "swap", "ranks", "eager"),
+    [
+        (False, "remap", 1, False),
+        (True, "remap", 1, False),
+        (False, "copy", 1, True),
+        (False, "host", 1, True),
+        (False, "remap", 2, False),
+    ],
+)
+def test_swapped_engine_equals_fresh_ones(tmp_path: Path, tied: bool, swap: str, ranks: int, eager: bool) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    folder_a, file_a = save(tmp_path / "a", "tiny", 1, tied=tied)
+    folder_b, file_b = save(tmp_path / "b", "tiny", 2, tied=tied)
+    engine = {**ENGINE, "tensor_parallel_size": ranks, "enforce_eager": eager}
+    fresh = {"swap": swap, "engine": engine, "actions": [{"do": "generate"}]}
+    (b,) = run({**fresh, "model": folder_b})
+    actions = [{"do": "generate"}]
+    for version, file in enumerate([file_b, file_a, file_b], start=1):
+        actions += [{"do": "stage", "path": file, "version": version}]  # type: ignore[dict-item]
+        actions += [{"do": "commit", "version": version}, {"do": "generate"}]  # type: ignore[dict-item]
+    results = run({**fresh, "model": folder_a, "actions": actions})
+    tokens = [result for action, result in zip(actions, results, strict=True) if action["do"] == "generate"]
+    a = tokens[0]
+    assert a != b
+    assert tokens == [a, b, a, b]
+
+
+def test_many_swaps_between_equal_sets_change_nothing(tmp_path: Path) -> None:
+    folder, _ = save(tmp_path / "a", "tiny", 1, tied=False)
+    actions = [
+        {"do": "storm", "batch": 32, "tokens": 200},
+        {"do": "storm", "batch": 32, "tokens": 200, "every": 2},
+    ]
+    quiet, swapped = run({"model": folder, "swap": "remap", "engine": ENGINE, "actions": actions})
+    assert quiet["tokens"] == swapped["tokens"]

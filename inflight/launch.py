@@ -37,7 +37,7 @@ from inflight.resources import folder
 POLL_S = 0.2
 LOG_LINES = 20
 FAREWELL_S = 30.0
-"""How long an actor may be gone before the trainer, which writes its last checkpoint meanwhile, follows."""
+"""How long others may be gone before the trainer, which writes its last checkpoint meanwhile, follows."""
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 
@@ -78,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, LaunchError, BusError) as error:
         print(f"inflight launch: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before anything was started; afterwards it is noted and handled
+        print("inflight launch: stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
@@ -235,20 +238,20 @@ class _Interrupt:
 def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Interrupt) -> Outcome:
     """Until the trainer is done, something failed or a signal came.
 
-    An actor may end first when the trainer told it to, but then the trainer must follow.
+    Others may end first, with code 0, when the trainer told them that the run is over, but then it must follow.
     """
-    actor_gone: tuple[Ended, float] | None = None
+    gone: tuple[Ended, float] | None = None
     while True:
         if interrupt.received is not None:
             return Outcome(interrupted=interrupt.received)
         for ended in processes.ended():
-            if ended.code == 0 and ended.command.kind == "trainer":
-                return Outcome()
-            if ended.code != 0 or ended.command.kind != "actor":
+            if ended.code != 0:
                 return Outcome(failed=ended)
-            actor_gone = (ended, time.monotonic())
-        if actor_gone is not None and time.monotonic() - actor_gone[1] > FAREWELL_S:
-            return Outcome(failed=actor_gone[0])
+            if ended.command.kind == "trainer":
+                return Outcome()
+            gone = gone or (ended, time.monotonic())
+        if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
+            return Outcome(failed=gone[0])
         _read_status(listener, view)
         view.refresh()
 

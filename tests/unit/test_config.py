@@ -1,0 +1,140 @@
+"""Configurations: composing, refusing, saving and loading."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from inflight import config
+from inflight.config import BusConfig, ConfigError, GateConfig, GeneratorConfig, ModelConfig, RolloutConfig, TrainerConfig
+from inflight.launch import compose
+from inflight.resources import folder
+
+SHIPPED = sorted(path.stem for path in folder("configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("machine", sorted(path.stem for path in (folder("configs") / "machine").glob("*.yaml")))
+def test_every_shipped_configuration_composes_and_survives_the_run_folder(tmp_path, name, machine):
+    run = compose(name, [f"machine={machine}", f"run_dir={tmp_path}"])
+    config.save(run)
+    assert config.load(tmp_path) == run
+
+
+def test_free_keys_survive_the_run_folder(tmp_path):
+    asked = ["launch.affinity={trainer: [1], g0: [0]}", "task.options.low=3", "generator.extra={a: {b: [1]}}"]
+    run = compose("tiny", [f"run_dir={tmp_path}", *asked])
+    config.save(run)
+    loaded = config.load(tmp_path)
+    assert loaded.launch.affinity == {"trainer": [1], "g0": [0]}
+    assert loaded.task.options == {"low": 3}
+    assert loaded.generator.extra == {"a": {"b": [1]}}
+
+
+def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = compose("tiny")
+    assert run.path.is_absolute()
+    assert run.path.parent == tmp_path / "runs"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-tiny", run.path.name)
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("trainer.stepz=3", "stepz"),
+        ("nonsense=1", "nonsense"),
+        ("trainer.steps=abc", "could not be converted"),
+        ("trainer.steps=0", r"trainer\.steps=0 is not allowed: 1 or more"),
+        ("machine=toaster", "machine/toaster"),
+        ("trainer.steps=[", "can't read"),
+        ("trainer", "can't read"),
+    ],
+)
+def test_a_bad_override_is_told_in_one_line(override, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        compose("tiny", [override])
+    assert "\n" not in str(error.value)
+
+
+def test_an_unknown_configuration_is_told_in_one_line():
+    with pytest.raises(ConfigError, match="nope") as error:
+        compose("nope")
+    assert "\n" not in str(error.value)
+
+
+def test_own_folder_builds_on_the_shipped_one(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - tiny\n  - _self_\ntrainer:\n  steps: 2\n")
+    run = compose("mine", [], tmp_path)
+    assert run.trainer.steps == 2
+    assert run.model.name == "tiny"
+
+
+def test_a_configuration_without_schema_is_refused(tmp_path):
+    (tmp_path / "bare.yaml").write_text("model: {name: tiny}\n")
+    with pytest.raises(ConfigError, match="schema"):
+        compose("bare", [], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (lambda text: text + "extra: 1\n", "extra"),
+        (lambda text: text.replace("group_size: 4", "group_size: four"), "rollout.group_size"),
+        (lambda text: text.replace("  name: tiny\n", ""), "name"),
+        (lambda text: "a: [", "flow"),
+        (lambda text: "- 1", "ListConfig"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, damage, words):
+    config.save(compose("tiny", [f"run_dir={tmp_path}"]))
+    file = tmp_path / config.CONFIG_FILE
+    file.write_text(damage(file.read_text()))
+    with pytest.raises(ConfigError, match=words) as error:
+        config.load(tmp_path)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_without_a_run_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="not a run folder"):
+        config.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "kind, values",
+    [
+        (ModelConfig, {"name": "tiny", "dtype": "int8"}),
+        (GeneratorConfig, {"count": 0}),
+        (GeneratorConfig, {"swap": "magic"}),
+        (RolloutConfig, {"group_size": 1}),
+        (RolloutConfig, {"temperature": 0}),
+        (GateConfig, {"max_lag": -1}),
+        (GateConfig, {"min_trained_share": 1.5}),
+        (TrainerConfig, {"micro_batch": 0}),
+        (BusConfig, {"heartbeat_s": 2.0, "dead_after_s": 1.0}),
+        (config.PublishConfig, {"transport": "pigeon"}),
+        (config.PublishConfig, {"bucket_bytes": 1}),
+        (config.LaunchConfig, {"stop_grace_s": 60}),
+    ],
+)
+def test_a_bad_value_is_refused_where_it_is_made(kind, values):
+    with pytest.raises(ConfigError, match="is not allowed"):
+        kind(**values)
+
+
+def test_capacity_follows_from_lag_and_step():
+    run = compose("tiny", ["gate.max_lag=2", "trainer.groups_per_step=3"])
+    assert run.capacity == 9
+    assert dataclasses.replace(run, generator=GeneratorConfig(count=2)).generator_names() == ["g0", "g1"]
+
+
+def test_a_bus_folder_elsewhere_shortens_the_endpoint(tmp_path):
+    deep = tmp_path / ("x" * 80)
+    short = tmp_path / "s"
+    deep.mkdir()
+    short.mkdir()
+    (deep / "bus").symlink_to(short)
+    assert compose("tiny", [f"run_dir={deep}"]).endpoint("status") == f"ipc://{short}/status"

@@ -1,0 +1,228 @@
+"""The launcher with stand-ins for the trainer, the generator and the actor."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from inflight import launch as launching
+from inflight.config import RunConfig
+from inflight.launch import LaunchError, compose, launch, usual_commands
+from inflight.processes import Command, last_lines
+
+LIVE_FOREVER = "import time; time.sleep(600)"
+IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+# A generator whose engine is a grandchild in a session of its own, deaf to SIGTERM.
+WITH_GRANDCHILD = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {IGNORES_TERM!r}], start_new_session=True)
+print("grandchild", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    return compose("tiny", [f"run_dir={tmp_path}/run", "launch.stop_grace_s=1.0", "launch.line_every_s=0.2"])
+
+
+def command(config: RunConfig, name: str, code: str, kind: str | None = None) -> Command:
+    return Command(
+        name=name,
+        kind=kind or name,
+        argv=[sys.executable, "-c", textwrap.dedent(code)],
+        log=config.path / "logs" / f"{name}.log",
+        environment={"RUN_DIR": config.run_dir},
+    )
+
+
+def pids_in(log: Path) -> list[int]:
+    return [int(line.split()[1]) for line in last_lines(log, 100) if line.startswith(("pid ", "grandchild "))]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_the_run_ends_with_the_trainer(config, capfd):
+    """Others are stopped, their children too, and the end is a success."""
+    commands = [
+        command(config, "trainer", "import time; time.sleep(1.0)"),
+        command(config, "g0", WITH_GRANDCHILD, "generator"),
+        command(config, "a0", "pass", "actor"),
+    ]
+    assert launch(config, commands) == 0
+    (grandchild,) = pids_in(config.path / "logs" / "g0.log")
+    assert gone(grandchild)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failure_stops_the_run_and_shows_its_log(config, capfd):
+    lines = "\n".join(f"print('line {number}')" for number in range(30))
+    failing = f"{lines}\nimport sys; print('out of memory', file=sys.stderr); sys.exit(3)"
+    commands = [
+        command(config, "trainer", f"import os; print('pid', os.getpid(), flush=True); {LIVE_FOREVER}"),
+        command(config, "g0", f"import time; time.sleep(0.5)\n{failing}", "generator"),
+    ]
+    assert launch(config, commands) == 1
+    error = capfd.readouterr().err
+    assert "g0 ended with code 3" in error
+    assert "g0 | out of memory" in error
+    assert "g0 | line 29" in error
+    assert "g0 | line 10" not in error
+    assert all(gone(pid) for pid in pids_in(config.path / "logs" / "trainer.log"))
+
+
+def test_a_killed_process_is_told_by_its_signal(config, capfd):
+    commands = [
+        command(config, "trainer", LIVE_FOREVER),
+        command(config, "g0", "import os; os.kill(os.getpid(), 9)", "generator"),
+    ]
+    assert launch(config, commands) == 1
+    assert "g0 was ended by SIGKILL" in capfd.readouterr().err
+
+
+def test_a_generator_that_leaves_early_fails_the_run(config, capfd, monkeypatch):
+    monkeypatch.setattr(launching, "FAREWELL_S", 0.2)
+    commands = [command(config, "trainer", LIVE_FOREVER), command(config, "g0", "pass", "generator")]
+    assert launch(config, commands) == 1
+    assert "g0 ended with code 0" in capfd.readouterr().err
+
+
+def test_what_ignores_sigterm_is_killed_and_named(config, capfd):
+    commands = [
+        command(config, "trainer", "import time; time.sleep(1.0)"),
+        command(config, "g0", IGNORES_TERM, "generator"),
+    ]
+    assert launch(config, commands) == 0
+    assert "g0 did not stop within 1.0 s, killed" in capfd.readouterr().err
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from inflight.launch import compose, launch
+from inflight.processes import Command
+
+run_dir, trainer, generator = sys.argv[1:]
+config = compose("tiny", [f"run_dir={run_dir}", "launch.stop_grace_s=1.0", "launch.line_every_s=0.2"])
+def command(name, kind, code):
+    return Command(name, kind, [sys.executable, "-c", code], config.path / "logs" / f"{name}.log")
+sys.exit(launch(config, [command("trainer", "trainer", trainer), command("g0", "generator", generator)]))
+"""
+
+
+def start_launcher(run_dir: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher in a process of its own with a trainer, a generator and its grandchild, once all have started."""
+    trainer = f"import os; print('pid', os.getpid(), flush=True); {LIVE_FOREVER}"
+    generator = f"import os; print('pid', os.getpid(), flush=True)\n{WITH_GRANDCHILD}"
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(run_dir), trainer, generator],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and launcher.poll() is None:
+        pids = [pid for name in ("trainer", "g0") for pid in pids_in(run_dir / "logs" / f"{name}.log")]
+        if len(pids) == 3:
+            return launcher, pids
+        time.sleep(0.05)
+    launcher.kill()
+    raise AssertionError(f"the processes did not start: {launcher.communicate()}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything(tmp_path, number):
+    launcher, pids = start_launcher(tmp_path / "run")
+    launcher.send_signal(number)
+    output, error = launcher.communicate(timeout=30)
+    assert launcher.returncode == 128 + number
+    assert f"stopped by {number.name}" in error
+    assert "Traceback" not in output + error
+    assert all(gone(pid) for pid in pids)
+    assert not (tmp_path / "run" / "bus").exists()
+
+
+def test_processes_follow_a_killed_launcher(tmp_path):
+    """Its own processes are told by the kernel; they in turn are responsible for theirs."""
+    launcher, (trainer, generator, grandchild) = start_launcher(tmp_path / "run")
+    launcher.kill()
+    launcher.communicate(timeout=30)
+    psutil.wait_procs([psutil.Process(pid) for pid in (trainer, generator) if not gone(pid)], timeout=30)
+    assert gone(trainer)
+    assert gone(generator)
+    os.kill(grandchild, signal.SIGKILL)
+
+
+def test_status_messages_reach_the_view(config, capfd):
+    sender = """
+    import os, time
+    from inflight import config
+    from inflight.bus import Link
+    from inflight.messages import Status
+    run = config.load(os.environ["RUN_DIR"])
+    with Link(run.endpoint("status"), "trainer", run.bus) as link:
+        link.send(Status(source="trainer", values={"step": 3, "reward": 0.625, "swaps": 2, "gap_ms": 0.25}))
+        time.sleep(1.0)
+    """
+    assert launch(config, [command(config, "trainer", sender)]) == 0
+    output = capfd.readouterr().out
+    assert "step 3/8 · reward 0.625 · 2 swaps, last gap 0.25 ms" in output
+
+
+def test_a_long_run_folder_gets_its_sockets_elsewhere(tmp_path):
+    config = compose("tiny", [f"run_dir={tmp_path / ('x' * 100)}"])
+    probe = "import os; print('bus', os.path.realpath(os.environ['RUN_DIR'] + '/bus'), flush=True)"
+    assert launch(config, [command(config, "trainer", probe)]) == 0
+    (line,) = last_lines(config.path / "logs" / "trainer.log", 5)
+    elsewhere = Path(line.split()[1])
+    assert len(str(elsewhere / "rollouts")) < 107
+    assert not elsewhere.exists()
+    assert not os.path.lexists(config.path / "bus")
+
+
+def test_no_run_folder_is_used_twice(config):
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
+    with pytest.raises(LaunchError, match="holds a run already"):
+        launch(config, [command(config, "trainer", "pass")])
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    config = compose("tiny", [f"run_dir={tmp_path}/file/run"])
+    with pytest.raises(LaunchError, match="can't make the run folder"):
+        launch(config, [])
+
+
+def test_the_usual_processes(tmp_path):
+    config = compose("tiny", [f"run_dir={tmp_path}", "generator.count=2", "launch.affinity={generator: [0], g1: [1]}"])
+    commands = {each.name: each for each in usual_commands(config)}
+    assert list(commands) == ["trainer", "g0", "g1", "a0"]
+    assert commands["g1"].argv[1:] == ["-m", "inflight.generator", "--run-dir", config.run_dir, "--name", "g1"]
+    assert commands["trainer"].argv[1:] == ["-m", "inflight.trainer", "--run-dir", config.run_dir]
+    assert commands["a0"].argv[1:] == ["-m", "inflight.rollout", "--run-dir", config.run_dir, "--name", "a0"]
+    assert [commands[name].cores for name in ("trainer", "g0", "g1")] == [(), (0,), (1,)]
+    assert commands["g0"].environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_cores_are_given_to_the_process(config):
+    probe = command(config, "trainer", "import os; print('cores', *os.sched_getaffinity(0), flush=True)")
+    core = min(os.sched_getaffinity(0))
+    assert launch(config, [dataclasses.replace(probe, cores=(core,))]) == 0
+    assert last_lines(probe.log, 1) == [f"cores {core}"]
+
+
+def test_bad_input_is_one_line_and_code_2(capsys):
+    assert launching.main(["--config-name", "tiny", "trainer.steps=0"]) == 2
+    assert capsys.readouterr().err == "inflight launch: trainer.steps=0 is not allowed: 1 or more\n"

@@ -8,7 +8,15 @@ import re
 import pytest
 
 from inflight import config
-from inflight.config import BusConfig, ConfigError, GateConfig, GeneratorConfig, ModelConfig, RolloutConfig, TrainerConfig
+from inflight.config import (
+    BusConfig,
+    ConfigError,
+    GateConfig,
+    GeneratorConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainerConfig,
+)
 from inflight.launch import compose
 from inflight.resources import folder
 

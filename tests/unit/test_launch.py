@@ -20,7 +20,9 @@ from inflight.launch import LaunchError, compose, launch, usual_commands
 from inflight.processes import Command, last_lines
 
 LIVE_FOREVER = "import time; time.sleep(600)"
-IGNORES_TERM = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+IGNORES_TERM = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+)
 # A generator whose engine is a grandchild in a session of its own, deaf to SIGTERM.
 WITH_GRANDCHILD = f"""
 import subprocess, sys, time

@@ -1,0 +1,181 @@
+"""The shape of the code: imports only point down, foreign libraries stay where they belong, files stay small."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+
+# What each part of inflight/ may import of the others. Parts not named may import all (they start things).
+MAY_IMPORT = {
+    "types": set(),
+    "config": set(),
+    "resources": set(),
+    "metrics": set(),
+    "processes": set(),
+    "models": set(),
+    "messages": {"types"},
+    "bus": {"config", "messages"},
+    "patching": {"resources"},
+    "tasks": {"config"},
+    "weights": {"types", "config", "messages", "bus"},
+    "rollout": {"types", "config", "messages", "bus", "tasks", "models"},
+    "generator": {"types", "config", "messages", "bus", "models", "weights"},
+    "trainer": {"types", "config", "messages", "bus", "metrics", "models", "weights", "rollout", "tasks"},
+    "audit": {"types", "config", "models", "metrics", "rollout"},
+    "summary": {"types", "metrics", "rollout"},
+    "progress": {"config"},
+}
+UNBOUND = {"launch", "cli"}
+# Inside weights/: what is below must not know what is above.
+WEIGHTS_BELOW = {"source", "plan", "pack", "transport"}
+WEIGHTS_ABOVE = {"publisher", "receiver"}
+# Libraries that belong to one place alone.
+BELONGS_TO = {"zmq": r"bus", "vllm": r"generator\..*", "hydra": r"launch", "psutil": r"processes|generator\..*"}
+FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
+"""Where the name on the package index differs from the module, or another declared package always brings it."""
+COME_WITH_VLLM = {"prometheus_client", "uvicorn", "vllm", "fastapi", "cuda"}
+
+
+def name_of(path: Path) -> str:
+    """`weights.plan` for inflight/weights/plan.py."""
+    parts = path.relative_to(ROOT / "inflight").with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def sources() -> dict[str, tuple[Path, ast.Module]]:
+    """Every module of inflight/ with its syntax tree; the package itself is ""."""
+    return {name_of(path): (path, ast.parse(path.read_text())) for path in sorted((ROOT / "inflight").rglob("*.py"))}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a module imports anywhere, in functions too; `from a import b` gives `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import, line {node.lineno}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(name: str) -> set[str]:
+    """Modules of inflight/ that a module of it imports."""
+    found = set()
+    for imported in imports(sources()[name][1]):
+        if imported.split(".")[0] != "inflight":
+            continue
+        target = imported.removeprefix("inflight").lstrip(".")
+        while target not in sources():
+            target = target.rpartition(".")[0]
+        if target:
+            found.add(target)
+    return found - {name}
+
+
+def part(name: str) -> str:
+    return name.split(".")[0]
+
+
+@pytest.mark.parametrize("name", [name for name in sources() if name])
+def test_imports_point_down(name):
+    if part(name) in UNBOUND:
+        return
+    allowed = MAY_IMPORT[part(name)] | {part(name)}
+    wrong = {imported for imported in own_imports(name) if part(imported) not in allowed}
+    assert not wrong, f"inflight.{name} must not import {sorted(wrong)}"
+
+
+def test_weights_are_layered():
+    for name in sources():
+        if part(name) == "weights" and name.split(".")[1:2] and name.split(".")[1] in WEIGHTS_BELOW:
+            above = {imported for imported in own_imports(name) if imported.split(".")[-1] in WEIGHTS_ABOVE}
+            assert not above, f"inflight.{name} must not import {sorted(above)}"
+        if part(name) == "generator":
+            assert "weights.publisher" not in own_imports(name), f"inflight.{name} must not know the publisher"
+
+
+def test_no_module_cycle():
+    try:
+        graphlib.TopologicalSorter({name: own_imports(name) for name in sources()}).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"import cycle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("name", list(sources()))
+def test_foreign_libraries_stay_where_they_belong(name):
+    for imported in imports(sources()[name][1]):
+        library = imported.split(".")[0]
+        assert library not in FORBIDDEN, f"inflight.{name} imports {library}"
+        if library in BELONGS_TO:
+            assert re.fullmatch(BELONGS_TO[library], name), f"inflight.{name} imports {library}"
+
+
+def test_every_library_is_declared():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    texts = project["dependencies"] + [each for extra in project["optional-dependencies"].values() for each in extra]
+    declared = {re.split(r"[<>=!~\[; ]", text)[0].lower().replace("-", "_") for text in texts}
+    used = {imported.split(".")[0] for _, tree in sources().values() for imported in imports(tree)}
+    foreign = used - set(sys.stdlib_module_names) - {"inflight"} - COME_WITH_VLLM
+    undeclared = {name for name in foreign if DISTRIBUTION.get(name, name).lower().replace("-", "_") not in declared}
+    assert not undeclared, f"not declared in pyproject.toml: {sorted(undeclared)}"
+
+
+@pytest.mark.parametrize("path", [path for top in ("inflight", "bench") for path in sorted((ROOT / top).rglob("*.py"))])
+def test_files_and_functions_stay_small(path):
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE_LINES, f"{path.name} has {text.count(chr(10))} lines"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert lines <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", [path for top in ("inflight", "bench") for path in sorted((ROOT / top).rglob("*.py"))])
+def test_names_tell_what_a_thing_is(path):
+    vague = re.compile(r"util|helper|manager|misc|common", re.IGNORECASE)
+    assert not vague.search(path.stem), f"{path.name}: a vague file name"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            assert not vague.search(node.name), f"{path.name}, line {node.lineno}: {node.name} is a vague name"
+
+
+@pytest.mark.parametrize("path", [path for path in sorted((ROOT / "inflight").rglob("*.py"))])
+def test_every_module_says_what_it_is_for(path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"
+
+
+def loaded_by(*packages: str) -> set[str]:
+    """Top-level modules in a fresh interpreter that has imported every module of the packages."""
+    code = f"""
+import importlib, pkgutil, sys
+for package in {packages!r}:
+    found = importlib.import_module(package)
+    for module in pkgutil.walk_packages(found.__path__, package + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+print(*sorted({{name.split(".")[0] for name in sys.modules}} | {{n for n in sys.modules if n.startswith("inflight.")}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_trainer_and_rollouts_load_no_engine():
+    loaded = loaded_by("inflight.trainer", "inflight.rollout", "inflight.tasks")
+    assert "vllm" not in loaded
+    assert not {name for name in loaded if name.startswith("inflight.generator")}

@@ -1,0 +1,42 @@
+"""Metrics as JSON lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.metrics import JsonLines, read_lines
+
+
+def test_lines_come_back_as_written(tmp_path):
+    with JsonLines(tmp_path / "m.jsonl") as lines:
+        lines.write({"step": 1, "dropped": {"old": 2}, "list": [1.5, "x"]})
+    with JsonLines(tmp_path / "m.jsonl") as lines:
+        lines.write({"step": 2})
+    assert read_lines(tmp_path / "m.jsonl") == [{"step": 1, "dropped": {"old": 2}, "list": [1.5, "x"]}, {"step": 2}]
+
+
+def test_a_line_is_readable_as_soon_as_it_is_written(tmp_path):
+    with JsonLines(tmp_path / "m.jsonl") as lines:
+        lines.write({"step": 1})
+        assert read_lines(tmp_path / "m.jsonl") == [{"step": 1}]
+
+
+def test_what_is_no_number_becomes_null(tmp_path):
+    with JsonLines(tmp_path / "m.jsonl") as lines:
+        lines.write({"loss": float("nan"), "deep": {"x": [float("inf"), 1.0]}, 3: "integer key"})
+    assert read_lines(tmp_path / "m.jsonl") == [{"loss": None, "deep": {"x": [None, 1.0]}, "3": "integer key"}]
+
+
+def test_an_unfinished_last_line_is_left_out(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2')
+    assert read_lines(tmp_path / "m.jsonl") == [{"step": 1}]
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        read_lines(tmp_path / "m.jsonl")
+
+
+def test_no_file_is_no_lines(tmp_path):
+    assert read_lines(tmp_path / "none") == []

@@ -1,0 +1,72 @@
+"""What a person sees of a run."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from inflight.launch import compose
+from inflight.progress import Progress, View, sparkline
+
+
+@pytest.fixture
+def progress(tmp_path) -> Progress:
+    return Progress(compose("tiny", [f"run_dir={tmp_path}/night", "generator.count=2"]))
+
+
+def rendered(progress: Progress) -> str:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(progress.render())
+    return console.file.getvalue()
+
+
+def test_sparkline_spans_its_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2, 2]) == "▁▁"
+    assert sparkline([]) == ""
+    assert sparkline([9, 0, 1], width=2) == "▁█"
+
+
+def test_before_any_news_everybody_is_starting(progress):
+    assert "step 0/8 · starting · g0 starting · g1 starting" in progress.line()
+    assert "starting" in rendered(progress)
+
+
+def test_phases_show_until_numbers_come(progress):
+    progress.update("g0", {"phase": "loading"})
+    assert "g0 loading" in progress.line()
+    progress.update("g0", {"version": 0, "running": 4})
+    assert "g0 version 0, 4 running" in progress.line()
+
+
+def test_all_known_values_show(progress):
+    progress.update("trainer", {"step": 1, "reward": 0.25, "buffer": 3, "tokens_per_s": 412.7})
+    progress.update("trainer", {"step": 2, "reward": 0.75, "lag_mean": 1.5, "lag_max": 3, "swaps": 2, "gap_ms": 0.3127})
+    progress.update("g1", {"version": 2, "running": 5, "tokens_per_s": 99.5})
+    progress.update("a0", {"in_flight": 4, "done": 9, "unknown": 1})
+    for text in (rendered(progress), progress.line()):
+        assert "reward 0.75 · lag 1.5 (max 3) · buffer 3/10 · 413 tokens/s · 2 swaps, last gap 0.313 ms" in text
+        assert "version 2, 5 running, 99.5 tokens/s" in text
+    assert "▁█ 0.75" in rendered(progress)
+    assert "4 groups in flight, 9 done" in rendered(progress)
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(progress, capsys):
+    with View(progress, line_every_s=3600, console=Console(file=io.StringIO())) as view:
+        view.refresh()
+        assert capsys.readouterr().out == ""
+        view._next_line = 0
+        view.refresh()
+        assert capsys.readouterr().out.count("\n") == 1
+    assert capsys.readouterr().out.count("\n") == 1  # the last state
+
+
+def test_a_terminal_gets_the_live_view(progress):
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with View(progress, line_every_s=1, console=console) as view:
+        progress.update("trainer", {"step": 2, "reward": 0.5})
+        view.refresh()
+    assert "night" in console.file.getvalue()
+    assert "2/8" in console.file.getvalue()

@@ -1,0 +1,111 @@
+"""The figures of a run, from its folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from inflight import summary
+from inflight.metrics import METRICS_FILE, JsonLines
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.stream import Writer
+from inflight.summary import SWAPS_FILE, Spread, summarize
+from inflight.types import Rollout, RolloutGroup, Turn, VersionSpan
+
+
+def rollout(
+    name: str, spans: list[tuple[int, int]], tokens: int = 4, reason: str = "stop", at: float = 100.0
+) -> Rollout:
+    turn = Turn(
+        token_ids=[1] * tokens,
+        logprobs=[-0.5] * tokens,
+        token_versions=[VersionSpan(*span) for span in spans],
+        prefill_versions=[],
+        finish_reason=reason,
+    )
+    return Rollout(
+        rollout_id=name, group_id="q", prompt_ids=[1], turn=turn, reward=1.0, generator="g0",
+        started=at, finished=at + 2, first_token_s=0.1,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of seven steps, three swaps (one of an idle engine, one failed) and four rollouts."""
+    with JsonLines(tmp_path / METRICS_FILE) as metrics:
+        for step in range(1, 8):
+            metrics.write({
+                "step": step, "version": step, "time_s": step * 2.0, "reward": step / 10,
+                "publish_wait_s": 0.001 * step, "pack_s": 0.001, "tokens_trained": 10, "tokens_masked": 1,
+                "lag_counts": {0: 6, 1: 4}, "groups_dropped": {"old": step}, "groups_failed": {"actor lost": 1},
+            })  # fmt: skip
+    with JsonLines(tmp_path / SWAPS_FILE) as swaps:
+        for version, running, gap in ((1, 3, 0.001), (2, 0, 0.004), (3, 2, 0.002)):
+            swaps.write({"event": "committed", "version": version, "generator": "g0", "gap_s": gap, "running": running})
+        swaps.write({"event": "failed", "version": 4, "generator": "g0", "reason": "late"})
+    with Writer(tmp_path / ROLLOUTS_FILE) as writer:
+        rollouts = [
+            rollout("a", [(0, 0)]),
+            rollout("b", [(0, 0), (2, 1)], at=101.0),
+            rollout("c", [(0, 0), (1, 1), (3, 2)], at=102.0),
+            rollout("d", [(0, 2)], reason="abort", at=103.0),
+        ]
+        writer.append(RolloutGroup(group_id="q", prompt_key="k", rollouts=rollouts))
+    return tmp_path
+
+
+def test_every_figure(run):
+    got = summarize(run)
+    assert (got.steps, got.version, got.seconds) == (7, 7, 14.0)
+    assert (got.swaps, got.swaps_while_running, got.swaps_failed) == (3, 2, 1)
+    assert got.gap_ms == Spread(median=2.0, max=4.0)
+    assert got.publish_wait_ms.median == pytest.approx(5.0)
+    assert got.publish_wait_ms.max == pytest.approx(8.0)
+    assert (got.rollouts, got.aborted, got.tokens) == (4, 1, 16)
+    assert got.tokens_per_s == pytest.approx(16 / 5)
+    assert (got.mixed_rollouts, got.max_versions) == (2, 3)
+    assert (got.tokens_trained, got.tokens_masked) == (70, 7)
+    assert got.lag == {0: 42, 1: 28}
+    assert got.groups_dropped == {"old": 7}
+    assert got.groups_failed == {"actor lost": 1}
+    assert got.reward_first == pytest.approx(0.3)
+    assert got.reward_last == pytest.approx(0.5)
+    assert got.torn_tail is None
+
+
+def test_it_survives_its_file(run):
+    got = summarize(run)
+    summary.write(run, got)
+    assert summary.read(run) == got
+    assert json.loads((run / summary.SUMMARY_FILE).read_text())["swaps"] == 3
+
+
+def test_the_table_shows_the_figures(run):
+    text = summary.table(summarize(run))
+    assert "3, 2 of them while sequences ran, 1 failed" in text
+    assert "2 ms median, 4 ms at most" in text
+    assert "50% of the rollouts hold 2 or more, at most 3" in text
+    assert "0:42 1:28" in text
+
+
+def test_an_empty_run_has_no_figures_but_no_error(tmp_path):
+    got = summarize(tmp_path)
+    assert (got.steps, got.swaps, got.rollouts, got.gap_ms, got.reward_last) == (0, 0, 0, None, None)
+    assert "–" in summary.table(got)
+
+
+def test_a_torn_rollout_stream_is_told(run):
+    file = run / ROLLOUTS_FILE
+    file.write_bytes(file.read_bytes() + b"\x10")
+    got = summarize(run)
+    assert got.rollouts == 4
+    assert got.torn_tail is not None
+    assert got.torn_tail in summary.table(got)
+
+
+def test_a_reward_that_is_not_a_number_does_not_hide_the_others(tmp_path):
+    with JsonLines(tmp_path / METRICS_FILE) as metrics:
+        for reward in (1.0, float("nan"), 3.0):
+            metrics.write({"reward": reward, "publish_wait_s": 0.0, "pack_s": 0.0})
+    assert summarize(tmp_path).reward_first == 2.0

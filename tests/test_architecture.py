@@ -153,7 +153,7 @@ def test_names_tell_what_a_thing_is(path):
             assert not vague.search(node.name), f"{path.name}, line {node.lineno}: {node.name} is a vague name"
 
 
-@pytest.mark.parametrize("path", [path for path in sorted((ROOT / "inflight").rglob("*.py"))])
+@pytest.mark.parametrize("path", sorted((ROOT / "inflight").rglob("*.py")))
 def test_every_module_says_what_it_is_for(path):
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"

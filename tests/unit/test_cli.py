@@ -48,6 +48,6 @@ def test_help_names_every_command(capsys):
 
 
 def test_the_command_line_loads_nothing_heavy():
-    code = "import sys; from inflight import cli; cli.main(['version']); print(sorted({'torch', 'zmq', 'vllm'} & set(sys.modules)))"
+    code = "import sys; from inflight import cli; cli.main(['version']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert not {"torch", "zmq", "vllm", "hydra"} & set(done.stdout.split())

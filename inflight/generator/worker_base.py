@@ -136,7 +136,7 @@ class InflightWorkerMixin:
     def _fill_shadow(self, path: Path) -> None:
         from safetensors import safe_open
 
-        from inflight.types import ParamMeta
+        from inflight.types import DTYPE_BYTES, ParamMeta
         from inflight.weights.pack import unpack
         from inflight.weights.plan import plan
 
@@ -146,6 +146,8 @@ class InflightWorkerMixin:
             ParamMeta(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
             for name, tensor in tensors.items()
         ]
+        if foreign := [meta for meta in metas if meta.dtype not in DTYPE_BYTES]:
+            raise ValueError(f"{path}: {foreign[0].name} is {foreign[0].dtype}, weights are {', '.join(DTYPE_BYTES)}")
         manifest = plan(metas, tied={}, bucket_bytes=64 << 20, checksum="none")
         slots = unpack(manifest, self.inflight_shadow.begin(manifest))
         for name, tensor in tensors.items():

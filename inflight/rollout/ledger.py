@@ -159,17 +159,17 @@ class Ledger:
         if group_id in self._settled:
             self.ignore("repeat")
             return None
+        reason = message.reason if isinstance(message, GroupFailed) else defect(message.group, self._group_size)
+        account.leaving = account.leaving or reason == ACTOR_STOPPED
         if account.in_flight == 0:
             self.ignore("not granted")
             return None
         self._settled.add(group_id)
-        reason = message.reason if isinstance(message, GroupFailed) else defect(message.group, self._group_size)
         if isinstance(message, GroupDone) and reason is None:
             account.settled += 1
             self._queue.append(message.group)
             self._produced += 1
             return message.group
-        account.leaving = account.leaving or reason == ACTOR_STOPPED
         self._fail(account, reason or "no reason given", 1)
         return None
 

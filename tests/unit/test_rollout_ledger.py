@@ -160,6 +160,14 @@ def test_a_leaving_actor_is_granted_no_more():
     assert ledger.counts().failed == {ACTOR_STOPPED: 1}
 
 
+def test_a_farewell_counts_even_when_no_slot_is_held():
+    ledger = Ledger(make_config("unused"))
+    ledger.hello("a0")
+    ledger.settle("a0", GroupFailed(group_id="x", reason=ACTOR_STOPPED))
+    assert ledger.grants() == {}
+    assert ledger.counts().ignored == {"not granted": 1}
+
+
 def test_closing_counts_what_never_came():
     ledger = Ledger(make_config("unused"))
     ledger.hello("a0")

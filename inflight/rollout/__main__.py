@@ -1,0 +1,152 @@
+"""`python -m inflight.rollout --run-dir RUN --name a0`: one actor of a run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from inflight import config as configuration
+from inflight.bus import BusError, Link
+from inflight.config import ConfigError, RunConfig
+from inflight.messages import Status
+from inflight.models import ModelError, prepare
+from inflight.rollout.actor import Actor, ActorError
+from inflight.rollout.numbers import Numbers
+from inflight.rollout.pool import NoGenerator, Pool
+from inflight.rollout.sampler import Sampler, Tokens
+from inflight.tasks import make
+
+STATUS_EVERY_S = 1.0
+
+
+class _ModelTokens:
+    """The model's own tokenizer."""
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(prepare(model))
+
+    def encode(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer(text)["input_ids"]]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+async def work(config: RunConfig, name: str, index: int, actors: int, tokens: Tokens) -> None:
+    """Runs the actor until the run is over or SIGTERM comes. Raises ActorError, NoGenerator or BusError."""
+    task = make(config.task, config.seed)
+    bus = config.path / "bus"
+
+    def url_of(generator: str) -> str:
+        return (bus / f"{generator}.url").read_text().strip()
+
+    # A connection a request: an idle one that the server closes at the wrong moment would look like a lost generator.
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        with (
+            Link(config.endpoint("rollouts"), name, config.bus) as link,
+            Link(config.endpoint("status"), name, config.bus) as status,
+        ):
+            async with Pool(session, config.generator_names(), url_of) as pool:
+                sampler = Sampler(config.rollout, config.seed, task, tokens, session, pool)
+                numbers = Numbers(config.path / "rollouts" / f"{name}.next")
+                concurrency = config.rollout.concurrency
+                actor = Actor(name, link, numbers, sampler, concurrency=concurrency, index=index, actors=actors)
+                await _run(config, actor, pool, status)
+
+
+async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> None:
+    """Waits for the generators, then works; reports all the while. SIGTERM ends either."""
+    phase = "waiting for generators"
+
+    def values() -> dict[str, float | int | str]:
+        versions = {f"version.{each.name}": each.version for each in pool.generators.values()}
+        return {"phase": phase, **actor.status(), **versions}
+
+    async def wait_and_run() -> None:
+        nonlocal phase
+        await pool.wait_all(config.generator.start_timeout_s)
+        phase = "sampling"
+        logging.info("ended: %s", await actor.run())
+
+    working = asyncio.create_task(wait_and_run(), name="actor")
+    reporting = asyncio.create_task(report(status, actor.name, values), name="status")
+
+    def stop() -> None:
+        if phase == "sampling":
+            actor.stop()
+        else:
+            working.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    try:
+        await working
+    except asyncio.CancelledError:
+        logging.info("stopped before all generators were ready")
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+
+
+async def report(link: Link, source: str, values: Callable[[], dict[str, float | int | str]]) -> None:
+    """Sends a Status once a second, with tokens per second over the last one; ends by cancellation."""
+    before, then = 0.0, time.monotonic()
+    while True:
+        await asyncio.sleep(STATUS_EVERY_S)
+        now, snapshot = time.monotonic(), values()
+        tokens = float(snapshot.get("tokens", 0))
+        snapshot["tokens_per_s"] = round((tokens - before) / (now - then), 1)
+        before, then = tokens, now
+        with contextlib.suppress(BusError):  # nobody watches
+            link.send(Status(source=source, values=snapshot))
+
+
+def _index(name: str, actors: int) -> int:
+    """The number in an actor's name: it decides which of the task's questions are its own."""
+    number = re.fullmatch(r"a(\d{1,4})", name)
+    if number is None or int(number[1]) >= actors:
+        raise ConfigError(f"--name {name} is not allowed: a0 to a{actors - 1} (--actors {actors})")
+    return int(number[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when the run is over or SIGTERM came, 1 when the actor can't go on, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m inflight.rollout", description=__doc__)
+    parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--name", required=True, help="a0, a1, …")
+    parser.add_argument("--actors", type=int, default=1, help="how many there are (default: 1)")
+    arguments = parser.parse_args(argv)
+    name = arguments.name
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"{name} %(asctime)s %(levelname)s %(message)s")
+    try:
+        config = configuration.load(arguments.run_dir)
+        index = _index(name, arguments.actors)
+        tokens = _ModelTokens(config.model.name)
+        asyncio.run(work(config, name, index, arguments.actors, tokens))
+    except (ConfigError, ModelError) as error:
+        return _end(name, error, 2)
+    except (ActorError, NoGenerator, BusError, ValueError) as error:
+        return _end(name, error, 1)
+    except KeyboardInterrupt:
+        return _end(name, "interrupted", 130)
+    return 0
+
+
+def _end(name: str, error: object, code: int) -> int:
+    print(f"inflight actor {name}: {error}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Which generator gets the next request: the least loaded of those that answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass
+
+import aiohttp
+
+from inflight.rollout.client import healthy
+
+PROBE_EVERY_S = 0.5
+PROBE_TIMEOUT_S = 5.0
+
+
+class NoGenerator(RuntimeError):
+    """No generator answered in time; the text names those that were waited for."""
+
+
+@dataclass
+class Generator:
+    """A server as this actor sees it."""
+
+    name: str
+    url: str = ""
+    load: int = 0
+    """Requests of this actor that it works on."""
+    up: bool = False
+    version: int = 0
+    """Version of the newest token seen from it."""
+
+
+class Pool:
+    """All generators of the run. One that fails is left alone until it is healthy, at the url that it then has.
+
+    Use from one event loop; `async with` starts and stops the probing of those that are down.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, names: list[str], url_of: Callable[[str], str]) -> None:
+        """`url_of` gives a generator's current url and raises OSError when it has none (yet)."""
+        self._session = session
+        self._url_of = url_of
+        self.generators = {name: Generator(name) for name in names}
+        self._came_up = asyncio.Condition()
+        self._probing: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Pool:
+        self._probing = asyncio.create_task(self._probe(), name="probe generators")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+
+    async def wait_all(self, timeout_s: float) -> None:
+        """Returns when every generator is up. Raises NoGenerator naming those that are not within `timeout_s`."""
+
+        def all_up() -> bool:
+            return all(generator.up for generator in self.generators.values())
+
+        async with self._came_up:
+            try:
+                await asyncio.wait_for(self._came_up.wait_for(all_up), timeout_s)
+            except TimeoutError:
+                missing = ", ".join(name for name, generator in self.generators.items() if not generator.up)
+                raise NoGenerator(f"generators not ready within {timeout_s:.0f} s: {missing}") from None
+
+    @contextlib.asynccontextmanager
+    async def lease(self, avoid: Collection[str], timeout_s: float) -> AsyncIterator[Generator]:
+        """The least loaded generator that is up, rather one that is not in `avoid`; counts as load while in use.
+
+        Raises NoGenerator when none is up within `timeout_s`.
+        """
+        generator = self._choose(avoid)
+        if generator is None:
+            async with self._came_up:
+                try:
+                    await asyncio.wait_for(self._came_up.wait_for(lambda: self._choose(avoid) is not None), timeout_s)
+                except TimeoutError:
+                    names = ", ".join(self.generators)
+                    raise NoGenerator(f"no generator answered within {timeout_s:.0f} s: {names}") from None
+                generator = self._choose(avoid)
+        assert generator is not None
+        generator.load += 1
+        try:
+            yield generator
+        finally:
+            generator.load -= 1
+
+    def mark_down(self, generator: Generator) -> None:
+        """Routes nothing to it until it answers a probe."""
+        generator.up = False
+
+    def _choose(self, avoid: Collection[str]) -> Generator | None:
+        up = [generator for generator in self.generators.values() if generator.up]
+        return min(up, key=lambda generator: (generator.name in avoid, generator.load), default=None)
+
+    async def _probe(self) -> None:
+        while True:
+            for generator in self.generators.values():
+                if not generator.up:
+                    await self._try(generator)
+            await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _try(self, generator: Generator) -> None:
+        try:
+            url = self._url_of(generator.name)
+        except OSError:
+            return
+        if await healthy(self._session, url, PROBE_TIMEOUT_S):
+            async with self._came_up:
+                generator.url, generator.up = url, True
+                self._came_up.notify_all()

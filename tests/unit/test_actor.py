@@ -1,0 +1,555 @@
+"""The actor between a real HTTP server and a real buffer: every started group is delivered or counted."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+
+import aiohttp
+import pytest
+from openai_server import Server, Tokens, choice
+from rollout_samples import make_config
+
+from inflight import config as configuration
+from inflight.bus import Link, Listener, PeerLost
+from inflight.config import TaskConfig
+from inflight.messages import ActorHello, Finish, Grant, GroupAck, GroupDone, GroupFailed, Refused, Status
+from inflight.rollout import __main__ as entry
+from inflight.rollout import actor as actor_module
+from inflight.rollout import pool as pool_module
+from inflight.rollout.actor import Actor, ActorError
+from inflight.rollout.buffer import Buffer
+from inflight.rollout.numbers import Numbers
+from inflight.rollout.pool import NoGenerator, Pool
+from inflight.rollout.sampler import Sampler
+from inflight.tasks.addition import Addition
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr(actor_module, "TICK_S", 0.05)
+    monkeypatch.setattr(actor_module, "MAX_PAUSE_S", 0.05)
+
+
+class Room:
+    """Everything around one actor: servers g0, g1, …, a buffer over the bus, the actor itself."""
+
+    def __init__(self, tmp_path, servers, task=None, **kwargs):
+        self.config = make_config(tmp_path, **kwargs)
+        (tmp_path / "bus").mkdir()
+        self.path = tmp_path
+        self.servers = servers
+        self.urls = {f"g{number}": server.url for number, server in enumerate(servers)}
+        self.task = task or Addition(seed=0)
+
+    def url_of(self, name):
+        if self.urls[name] is None:
+            raise FileNotFoundError(name)
+        return self.urls[name]
+
+    @contextlib.asynccontextmanager
+    async def open(self, link=None):
+        with contextlib.ExitStack() as stack:
+            if link is None:
+                listener = stack.enter_context(Listener(self.config.endpoint("rollouts"), self.config.bus))
+                self.listener = listener
+                self.buffer = stack.enter_context(Buffer(listener, self.config))
+                link = stack.enter_context(Link(self.config.endpoint("rollouts"), "a0", self.config.bus))
+            async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
+                self.sampler = Sampler(self.config.rollout, 0, self.task, Tokens(), session, self.pool)
+                numbers = Numbers(self.path / "rollouts" / "a0.next")
+                self.actor = Actor("a0", link, numbers, self.sampler, concurrency=self.config.rollout.concurrency)
+                await self.pool.wait_all(LIMIT_S)
+                self.running = asyncio.create_task(self.actor.run())
+                try:
+                    yield self
+                finally:
+                    self.running.cancel()
+                    await asyncio.gather(self.running, return_exceptions=True)
+
+    async def take(self, groups=2, version=0):
+        return await asyncio.to_thread(self.buffer.take, groups, version, LIMIT_S)
+
+    async def finish(self):
+        settled = await asyncio.to_thread(self.buffer.finish, "enough", LIMIT_S)
+        assert settled
+        return await asyncio.wait_for(self.running, LIMIT_S)
+
+    async def until(self, condition):
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():  # noqa: ASYNC110 - conditions of all kinds
+                await asyncio.sleep(0.01)
+
+    async def failed(self, reason):
+        await self.until(lambda: reason in self.buffer.counts().failed)
+        self.buffer.counts().check()
+
+
+@pytest.fixture
+def play(tmp_path):
+    """Runs `scene(room)` with servers, bus, buffer and actor around it; gives the room back."""
+
+    def run(scene, *, servers=1, default=None, answers=(), **kwargs):
+        async def main():
+            async with contextlib.AsyncExitStack() as stack:
+                all_servers = [await stack.enter_async_context(Server(default)) for _ in range(servers)]
+                all_servers[0].answers = list(answers)
+                async with Room(tmp_path, all_servers, **kwargs).open() as room:
+                    await scene(room)
+                    return room
+
+        return asyncio.run(main())
+
+    return run
+
+
+def test_groups_from_question_to_batch_and_to_the_end(play):
+    async def scene(room):
+        batch = await room.take(2, version=3)
+        assert await room.finish() == "enough"
+        (requests,) = [server.requests for server in room.servers]
+        for gated in batch:
+            group = gated.group
+            item = next(i for i in map(room.task.item, range(10)) if i.key == group.prompt_key)
+            for number, rollout in enumerate(group.rollouts):
+                assert rollout.rollout_id == f"{group.group_id}/{number}"
+                assert rollout.prompt_ids == Tokens().encode(item.prompt)
+                assert Tokens().decode(rollout.turn.token_ids) == "07"
+                assert rollout.reward == await room.task.score(item, "07")
+                assert [(span.start, span.version) for span in rollout.turn.token_versions] == [(0, 3)]
+                assert (rollout.generator, rollout.turn.finish_reason) == ("g0", "stop")
+                assert rollout.started <= rollout.finished
+        assert len({request["seed"] for request in requests}) == len(requests), "a seed a sample"
+        wanted = {"n": 1, "logprobs": 0, "return_token_ids": True, "stream": False, "temperature": 1.0, "top_p": 1.0}
+        assert all(request.items() >= wanted.items() for request in requests)
+        assert room.pool.generators["g0"].version == 3
+
+    room = play(scene, default=lambda: choice(version=3))
+    counts = room.buffer.counts()
+    counts.check()
+    assert counts.trained == 2
+    assert counts.in_flight == 0
+    assert set(counts.failed) <= {"run finished"}
+    assert room.actor.started == counts.granted == room.actor.done + room.actor.failed
+
+
+def test_no_more_is_in_flight_than_concurrency_allows_and_capacity_grants(play):
+    async def scene(room):
+        gate = asyncio.Event()
+
+        async def held():
+            await gate.wait()
+            return choice()
+
+        room.servers[0].default = held
+        await room.until(lambda: room.servers[0].active == 6)
+        assert room.actor.in_flight == 3
+        gate.set()
+        await room.until(lambda: room.buffer.counts().buffered == 4)
+        await asyncio.sleep(0.2)
+        assert room.servers[0].most_active <= 6
+        assert (room.actor.started, room.actor.in_flight) == (4, 0), "a full buffer stops the actor"
+
+    play(scene, concurrency=3, max_lag=1, step=2, default=lambda: asyncio.sleep(0.3, choice()))
+
+
+@pytest.mark.parametrize("answer", [500, 503, 429, None, "cut", "two", "untagged tokens"])
+def test_a_failed_request_is_asked_of_another_generator(play, answer):
+    answers = {
+        "cut": choice(logprobs={"token_logprobs": [-0.1]}),
+        "two": choice(token_versions=[[1, 0]]),
+        "untagged tokens": choice(token_versions=[]),
+    }
+
+    async def scene(room):
+        batch = await room.take(2)
+        used = [rollout.generator for gated in batch for rollout in gated.group.rollouts]
+        assert "g1" in used
+        assert room.sampler.retries == 1
+        assert room.buffer.counts().failed == {}
+
+    play(scene, servers=2, answers=[answers.get(answer, answer)])
+
+
+def test_a_generator_that_comes_back_elsewhere_is_used_again(play):
+    async def scene(room):
+        await room.take(2)
+        async with Server() as moved:
+            room.servers[0].health = 503
+            room.servers[0].default = lambda: 503
+            room.urls["g0"] = moved.url
+            batch = await room.take(2) + await room.take(2)
+            assert moved.requests
+            assert batch[-1].rollouts[0].rollout.generator == "g0"
+        assert room.buffer.counts().failed == {}
+
+    play(scene)
+
+
+def test_aborted_requests_are_counted_and_asked_again(play):
+    async def scene(room):
+        await room.take(2)
+        assert room.sampler.aborted == 2
+        assert room.buffer.counts().failed == {}
+
+    play(scene, answers=[choice(finish_reason="abort", token_versions=None)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "requests"),
+    [(choice(finish_reason="abort"), "aborted", 3), (500, "http 500", 3), (400, "http 400", 1)],
+)
+def test_a_group_is_given_up_with_a_reason_and_the_actor_goes_on(play, answer, reason, requests):
+    async def scene(room):
+        first = asyncio.Event()
+
+        def fail_the_first_seed():
+            seeds = [request["seed"] for request in room.servers[0].requests]
+            first.set()
+            return answer if seeds[-1] == seeds[0] else choice()
+
+        room.servers[0].default = fail_the_first_seed
+        await room.failed(reason)
+        assert room.buffer.counts().failed == {reason: 1}
+        seeds = [request["seed"] for request in room.servers[0].requests]
+        assert seeds.count(seeds[0]) == requests
+        assert len(await room.take(2)) == 2
+        assert (await room.finish()) == "enough"
+
+    play(scene)
+
+
+def test_an_unpatched_server_ends_the_actor_at_once(play):
+    async def scene(room):
+        with pytest.raises(ActorError, match=r"g0 answers without token_versions.*not patched"):
+            await asyncio.wait_for(room.running, LIMIT_S)
+        await room.until(lambda: room.buffer.counts().in_flight == 0)
+        counts = room.buffer.counts()
+        counts.check()
+        assert counts.failed == {"actor stopped": counts.granted}
+
+    untagged = choice()
+    del untagged["token_versions"], untagged["prefill_versions"]
+    play(scene, default=lambda: untagged)
+
+
+class Moody(Addition):
+    """Scores as told by the completion's first character."""
+
+    async def score(self, item, completion):
+        match completion[0]:
+            case "1":
+                await asyncio.sleep(60)
+            case "2":
+                raise ZeroDivisionError("oh")
+            case "3":
+                return float("nan")
+            case "4":
+                raise TimeoutError("its own")
+        return 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("1", "reward timeout"),
+        ("2", "reward error: ZeroDivisionError"),
+        ("3", "reward error: not finite"),
+        ("4", "reward error: TimeoutError"),
+    ],
+)
+def test_a_reward_that_fails_is_counted_and_never_zero(play, text, reason):
+    async def scene(room):
+        await room.failed(reason)
+        batch = await room.take(2)
+        assert {rollout.reward for gated in batch for rollout in gated.group.rollouts} == {1.0}
+        assert room.buffer.counts().failed == {reason: 1}
+
+    play(scene, task=Moody(seed=0), answers=[choice(text)], reward_timeout_s=0.2)
+
+
+def test_a_question_that_fails_is_counted(play):
+    class Broken(Addition):
+        def item(self, index):
+            if index == 0:
+                raise KeyError("gone")
+            return super().item(index)
+
+    async def scene(room):
+        await room.failed("task error: KeyError")
+        await room.take(2)
+
+    play(scene, task=Broken(seed=0))
+
+
+def test_too_many_failures_in_a_row_end_the_actor(play, monkeypatch):
+    monkeypatch.setattr(actor_module, "MAX_FAILURES", 4)
+
+    async def scene(room):
+        with pytest.raises(ActorError, match=r"4 groups in a row failed, the last one: http 400: g0: .*because"):
+            await asyncio.wait_for(room.running, LIMIT_S)
+        await room.until(lambda: room.buffer.counts().in_flight == 0)
+        room.buffer.counts().check()
+
+    play(scene, default=lambda: 400)
+
+
+def test_stopping_settles_everything_that_was_granted(play):
+    async def scene(room):
+        await room.until(lambda: room.servers[0].active == 4)
+        room.actor.stop()
+        assert await asyncio.wait_for(room.running, LIMIT_S) == "actor stopped"
+        counts = room.buffer.counts()
+        counts.check()
+        assert counts.failed == {"actor stopped": 2}
+        assert counts.in_flight == 0, "a leaving actor is granted no more"
+
+    play(scene, default=lambda: asyncio.sleep(30, choice()))
+
+
+def test_the_actor_ends_when_the_buffer_is_gone(play):
+    async def scene(room):
+        await room.take(2)
+        room.buffer.close()
+        room.listener.close()
+        with pytest.raises(ActorError, match="the buffer is gone"):
+            await asyncio.wait_for(room.running, LIMIT_S)
+
+    play(scene)
+
+
+class Script:
+    """A link without a bus: messages to the actor are put in, those from it are kept, in order."""
+
+    def __init__(self):
+        self.sent = []
+        self.incoming = []
+
+    def send(self, message):
+        self.sent.append(message)
+
+    def receive(self, timeout_s):
+        if self.incoming:
+            message = self.incoming.pop(0)
+            if isinstance(message, BaseException):
+                raise message
+            return message
+        time.sleep(0.005)
+        return None
+
+
+@pytest.fixture
+def scripted(tmp_path):
+    def run(scene, **kwargs):
+        async def main():
+            async with Server() as server:
+                link = Script()
+                async with Room(tmp_path, [server], **kwargs).open(link) as room:
+                    await scene(room, link)
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_nothing_starts_before_a_grant_and_a_repeated_grant_starts_nothing_twice(scripted):
+    async def scene(room, link):
+        await room.until(lambda: link.sent)
+        await asyncio.sleep(0.1)
+        assert link.sent == [ActorHello(actor="a0")]
+        link.incoming += [Grant(groups=2), Grant(groups=2), Grant(groups=1)]
+        await room.until(lambda: room.actor.done == 2)
+        await asyncio.sleep(0.1)
+        assert room.actor.started == 2
+        assert [type(message) for message in link.sent] == [ActorHello, GroupDone, GroupDone]
+
+    scripted(scene)
+
+
+def test_a_delivery_is_repeated_until_it_is_acknowledged(scripted, monkeypatch):
+    monkeypatch.setattr(actor_module, "REPEAT_AFTER_S", 0.0)
+
+    async def scene(room, link):
+        link.incoming.append(Grant(groups=1))
+        await room.until(lambda: len(link.sent) >= 4)
+        first, *again = link.sent[1:]
+        assert isinstance(first, GroupDone)
+        assert all(message == first for message in again)
+        link.incoming.append(GroupAck(group_id=first.group.group_id))
+        await room.until(lambda: not room.actor._unacked)
+        count = len(link.sent)
+        await asyncio.sleep(0.2)
+        assert len(link.sent) == count
+
+    scripted(scene)
+
+
+def test_finish_answers_for_every_grant_even_those_never_started(scripted):
+    async def scene(room, link):
+        room.servers[0].default = lambda: asyncio.sleep(30, choice())
+        link.incoming.append(Grant(groups=5))
+        await room.until(lambda: room.actor.in_flight == 2)
+        link.incoming.append(Finish(reason="enough"))
+        await room.until(lambda: len(link.sent) == 6)
+        failed = link.sent[1:]
+        assert {(type(message), message.reason) for message in failed} == {(GroupFailed, "run finished")}
+        assert len({message.group_id for message in failed}) == 5
+        assert not room.running.done(), "it waits for the acknowledgements"
+        link.incoming += [GroupAck(group_id=message.group_id) for message in failed]
+        assert await asyncio.wait_for(room.running, LIMIT_S) == "enough"
+
+    scripted(scene)
+
+
+@pytest.mark.parametrize(
+    ("event", "says"), [(Refused(reason="no"), "refused.*no"), (PeerLost("silence"), "the buffer is gone: silence")]
+)
+def test_bad_news_from_the_bus_ends_the_actor(scripted, event, says):
+    async def scene(room, link):
+        link.incoming.append(event)
+        with pytest.raises(ActorError, match=says):
+            await asyncio.wait_for(room.running, LIMIT_S)
+
+    scripted(scene)
+
+
+def test_numbers_are_never_given_twice(tmp_path):
+    numbers = Numbers(tmp_path / "rollouts" / "a0.next")
+    assert [numbers.take() for _ in range(3)] == [0, 1, 2]
+    assert Numbers(tmp_path / "rollouts" / "a0.next").take() == 3
+    (tmp_path / "bad").write_text("many")
+    with pytest.raises(ValueError, match="holds no number"):
+        Numbers(tmp_path / "bad")
+
+
+def test_the_pool_names_who_is_missing_and_picks_the_least_loaded(tmp_path):
+    async def main():
+        async with Server() as server, aiohttp.ClientSession() as session:
+            urls = {"g0": server.url, "g1": server.url}
+
+            def url_of(name):
+                if name not in urls:
+                    raise FileNotFoundError(name)
+                return urls[name]
+
+            async with Pool(session, ["g0", "g1", "g2"], url_of) as pool:
+                with pytest.raises(NoGenerator, match=r"not ready within 0 s: g2$"):
+                    await pool.wait_all(0.3)
+                async with pool.lease((), 1) as first, pool.lease((), 1) as second:
+                    assert {first.name, second.name} == {"g0", "g1"}
+                    async with pool.lease([second.name], 1) as third:
+                        assert third is first
+                assert first.load == second.load == 0
+                server.health = 500
+                pool.mark_down(first)
+                pool.mark_down(second)
+                with pytest.raises(NoGenerator, match="g0, g1, g2"):
+                    async with pool.lease((), 0.05):
+                        pass
+
+    asyncio.run(main())
+
+
+# --- the process ---
+
+
+def write_run(tmp_path, **kwargs):
+    config = replace(make_config(tmp_path, **kwargs), task=TaskConfig(name="addition"))
+    configuration.save(config)
+    (tmp_path / "bus").mkdir()
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "actors", "says"), [("a1", "1", "a0 to a0"), ("g0", "1", "not allowed"), ("a01x", "9", "not allowed")]
+)
+def test_a_wrong_name_is_one_line(tmp_path, capsys, name, actors, says):
+    write_run(tmp_path)
+    assert entry.main(["--run-dir", str(tmp_path), "--name", name, "--actors", actors]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_no_run_folder_is_one_line(tmp_path, capsys):
+    assert entry.main(["--run-dir", str(tmp_path), "--name", "a0"]) == 2
+    assert "not a run folder" in capsys.readouterr().err
+
+
+def test_the_process_reports_works_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
+    config = write_run(tmp_path)
+
+    async def main():
+        async with Server() as server:
+            with (
+                Listener(config.endpoint("status"), config.bus) as status,
+                Listener(config.endpoint("rollouts"), config.bus) as listener,
+                Buffer(listener, config) as buffer,
+            ):
+                working = asyncio.create_task(entry.work(config, "a0", 0, 1, Tokens()))
+                await asyncio.sleep(0.1)
+                (tmp_path / "bus" / "g0.url").write_text(server.url + "\n")
+                await asyncio.to_thread(buffer.take, 2, 0, LIMIT_S)
+                assert await asyncio.to_thread(buffer.finish, "enough", LIMIT_S)
+                await asyncio.wait_for(working, LIMIT_S)
+                seen = list(iter(lambda: status.receive(0.2), None))
+                buffer.counts().check()
+                return [event.message for event in seen if hasattr(event, "message")]
+
+    reports = asyncio.run(main())
+    assert all(isinstance(report, Status) and report.source == "a0" for report in reports)
+    assert reports[0].values["phase"] == "waiting for generators"
+    assert {"started", "done", "failed", "aborted", "in_flight", "tokens_per_s", "reward", "version.g0"} <= set(
+        reports[0].values
+    )
+
+
+@pytest.mark.parametrize("phase", ["waiting for generators", "sampling"])
+def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, phase):
+    monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
+    monkeypatch.setattr(entry, "_ModelTokens", lambda model: Tokens())
+    config = write_run(tmp_path)
+    counts = []
+
+    async def serve():
+        async with Server(default=lambda: asyncio.sleep(60, choice())) as server:
+            if phase == "sampling":
+                (tmp_path / "bus" / "g0.url").write_text(server.url)
+            await asyncio.to_thread(watch)
+
+    def watch():
+        with (
+            Listener(config.endpoint("status"), config.bus) as status,
+            Listener(config.endpoint("rollouts"), config.bus) as listener,
+            Buffer(listener, config) as buffer,
+        ):
+            for _ in range(300):
+                values = getattr(getattr(status.receive(0.1), "message", None), "values", {})
+                if values.get("phase") == phase and values["in_flight"] == (2 if phase == "sampling" else 0):
+                    break
+            os.kill(os.getpid(), signal.SIGTERM)
+            process_ended.wait(LIMIT_S)
+            time.sleep(0.2)
+            counts.append(buffer.counts())
+
+    process_ended = threading.Event()
+    around = threading.Thread(target=asyncio.run, args=(serve(),))
+    around.start()
+    assert entry.main(["--run-dir", str(tmp_path), "--name", "a0"]) == 0
+    process_ended.set()
+    around.join(LIMIT_S)
+    assert counts[0].failed == ({"actor stopped": 2} if phase == "sampling" else {})
+    counts[0].check()
+
+
+def test_the_models_own_tokenizer_is_used():
+    tokens = entry._ModelTokens("tiny")
+    item = Addition(seed=0).item(0)
+    ids = tokens.encode(item.prompt)
+    assert len(ids) == len(item.prompt)
+    assert tokens.decode([*ids, 1]) == item.prompt, "special tokens are no text"

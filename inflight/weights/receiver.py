@@ -111,8 +111,8 @@ class WeightReceiver:
         self._closing.set()
         with self._lock:
             self.state = State.CLOSED
-        if self._transport is not None:
-            self._transport.close()
+        if (transport := self._transport) is not None:
+            transport.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
         self._link.close()
@@ -136,8 +136,8 @@ class WeightReceiver:
                 self._enter(State.FAILED)
                 log.error("%s.r%d receives no more weights: %s", self._generator, self._rank, self.error)
         finally:
-            if self._transport is not None:
-                self._transport.close()
+            self._drop_transport()
+            self._link.close()  # the publisher finds this rank lost
 
     def _handle(self, message: AnyMessage) -> None:
         match message:
@@ -154,9 +154,7 @@ class WeightReceiver:
 
     def _hello(self) -> None:
         self._link.send(
-            RankHello(
-                generator=self._generator, rank=self._rank, world_size=self._world_size, version=self.version
-            )
+            RankHello(generator=self._generator, rank=self._rank, world_size=self._world_size, version=self.version)
         )
 
     def _rejoin(self, error: PeerLost) -> None:
@@ -184,7 +182,8 @@ class WeightReceiver:
         self._enter(State.IDLE)
 
     def _prepare(self, message: Prepare) -> None:
-        """Receives, verifies and builds a version; sends Ready, Failed, or nothing when it was aborted meanwhile."""
+        """Receives, verifies and builds a version. Every Prepare is answered once, with Ready or Failed: the publisher
+        counts on it to know when a rank has left a transfer."""
         phase = "prepare"
         try:
             manifest, transport = self._require(message)
@@ -197,8 +196,7 @@ class WeightReceiver:
             digest = verify(manifest, buffer, message.checksums)
             received = time.monotonic()
             if self._was_aborted(message.version):
-                self._forget()
-                return
+                raise RuntimeError("aborted by the publisher")
             phase = "build"
             self._enter(State.BUILDING)
             self._shadow.build()

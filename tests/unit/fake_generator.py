@@ -7,11 +7,12 @@ import torch
 
 from inflight.bus import Link
 from inflight.config import BusConfig
-from inflight.messages import Abort, Commit, Committed, EngineHello, Failed
+from inflight.messages import Commit, Committed, EngineHello, Failed
 from inflight.weights.pack import unpack
 from inflight.weights.receiver import WeightReceiver
+from inflight.weights.transport import make_receiver
 
-BUS = BusConfig(heartbeat_s=0.05, dead_after_s=2.0)
+BUS = BusConfig(heartbeat_s=0.05, dead_after_s=3.0)
 
 
 def eventually(condition, what="it", timeout_s=20.0):
@@ -35,6 +36,7 @@ class FakeShadow:
         """Phase → Event to wait for there."""
 
     def _at(self, phase):
+        """Notes the call, then waits and raises as the test wants."""
         self.events.append(phase)
         if phase in self.hold:
             assert self.hold[phase].wait(30)
@@ -65,18 +67,19 @@ class FakeShadow:
 class FakeGenerator:
     """Ranks with fake shadows and an engine, over the real bus."""
 
-    def __init__(self, endpoint, name="g0", world_size=1, version=0, shadows=None, bus=BUS):
-        self.name, self.bus, self.endpoint = name, bus, endpoint
-        self.shadows = shadows or [FakeShadow() for _ in range(world_size)]
+    def __init__(self, endpoint, name="g0", world_size=1, version=0, connect=make_receiver):
+        self.name, self.endpoint = name, endpoint
+        self.shadows = [FakeShadow() for _ in range(world_size)]
         self.receivers = [
             WeightReceiver(
-                Link(endpoint, f"{name}.r{rank}", bus), shadow,
-                generator=name, rank=rank, world_size=world_size, version=version,
+                Link(endpoint, f"{name}.r{rank}", BUS), shadow,
+                generator=name, rank=rank, world_size=world_size, version=version, connect=connect,
             )
             for rank, shadow in enumerate(self.shadows)
         ]  # fmt: skip
         self.version, self.world_size = version, world_size
-        self.commits = []
+        self.heard = []
+        """What the engine was told, in order."""
         self.mute = threading.Event()
         """Set: the engine does what it is told but does not answer."""
         self.unanswered = []
@@ -86,7 +89,7 @@ class FakeGenerator:
     def start(self):
         for receiver in self.receivers:
             receiver.start()
-        self.engine = Link(self.endpoint, f"{self.name}.engine", self.bus)
+        self.engine = Link(self.endpoint, f"{self.name}.engine", BUS)
         self.engine.send(
             EngineHello(generator=self.name, world_size=self.world_size, version=self.version, url="http://127.0.0.1:1")
         )
@@ -96,8 +99,9 @@ class FakeGenerator:
     def _run(self):
         while not self._closing.is_set():
             message = self.engine.receive(0.05)
+            if message is not None:
+                self.heard.append(message)
             if isinstance(message, Commit):
-                self.commits.append(message.version)
                 self._commit(message.version)
 
     def _commit(self, version):
@@ -122,11 +126,3 @@ class FakeGenerator:
             receiver.close()
         self._thread.join(5)
         self.engine.close()
-
-
-def only(received, kind):
-    """The messages of one kind."""
-    return [message for message in received if isinstance(message, kind)]
-
-
-__all__ = ["BUS", "Abort", "FakeGenerator", "FakeShadow", "eventually", "only"]

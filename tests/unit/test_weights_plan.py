@@ -63,7 +63,9 @@ def test_what_is_packed_comes_out_again_cast(parameters, bucket_bytes, seed):
 def layout(**changes):
     manifest = plan(
         [ParamMeta(name="a", shape=(100,), dtype="float32"), ParamMeta(name="b", shape=(3, 5), dtype="bfloat16")],
-        {"c": "a"}, 300, "crc32",
+        {"c": "a"},
+        300,
+        "crc32",
     )
     return msgspec.structs.replace(manifest, **changes)
 

@@ -54,7 +54,7 @@ class _Group:
                     self._require_open()
                     work = group.broadcast([buffer[bucket.offset : bucket.offset + bucket.nbytes]], _from_trainer())
                     work.wait(timedelta(seconds=self._timeout_s + _BACKSTOP_S))
-            except RuntimeError as error:  # also DistStoreError and DistNetworkError
+            except (RuntimeError, OSError) as error:  # also DistStoreError and DistNetworkError
                 self._closed.set()
                 raise TransportError(f"{phase}, {step}: {_first_line(error)}") from None
             finally:
@@ -141,6 +141,9 @@ class GlooReceiver:
             raise TransportError(f"connect: rendezvous {rendezvous!r} is not {LOOPBACK}:port/token")
 
         def store() -> dist.Store:
+            # The store is there from before the Welcome until the sender closes: refused means gone. TCPStore's client
+            # would try again for more than the timeout.
+            socket.create_connection((host, int(port)), timeout=timeout_s).close()
             client = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
             return dist.PrefixStore(token, client)
 

@@ -1,0 +1,173 @@
+"""The trainer's end: packs a version into the send buffer and lets the trainer go on; the rest happens beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from inflight.bus import Listener
+from inflight.config import PublishConfig
+from inflight.messages import Manifest
+from inflight.weights.delivery import Failure, State, Swap
+from inflight.weights.dispatch import Dispatch
+from inflight.weights.pack import pack
+from inflight.weights.plan import plan
+from inflight.weights.source import WeightSource
+from inflight.weights.transport import make_buffer, resolve
+
+GRACE_S = 30.0
+"""Beyond the phases' own bounds (it covers checksums); reached only when the dispatch has a fault."""
+
+
+class PublishError(RuntimeError):
+    """Publishing can't go on, or something was not there in time; names who and in which state."""
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What the trainer was kept from its work for."""
+
+    version: int
+    wait_s: float
+    """Until the version before had been committed or had failed everywhere."""
+    pack_s: float
+    """Casting and copying into the send buffer."""
+
+
+class Publisher:
+    """Publishes the versions of a module to generators, each with a transport of its own.
+
+    There is one send buffer, as large as the model on the wire. `publish` waits until the version before is committed
+    or has failed at every generator, and then packs over it. A second buffer would let packing begin earlier, but the
+    next version could still not be sent before the one before is swapped in (a rank has one shadow), so it would save
+    only the waiting of a trainer whose steps are shorter than a transfer, at the price of the model's size.
+
+    Life of a version: delivery.State. A generator that is late, fails or dies does not get the version; the others do.
+    What went wrong is in `events` and in the log, never raised by `publish`.
+
+    Example:
+        with Listener(endpoint, bus) as listener:
+            publisher = Publisher(WeightSource(model, "bfloat16"), listener, config, version=0, ranks={"g0": 1})
+            publisher.wait_joined(300)
+            for version in range(1, 41):
+                optimizer.step()
+                publisher.publish(version)
+            publisher.flush(60)
+            publisher.close()
+    """
+
+    def __init__(
+        self, source: WeightSource, listener: Listener, config: PublishConfig, *, version: int, ranks: dict[str, int]
+    ) -> None:
+        """Begins to listen. `version` is what the module holds now, `ranks` generator name → world size.
+
+        The listener stays the caller's, who closes it after the publisher.
+        """
+        self._source, self._config = source, config
+        self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, config.checksum)
+        self.transport = resolve(config.transport, source.device)
+        """gloo, nccl or ipc."""
+        self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
+        self._dispatch = Dispatch(
+            listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks
+        )
+
+    @property
+    def version(self) -> int:
+        """The newest version that was published."""
+        return self._dispatch.version
+
+    @property
+    def committed(self) -> dict[str, int]:
+        """Generator → the version that its engine stamps, as the engine said; absent when that is not certain."""
+        with self._dispatch.changed:
+            return dict(self._dispatch.roster.committed)
+
+    @property
+    def events(self) -> list[Swap | Failure]:
+        """Swaps and failures so far, in order."""
+        with self._dispatch.changed:
+            return list(self._dispatch.roster.events)
+
+    @property
+    def states(self) -> dict[str, tuple[State, str]]:
+        """Generator → its state and why it is in it."""
+        with self._dispatch.changed:
+            return {name: (delivery.state, delivery.why) for name, delivery in self._dispatch.roster.deliveries.items()}
+
+    @property
+    def ignored(self) -> int:
+        """Messages that fitted no state."""
+        with self._dispatch.changed:
+            return self._dispatch.roster.ignored.total()
+
+    def stats(self) -> dict[str, float | int]:
+        """Counters for metrics and status; times in seconds, the largest so far."""
+        swaps = [event for event in self.events if isinstance(event, Swap)]
+        return {
+            "swaps": len(swaps),
+            "swaps_with_running": sum(swap.running > 0 for swap in swaps),
+            "failures": len(self.events) - len(swaps),
+            "ignored": self.ignored,
+            **{
+                f"max_{name}": max((getattr(swap, name) for swap in swaps), default=0.0)
+                for name in ("transfer_s", "build_s", "ready_s", "commit_s", "gap_s")
+            },
+        }
+
+    def wait_joined(self, timeout_s: float) -> None:
+        """Returns when every generator can take a version. Raises PublishError naming who is missing."""
+
+        def joined() -> bool:
+            return all(state is State.IDLE for state, _ in self.states.values())
+
+        self._wait(joined, timeout_s, "not all generators have joined")
+
+    def publish(self, version: int) -> PublishReport:
+        """Packs the module's parameters and begins to send them as `version`; blocks for no more than that.
+
+        If the version before is still under way it first waits for its outcome (`wait_s`, bounded by the timeouts of
+        transfer and commit). One caller at a time. Raises ValueError for a version that is not newer, SourceError for
+        a module that has changed, PublishError when publishing has ended.
+        """
+        if version <= self.version:
+            raise ValueError(f"version {version} is not newer than {self.version}, which was published before")
+        started = time.monotonic()
+        bound = self._config.transfer_timeout_s + self._config.commit_timeout_s + GRACE_S
+        self._wait(self._dispatch.settled, bound, f"version {self.version} has no outcome")
+        waited = time.monotonic()
+        pack(self._source, self.manifest, self._buffer)
+        if self._buffer.is_cuda:
+            torch.cuda.current_stream(self._buffer.device).synchronize()  # the sending threads have other streams
+        packed = time.monotonic()
+        self._dispatch.release(version)
+        return PublishReport(version, wait_s=waited - started, pack_s=packed - waited)
+
+    def flush(self, timeout_s: float) -> None:
+        """Waits until the last version is committed or has failed everywhere. Raises PublishError when it is not."""
+        self._wait(self._dispatch.settled, timeout_s, f"version {self.version} has no outcome")
+
+    def finish(self, reason: str) -> None:
+        """Tells the generators' engines that the run is over and why."""
+        self._dispatch.finish(reason)
+
+    def close(self) -> None:
+        """Aborts what is still being sent and ends all threads; bounded. A second call does nothing."""
+        self._dispatch.close()
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        with self._dispatch.changed:
+            while True:
+                if self._dispatch.error is not None:
+                    raise PublishError(f"publishing has ended: {self._dispatch.error!r}") from self._dispatch.error
+                if condition():
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    states = "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in self.states.items())
+                    raise PublishError(f"{problem} after {timeout_s:g} s ({states})")
+                self._dispatch.changed.wait(left)

@@ -1,0 +1,471 @@
+"""Publisher and receivers over the real bus and real gloo; generators are fakes, faults are made on purpose.
+
+Each test asserts what was committed, what was touched and in which order. Bounds only guard against hanging.
+"""
+
+import multiprocessing
+import os
+import re
+import threading
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from fake_generator import BUS, FakeGenerator, eventually
+from torch import nn
+
+from inflight.bus import Link, Listener
+from inflight.config import PublishConfig
+from inflight.messages import Commit, Committed, EngineHello, Finish, Prepare, RankHello, Ready, Refused, Welcome
+from inflight.weights.delivery import Failure, State, Swap
+from inflight.weights.publisher import Publisher, PublishError
+from inflight.weights.source import SourceError, WeightSource
+from inflight.weights.transport import make_receiver
+
+QUICK = PublishConfig(
+    transport="auto", bucket_bytes=4096, join_timeout_s=20, transfer_timeout_s=20, commit_timeout_s=20
+)
+IMPATIENT = PublishConfig(bucket_bytes=4096, transfer_timeout_s=2, commit_timeout_s=2)
+DONE = ["begin", "build", "swap"]
+
+
+class Run:
+    """A model, its publisher and fake generators on one bus."""
+
+    def __init__(self, endpoint, ranks, config):
+        self.endpoint = endpoint
+        self.model = nn.Sequential(nn.Embedding(200, 16), nn.Linear(16, 200, bias=False), nn.LayerNorm(200))
+        self.model[1].weight = self.model[0].weight
+        self.listener = Listener(endpoint, BUS)
+        source = WeightSource(self.model, "bfloat16")
+        self.publisher = Publisher(source, self.listener, config, version=0, ranks=ranks)
+        self.generators = {}
+
+    def join(self, *names, **options):
+        for name in names:
+            world_size = self.publisher._dispatch.roster.deliveries[name].world_size
+            self.generators[name] = FakeGenerator(self.endpoint, name, world_size, **options).start()
+        return [self.generators[name] for name in names]
+
+    def publish(self, version):
+        """Gives every parameter the version's value, so that bytes tell versions apart, and publishes."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(version + 0.5)
+        return self.publisher.publish(version)
+
+    def failures(self):
+        return [event for event in self.publisher.events if isinstance(event, Failure)]
+
+    def state(self, name="g0"):
+        return self.publisher.states[name][0]
+
+    def close(self):
+        for generator in self.generators.values():
+            generator.close()
+        self.publisher.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    @contextmanager
+    def made(config=QUICK, **ranks):
+        run = Run(f"ipc://{tmp_path}/w", ranks or {"g0": 1}, config)
+        try:
+            yield run
+        finally:
+            run.close()
+
+    return made
+
+
+def values(shadow):
+    """The version that each live tensor of a shadow holds; one number when all agree, as they must."""
+    assert set(shadow.live) in (set(), {"0.weight", "2.weight", "2.bias"})
+    return {float(tensor.unique().item()) - 0.5 for tensor in shadow.live.values()}
+
+
+def test_versions_reach_every_rank_of_every_generator_whole_and_in_order(run):
+    with run(g0=2, g1=1) as r:
+        generators = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        assert r.publisher.committed == {"g0": 0, "g1": 0}
+        for version in (1, 2, 3):
+            report = r.publish(version)
+            assert report.version == version
+            assert min(report.wait_s, report.pack_s) >= 0
+            r.publisher.flush(20)
+            assert r.publisher.committed == {"g0": version, "g1": version}
+            for generator in generators:
+                assert [values(shadow) for shadow in generator.shadows] == [{version}] * generator.world_size
+        for generator in generators:
+            assert [shadow.events for shadow in generator.shadows] == [DONE * 3] * generator.world_size
+            assert generator.heard == [Commit(version=version) for version in (1, 2, 3)]
+        swaps = r.publisher.events
+        assert [(s.generator, s.version) for s in sorted(swaps, key=lambda s: (s.generator, s.version))] == [
+            (name, version) for name in ("g0", "g1") for version in (1, 2, 3)
+        ]
+        assert all(isinstance(s, Swap) and s.gap_s == 0.001 and s.running == 3 and s.ready_s > 0 for s in swaps)
+        assert (r.publisher.ignored, r.publisher.version) == (0, 3)
+        stats = r.publisher.stats()
+        assert (stats["swaps"], stats["swaps_with_running"], stats["failures"]) == (6, 6, 0)
+
+
+def test_a_version_is_committed_only_when_the_engine_says_so(run):
+    with run() as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        g0.mute.set()
+        r.publish(1)
+        eventually(lambda: g0.unanswered, "the swap")
+        assert g0.shadows[0].events == DONE
+        assert r.publisher.committed == {"g0": 0}
+        assert r.state() is State.COMMITTING
+        g0.answer()
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 1}
+
+
+def test_a_publish_packs_only_after_the_version_before_has_its_outcome(run):
+    with run() as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        shadow = g0.shadows[0]
+        shadow.hold["begin"] = threading.Event()
+        r.publish(1)
+        second = threading.Thread(target=r.publish, args=(2,))
+        second.start()
+        eventually(lambda: "begin" in shadow.events, "prepare")
+        second.join(0.2)
+        assert second.is_alive()
+        assert r.publisher.version == 1
+        shadow.hold["begin"].set()
+        second.join(20)
+        r.publisher.flush(20)
+        assert [event.version for event in r.publisher.events] == [1, 2]
+        assert values(shadow) == {2}
+        assert r.failures() == []  # in particular no checksum: nothing was packed over version 1
+
+
+def test_a_rank_that_can_not_build_keeps_its_whole_generator_on_the_old_version(run):
+    with run(g0=2, g1=1) as r:
+        g0, _ = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        r.publish(1)
+        r.publisher.flush(20)
+        g0.shadows[1].fail["build"] = RuntimeError("o_proj does not fit")
+        r.publish(2)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 1, "g1": 2}
+        (failure,) = r.failures()
+        assert (failure.generator, failure.version, failure.phase) == ("g0", 2, "build")
+        assert failure.reason == "g0.r1: RuntimeError: o_proj does not fit"
+        eventually(lambda: g0.shadows[0].events[-1] == "discard", "the other rank's discarding")
+        assert [values(shadow) for shadow in g0.shadows] == [{1}, {1}]
+        assert g0.heard == [Commit(version=1)]
+        g0.shadows[1].fail.clear()
+        r.publish(3)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 3, "g1": 3}
+        assert r.publisher.ignored == 0
+
+
+def test_a_rank_that_can_not_begin_frees_the_others_and_gets_a_new_transport(run):
+    with run(g0=2) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        g0.shadows[0].fail["begin"] = MemoryError("no room")
+        r.publish(1)
+        r.publisher.flush(20)
+        assert [(f.phase, f.reason) for f in r.failures()] == [("prepare", "g0.r0: MemoryError: no room")]
+        assert r.publisher.committed == {"g0": 0}
+        g0.shadows[0].fail.clear()
+        for version in (2, 3):
+            r.publish(version)
+            r.publisher.flush(20)
+            assert r.publisher.committed == {"g0": version}
+
+
+def test_a_rank_that_does_not_answer_is_named_left_alone_and_taken_back_when_it_does(run):
+    with run(IMPATIENT, g0=2, g1=1) as r:
+        g0, g1 = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        g0.shadows[1].hold["build"] = threading.Event()
+        r.publish(1)
+        r.publisher.flush(20)
+        assert [(f.generator, f.reason) for f in r.failures()] == [("g0", "no answer from g0.r1 within 2 s")]
+        assert r.state() is State.STALLED
+        r.publish(2)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 0, "g1": 2}
+        assert r.failures()[1] == Failure("g0", 2, "absent", "STALLED, no answer from g0.r1 within 2 s")
+        g0.shadows[1].hold["build"].set()
+        eventually(lambda: r.state() is State.IDLE, "its return")
+        r.publish(3)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 3, "g1": 3}
+        assert [values(shadow) for shadow in (*g0.shadows, *g1.shadows)] == [{3}] * 3
+        assert g0.heard == [Commit(version=3)]
+
+
+def test_an_engine_that_does_not_answer_is_claimed_for_nothing_until_it_does(run):
+    with run(IMPATIENT) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        g0.mute.set()
+        r.publish(1)
+        r.publisher.flush(20)
+        assert r.state() is State.UNSURE
+        assert r.publisher.committed == {}
+        assert [(f.phase, f.reason) for f in r.failures()] == [
+            ("commit", "g0.engine did not answer Commit within 2 s")
+        ]
+        g0.answer()
+        eventually(lambda: r.state() is State.IDLE, "the late answer")
+        assert r.publisher.committed == {"g0": 1}
+
+
+class Corrupting:
+    """A transport that flips one bit of what it received."""
+
+    def __init__(self, welcome):
+        self.inner, self.receives = make_receiver(welcome), 0
+
+    def receive(self, buffer, buckets):
+        self.inner.receive(buffer, buckets)
+        self.receives += 1
+        if self.receives == 2:
+            buffer[5000] ^= 4
+
+    def close(self):
+        self.inner.close()
+
+
+def test_a_corrupted_bucket_is_named_and_never_built(run):
+    with run() as r:
+        (g0,) = r.join("g0", connect=Corrupting)
+        r.publisher.wait_joined(20)
+        for version in (1, 2, 3):
+            r.publish(version)
+            r.publisher.flush(20)
+        (failure,) = r.failures()
+        assert (failure.version, failure.phase) == (2, "verify")
+        assert "buckets [1] of" in failure.reason
+        assert g0.shadows[0].events == [*DONE, "begin", "discard", *DONE]
+        assert r.publisher.committed == {"g0": 3}
+
+
+def test_a_failed_swap_poisons_the_generator_and_nothing_is_claimed_for_it(run):
+    with run(g0=2, g1=1) as r:
+        g0, _ = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        g0.shadows[1].fail["swap"] = RuntimeError("half")
+        r.publish(1)
+        r.publisher.flush(20)
+        eventually(lambda: r.state() is State.POISONED)
+        r.publish(2)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g1": 2}
+        poisoned, absent = r.failures()
+        # Rank and engine both report it; which is heard first is open.
+        assert poisoned.reason in ("poisoned, g0.r1: RuntimeError: half", "poisoned, g0.engine: half")
+        assert (absent.version, absent.phase) == (2, "absent")
+
+
+def half_then_die(endpoint, name):
+    """A generator of one rank that dies after the first bucket of version 1."""
+
+    class Dying:
+        def __init__(self, welcome):
+            self.inner = make_receiver(welcome)
+
+        def receive(self, buffer, buckets):
+            self.inner.receive(buffer, buckets[:1])
+            os.kill(os.getpid(), 9)
+
+        def close(self):
+            pass
+
+    FakeGenerator(endpoint, name, connect=Dying).start()
+    threading.Event().wait(60)
+
+
+def test_a_process_killed_in_a_transfer_holds_up_nobody(run):
+    with run(g0=1, g1=1) as r:
+        process = multiprocessing.get_context("fork").Process(target=half_then_die, args=(r.endpoint, "g1"))
+        process.start()
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        r.publish(1)
+        process.join(20)
+        assert process.exitcode == -9
+        r.publisher.flush(20)
+        assert r.publisher.committed["g0"] == 1
+        assert r.publisher.committed.get("g1", 0) == 0
+        (failure,) = r.failures()
+        assert (failure.generator, failure.version, failure.phase) == ("g1", 1, "receive")
+        eventually(lambda: r.state("g1") is State.ABSENT, "noticing the loss")
+        r.publish(2)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 2}
+        assert values(g0.shadows[0]) == {2}
+        assert "was lost" in r.failures()[-1].reason
+        # A restarted one joins with what it has loaded and takes part from the next version on.
+        r.join("g1", version=0)
+        r.publisher.wait_joined(20)
+        assert r.publisher.committed == {"g0": 2, "g1": 0}
+        r.publish(3)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 3, "g1": 3}
+
+
+@contextmanager
+def peer(r, identity, hello):
+    """A member played by hand."""
+    with Link(r.endpoint, identity, BUS) as link:
+        link.send(hello)
+        yield link
+
+
+def hear(link, kind):
+    for _ in range(100):
+        if isinstance(message := link.receive(0.2), kind):
+            return message
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def rank_hello(**changes):
+    return RankHello(**{"generator": "g0", "rank": 0, "world_size": 1, "version": 0} | changes)
+
+
+def test_a_restarted_generator_is_admitted_only_when_all_its_members_are_back(run):
+    with run(g0=1) as r:
+        engine = EngineHello(generator="g0", world_size=1, version=0, url="http://x")
+        with peer(r, "g0.r0", rank_hello()), peer(r, "g0.engine", engine) as told:
+            r.publisher.wait_joined(20)
+            with peer(r, "g0.r0", rank_hello()) as rank:  # takes over the identity before the loss is noticed
+                eventually(lambda: r.state() is State.ABSENT)
+                assert r.publisher.states["g0"][1] == "no hello from g0.engine"
+                assert r.publisher.committed == {}
+                told.send(engine)
+                r.publisher.wait_joined(20)
+                assert hear(rank, Welcome).transport_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("identity", "hello", "reason"),
+    [
+        ("g7.r0", rank_hello(generator="g7"), "no generator of this run is named g7"),
+        ("g0.r0", rank_hello(world_size=2), "world_size is 2, this run expects 1"),
+        ("g0.r1", rank_hello(rank=1), "rank 1 of 1"),
+        ("g1.r0", rank_hello(), r"g1\.r0 can't speak for g0\.r0"),
+        ("g0.r0", rank_hello(version=1), "version 1 is ahead of the trainer's, 0"),
+        ("g0.r0", EngineHello(generator="g0", world_size=1, version=0, url="http://x"), "can't speak for g0.engine"),
+    ],
+)
+def test_a_hello_that_does_not_fit_is_refused_with_the_reason(run, identity, hello, reason):
+    with run() as r, peer(r, identity, hello) as link:
+        assert re.search(reason, hear(link, Refused).reason)
+        assert r.publisher.ignored == 1
+        assert r.state() is State.ABSENT
+
+
+def test_joining_names_who_is_missing(run):
+    with run(g0=2) as r, peer(r, "g0.r1", rank_hello(rank=1, world_size=2)):
+        with pytest.raises(PublishError, match=r"not all .* 0\.5 s \(g0 ABSENT: no hello from g0\.r0, g0\.engine\)"):
+            r.publisher.wait_joined(0.5)
+
+
+def test_members_that_hold_different_versions_are_not_admitted(run):
+    with run(g0=1) as r:
+        r.publisher._dispatch.version = 4
+        engine = EngineHello(generator="g0", world_size=1, version=3, url="http://x")
+        with peer(r, "g0.r0", rank_hello(version=4)), peer(r, "g0.engine", engine):
+            eventually(lambda: "different versions" in r.publisher.states["g0"][1])
+            assert (r.state(), r.publisher.committed) == (State.ABSENT, {})
+
+
+def test_answers_that_fit_nothing_are_counted_and_change_nothing(run):
+    with run() as r:
+        engine = EngineHello(generator="g0", world_size=1, version=0, url="http://x")
+        with peer(r, "g0.r0", rank_hello()) as rank, peer(r, "g0.engine", engine) as told:
+            r.publisher.wait_joined(20)
+            ready = Ready(version=1, digest="0" * 64, receive_s=0, build_s=0)
+            committed = Committed(version=1, gap_s=0, running=0)
+            rank.send(ready)
+            rank.send(committed)
+            told.send(ready)
+            told.send(committed)
+            with peer(r, "g9.r0", ready):
+                eventually(lambda: r.publisher.ignored == 5)
+            assert (r.state(), r.publisher.committed) == (State.IDLE, {"g0": 0})
+
+
+def test_a_rank_that_claims_other_bytes_is_not_committed(run):
+    with run() as r:
+        engine = EngineHello(generator="g0", world_size=1, version=0, url="http://x")
+        with peer(r, "g0.r0", rank_hello()) as rank, peer(r, "g0.engine", engine) as told:
+            welcome = hear(rank, Welcome)
+            r.publish(1)
+            prepare = hear(rank, Prepare)
+            receiver = make_receiver(welcome)
+            receiver.receive(torch.empty(welcome.manifest.total_bytes, dtype=torch.uint8), welcome.manifest.buckets)
+            rank.send(Ready(version=prepare.version, digest="0" * 64, receive_s=0, build_s=0))
+            r.publisher.flush(20)
+            assert [(f.phase, f.reason) for f in r.failures()] == [
+                ("verify", "g0.r0 is ready with other bytes than were sent")
+            ]
+            assert told.receive(0.1) is None
+            assert r.publisher.committed == {"g0": 0}
+
+
+def test_a_version_must_be_newer_and_the_module_unchanged(run):
+    with run() as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        r.publish(3)
+        with pytest.raises(ValueError, match="version 3 is not newer than 3"):
+            r.publish(3)
+        tied, r.model[1].weight = r.model[1].weight, nn.Parameter(torch.zeros(200, 16))
+        with pytest.raises(SourceError, match=r"1\.weight no longer shares"):
+            r.publish(4)
+        r.model[1].weight = tied
+        r.publish(5)
+        r.publisher.flush(20)
+        assert g0.heard == [Commit(version=3), Commit(version=5)]
+
+
+def test_closing_in_a_transfer_aborts_it_and_touches_nothing(run):
+    with run() as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        g0.shadows[0].hold["begin"] = threading.Event()
+        r.publish(1)
+        eventually(lambda: "begin" in g0.shadows[0].events)
+        r.publisher.close()
+        g0.shadows[0].hold["begin"].set()
+        eventually(lambda: g0.shadows[0].events == ["begin", "discard"])
+        assert g0.shadows[0].live == {}
+        r.publisher.close()
+
+
+def test_the_end_of_the_run_is_told_to_the_engines(run):
+    with run(g0=1, g1=1) as r:
+        generators = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        r.publisher.finish("40 steps done")
+        for generator in generators:
+            eventually(lambda generator=generator: generator.heard == [Finish(reason="40 steps done")])
+
+
+def test_a_broken_bus_ends_publishing_with_an_error(run):
+    with run() as r:
+        r.join("g0")
+        r.publisher.wait_joined(20)
+        r.listener.receive = lambda _: 1 / 0
+        eventually(lambda: r.publisher._dispatch.error is not None)
+        with pytest.raises(PublishError, match="publishing has ended: ZeroDivisionError"):
+            r.publish(1)
+        with suppress(PublishError):
+            r.publisher.flush(1)

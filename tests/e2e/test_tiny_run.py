@@ -1,0 +1,137 @@
+"""A whole run with a real vLLM on CPU: launcher, trainer, generator, actor, and the audit of what they recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from inflight import summary
+from inflight.metrics import METRICS_FILE, read_lines
+
+pytestmark = pytest.mark.vllm
+
+STEPS = 6
+START_TIMEOUT_S = 420.0
+RUN_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 15.0
+AUDIT_TOLERANCE = 1e-4
+"""Nats; float32 on both sides."""
+
+
+def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "inflight.launch", "--config-name", "tiny", f"run_dir={run_dir}", *overrides],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+def logs(run_dir: Path) -> str:
+    return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in sorted((run_dir / "logs").glob("*.log")))
+
+
+def still_alive(processes: list[psutil.Process]) -> list[str]:
+    alive = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(" ".join(process.cmdline())[:200] or process.name())
+        except psutil.NoSuchProcess:
+            continue
+    return alive
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Processes anywhere on this machine whose command line names the run folder."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            command = " ".join(process.cmdline())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if str(run_dir) in command and process.pid != os.getpid():
+            found.append(command)
+    return found
+
+
+def wait_for_steps(launcher: subprocess.Popen[str], run_dir: Path, steps: int) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while len(read_lines(run_dir / METRICS_FILE)) < steps:
+        if launcher.poll() is not None or time.monotonic() > deadline:
+            launcher.send_signal(signal.SIGTERM)
+            output = launcher.communicate(timeout=60)[0]
+            pytest.fail(f"no step {steps} within {START_TIMEOUT_S:.0f} s\n{output}\n{logs(run_dir)}")
+        time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> tuple[Path, str]:
+    """A finished run and what its launcher printed."""
+    run_dir = tmp_path_factory.mktemp("e2e") / "run"
+    launcher = start(run_dir, f"trainer.steps={STEPS}")
+    try:
+        output, _ = launcher.communicate(timeout=RUN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        launcher.send_signal(signal.SIGTERM)
+        pytest.fail(f"the run did not end\n{launcher.communicate(timeout=60)[0]}\n{logs(run_dir)}")
+    assert launcher.returncode == 0, f"{output}\n{logs(run_dir)}"
+    return run_dir, output
+
+
+def test_every_version_is_swapped_in_and_nothing_is_aborted(run):
+    run_dir, output = run
+    result = summary.read(run_dir)
+    assert result.steps == STEPS
+    assert result.version == STEPS
+    assert result.swaps >= STEPS - 1, "only the last version may find the generator stopping"
+    assert result.swaps_failed == 0
+    assert result.aborted == 0
+    assert result.groups_failed == {}
+    assert result.torn_tail is None
+    assert f"{result.swaps} of them while" in output or f"{result.swaps}, " in output
+
+
+def test_sequences_span_versions(run):
+    result = summary.read(run[0])
+    assert result.swaps_while_running >= 1
+    assert result.mixed_rollouts >= 1
+
+
+def test_every_group_is_accounted_for(run):
+    steps = read_lines(run[0] / METRICS_FILE)
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
+
+
+def test_the_audit_finds_every_tag_right(run):
+    done = subprocess.run(
+        [sys.executable, "-m", "inflight.cli", "audit", str(run[0])],
+        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_process_is_left(run):
+    assert processes_of(run[0]) == []
+    assert not (run[0] / "bus").exists()
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path):
+    run_dir = tmp_path / "run"
+    launcher = start(run_dir, "trainer.steps=1000")
+    wait_for_steps(launcher, run_dir, 1)
+    everyone = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(everyone) >= 4, "trainer, generator with its engine core, actor"
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=STOP_TIMEOUT_S)
+    assert launcher.returncode == 128 + signal.SIGINT, output
+    assert still_alive(everyone) == []
+    assert processes_of(run_dir) == []
+    assert json.loads((run_dir / summary.SUMMARY_FILE).read_text())["steps"] >= 1

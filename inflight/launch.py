@@ -153,11 +153,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
             cores=tuple(cores),
         )
 
-    generator = {
-        **_environment(config.generator.threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the launcher's affinity decides, not vLLM's
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    generator = _environment(config.generator.threads)
     return [
         command("trainer", "trainer", ["trainer"], _environment(config.trainer.threads)),
         *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from inflight.generator.shadow import Shadow
+from inflight.weights.shadow import Shadow
 from inflight.generator.worker_base import InflightWorkerMixin
 
 

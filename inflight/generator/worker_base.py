@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.generator.settings import Settings
-from inflight.generator.shadow import Shadow
+from inflight.weights.shadow import Shadow
 
 if TYPE_CHECKING:
     from inflight.messages import Welcome

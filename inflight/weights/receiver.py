@@ -7,18 +7,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from inflight.bus import BusError, Link, PeerLost
 from inflight.messages import Abort, AnyMessage, Failed, Manifest, Prepare, RankHello, Ready, Refused, Welcome
 from inflight.weights import plan
 from inflight.weights.pack import verify
 from inflight.weights.rank_state import LEGAL, State
+from inflight.weights.shadow import Shadow
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver
-
-if TYPE_CHECKING:
-    from inflight.generator.shadow import Shadow
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from inflight.weights.shadow import Shadow
 from inflight.generator.worker_base import InflightWorkerMixin
+from inflight.weights.shadow import Shadow
 
 
 class InflightCPUWorker(InflightWorkerMixin, CPUWorker):

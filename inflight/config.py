@@ -124,8 +124,10 @@ class TrainerConfig:
     clip_low: float = 0.2
     clip_high: float = 0.2
     grad_clip: float = 1.0
+    advantage_std: bool = False
+    """Divide advantages by the group's standard deviation (GRPO); else only the mean is taken off (Dr. GRPO)."""
     autocast: bool = True
-    """bfloat16 autocast in forward and backward; master weights and optimizer stay float32."""
+    """Forward and backward in bfloat16, on a twin of the weights; master weights and optimizer stay float32."""
     threads: int = 1
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
@@ -224,6 +226,10 @@ class RunConfig:
     def endpoint(self, service: str) -> str:
         """Address of a control socket: `weights`, `rollouts` or `status`. Kept short: ipc paths end at 107 bytes."""
         return f"ipc://{(self.path / 'bus').resolve() / service}"
+
+    def version_file(self, version: int) -> Path:
+        """Where the weights of a version are kept as they travelled (audit.keep_versions)."""
+        return self.path / "versions" / f"{version:06d}.safetensors"
 
     def generator_url(self, index: int) -> str:
         """Where generator `index` serves; the port was chosen by the launcher and written to the run folder."""

@@ -1,0 +1,132 @@
+"""`python -m inflight.trainer --run-dir RUN`: the trainer of a run."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from inflight.bus import BusError, Link, Listener
+from inflight.config import ConfigError, RunConfig, load
+from inflight.models import ModelError, prepare
+
+if TYPE_CHECKING:
+    from inflight.rollout.buffer import Buffer
+    from inflight.weights.publisher import Publisher
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when all steps are done or SIGTERM came, 1 when the run could not go on, 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m inflight.trainer", description=__doc__)
+    parser.add_argument("--run-dir", required=True)
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        config = load(arguments.run_dir)
+        _require_supported(config)
+        signal.signal(signal.SIGTERM, _stop_start)
+        _run(config)
+    except (ConfigError, ModelError) as error:
+        return _end(error, 2)
+    except (BusError, OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
+        return _end(error, 1)
+    return 0
+
+
+def _run(config: RunConfig) -> None:
+    import torch  # before anything else of torch, so that the pools have the configured size
+
+    torch.set_num_threads(config.trainer.threads)
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from inflight.rollout.buffer import Buffer
+    from inflight.trainer.learner import Learner
+    from inflight.trainer.loop import Trainer
+    from inflight.trainer.policy import load_policy
+    from inflight.trainer.report import Reporter
+    from inflight.weights.publisher import Publisher
+    from inflight.weights.source import WeightSource
+
+    stop = threading.Event()
+    watch = _Watch(stop)
+    with contextlib.ExitStack() as stack:
+        link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
+        reporter = stack.enter_context(Reporter(config, link, watch))
+        reporter.phase("loading")
+        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        set_seed(config.seed)
+        model_dir = prepare(config.model.name)
+        policy = load_policy(model_dir, bfloat16=config.trainer.autocast, device=accelerator.device)
+        source = WeightSource(policy.master, config.model.dtype)
+        weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
+        publisher = Publisher(source, weights, config.publish, version=0, ranks=_ranks(config))
+        stack.callback(publisher.close)
+        rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
+        buffer = stack.enter_context(Buffer(rollouts, config))
+        learner = Learner(policy, config, accelerator)
+        trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop)
+        trainer.keep(0)
+        reporter.follow(publisher)
+        reporter.phase("waiting for generators")
+        publisher.wait_joined(config.publish.join_timeout_s)
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        watch.over(buffer, publisher)
+        trainer.run()
+
+
+class _Watch:
+    """Wakes a trainer that waits for a batch when it must stop or no batch can come any more."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        self._stop = stop
+        self._check: Callable[[], None] = lambda: None
+
+    def __call__(self) -> None:
+        self._check()
+
+    def over(self, buffer: Buffer, publisher: Publisher) -> None:
+        """Begins to watch: once all generators have joined."""
+        from inflight.trainer.loop import lost
+
+        def check() -> None:
+            reason = "the trainer was stopped" if self._stop.is_set() else lost(publisher)
+            if reason is not None:
+                self._check = lambda: None
+                buffer.finish(reason, 0.0)
+
+        self._check = check
+
+
+def _ranks(config: RunConfig) -> dict[str, int]:
+    return dict.fromkeys(config.generator_names(), config.generator.tensor_parallel_size)
+
+
+def _require_supported(config: RunConfig) -> None:
+    rollout = config.rollout
+    if rollout.top_p < 1 or rollout.top_k > 0:
+        raise ConfigError(
+            f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} are not allowed in training: the loss "
+            "compares with the whole distribution (top_p=1, top_k=0)"
+        )
+
+
+def _stop_start(signum: int, frame: FrameType | None) -> None:
+    """While things start, nothing is worth keeping: unwind from wherever the main thread is."""
+    raise SystemExit(0)
+
+
+def _end(error: BaseException, code: int) -> int:
+    text = " ".join(str(error).split()) or repr(error)
+    print(f"inflight trainer: {text[:1000]}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

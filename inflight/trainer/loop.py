@@ -1,0 +1,126 @@
+"""The training loop: take a batch, learn from it, publish.
+
+One version a step: step s trains at version s - 1 and publishes s. The trainer waits for a batch and, when publishing
+is slower than a step, for the version before; generation and transfer go on beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from inflight.config import RunConfig
+from inflight.rollout.buffer import Buffer, BufferClosed
+from inflight.trainer.batch import collate
+from inflight.trainer.keep import keep_version, save_checkpoint
+from inflight.trainer.learner import Learner, Stopped
+from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_tokens
+from inflight.weights.delivery import State
+from inflight.weights.publisher import Publisher, PublishReport
+from inflight.weights.source import WeightSource
+
+FINISH_S = 10.0
+"""How long the actors get to end what they have in flight."""
+GONE = (State.ABSENT, State.POISONED)
+
+
+class TrainError(RuntimeError):
+    """The run can't go on; the text says who or what is missing."""
+
+
+class Trainer:
+    """Steps until the configured number is reached, `stop` is set or something is gone for good."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model_dir: Path,
+        learner: Learner,
+        source: WeightSource,
+        buffer: Buffer,
+        publisher: Publisher,
+        reporter: Reporter,
+        stop: threading.Event,
+    ) -> None:
+        self._config, self._model_dir = config, model_dir
+        self._learner, self._source = learner, source
+        self._buffer, self._publisher, self._reporter = buffer, publisher, reporter
+        self._stop = stop
+        self._clock = Clock()
+        self.steps_done = 0
+
+    def run(self) -> None:
+        """All steps, then the end of the run for everyone. Raises TrainError, TimeoutError or LearnError."""
+        self._reporter.phase("training")
+        while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
+            try:
+                self.train_step(self.steps_done + 1)
+            except (Stopped, BufferClosed) as end:
+                if not self._stop.is_set():
+                    raise TrainError(lost(self._publisher) or str(end)) from end
+                break
+            self.steps_done += 1
+            self._checkpoint_when_due()
+        self._finish()
+
+    def train_step(self, step: int) -> None:
+        """One version: a batch judged at the version before, its gradient, the optimizer's step, the publication."""
+        with self._clock.phase("wait_s"):
+            settings = self._config.trainer
+            groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
+        with self._clock.phase("train_s"):
+            batch = collate(groups, scale_by_std=settings.advantage_std)
+            loss, stats = self._learner.backward(batch, self._stop.is_set)
+            grad_norm = self._learner.step()
+        report = self.publish(step)
+        learned = rewards_and_tokens(groups, batch) | learning(loss, grad_norm, stats)
+        self._write_line(step, learned, report, batch.completion_tokens)
+
+    def publish(self, version: int) -> PublishReport:
+        """Keeps the version's file first, so that no token can be sampled under weights that an audit would miss."""
+        self.keep(version)
+        return self._publisher.publish(version)
+
+    def keep(self, version: int) -> None:
+        """Writes the version's file when the run is to be audited."""
+        if self._config.audit.keep_versions:
+            keep_version(self._source, version, self._config.version_file(version))
+
+    def _write_line(self, step: int, learned: dict[str, object], report: PublishReport, tokens: int) -> None:
+        now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3)}
+        rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
+        self._reporter.line(now | learned | rates | delivery(self._publisher, report, self._buffer.counts()))
+
+    def _checkpoint_when_due(self) -> None:
+        every = self._config.trainer.checkpoint_every
+        if every and self.steps_done % every == 0 and self.steps_done < self._config.trainer.steps:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        """Writes model and optimizer as they are after the last whole step."""
+        self._reporter.phase(f"checkpoint at step {self.steps_done}")
+        folder = self._config.path / "checkpoints"
+        master = self._learner.policy.master
+        save_checkpoint(folder, self.steps_done, master, self._learner.optimizer, self._model_dir)
+        self._reporter.phase("training")
+
+    def _finish(self) -> None:
+        """Ends the actors, sees the last version in, ends the generators, keeps the result."""
+        stopped = self._stop.is_set()
+        reason = "the trainer was stopped" if stopped else f"all {self.steps_done} steps are done"
+        self._reporter.phase("finishing")
+        self._buffer.finish(reason, 0.0 if stopped else FINISH_S)
+        if not stopped:
+            self._publisher.flush(self._config.publish.transfer_timeout_s + self._config.publish.commit_timeout_s)
+        self._publisher.finish(reason)
+        if self.steps_done:
+            self.checkpoint()
+        self._reporter.phase("done")
+
+
+def lost(publisher: Publisher) -> str | None:
+    """Why no generator can take part any more; None while one can. To be asked once all have joined."""
+    states = publisher.states
+    if any(state not in GONE for state, _ in states.values()):
+        return None
+    return "no generator is left: " + "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in states.items())

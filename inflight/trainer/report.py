@@ -1,0 +1,183 @@
+"""What the trainer tells: a line a step, a line a swap, and a status each second.
+
+metrics.jsonl, beyond what its names say: `log_ratio_mean` is signed, `log_ratio_max` and `log_ratio_by_lag` are
+absolute; `lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the
+wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `tokens_per_s` is
+sampled tokens of the batch by the time since the last step ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from inflight.bus import BusError, Link
+from inflight.config import RunConfig
+from inflight.messages import Status
+from inflight.metrics import METRICS_FILE, JsonLines
+from inflight.rollout.gate import GatedGroup
+from inflight.rollout.ledger import Counts
+from inflight.trainer.batch import Batch
+from inflight.trainer.loss import Stats
+from inflight.weights.delivery import Failure, Swap
+from inflight.weights.publisher import Publisher, PublishReport
+
+SWAPS_FILE = "swaps.jsonl"
+_TICK_S = 0.2
+_STATUS_S = 1.0
+Value = float | int | str
+
+
+class Clock:
+    """Seconds of a step by phase."""
+
+    def __init__(self) -> None:
+        self.began = self._last = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Times what is inside."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.monotonic() - started
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.began
+
+    def lap(self) -> float:
+        """Seconds since the last call, or since the beginning."""
+        now = time.monotonic()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+
+def rewards_and_tokens(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, object]:
+    """The part of a step's line that is known from its batch."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lags = batch.lag_counts()
+    trained = sum(lags.values())
+    return {
+        "reward": statistics.fmean(rewards),
+        "reward_std": statistics.pstdev(rewards),
+        "lag_mean": sum(lag * count for lag, count in lags.items()) / max(trained, 1),
+        "lag_max": max(lags, default=0),
+        "lag_counts": lags,
+        "tokens_trained": trained,
+        "tokens_masked": batch.completion_tokens - trained,
+    }
+
+
+def learning(loss: float, grad_norm: float, stats: Stats) -> dict[str, object]:
+    """The part of a step's line that the learner knows."""
+    return {"loss": loss, "grad_norm": grad_norm, **stats.values()}
+
+
+def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dict[str, object]:
+    """The part of a step's line about publishing and the buffer, as they stand."""
+    return {
+        "publish_wait_s": report.wait_s,
+        "pack_s": report.pack_s,
+        "committed": publisher.committed,
+        "swaps": publisher.stats()["swaps"],
+        "buffer": counts.buffered,
+        "groups_dropped": counts.dropped,
+        "groups_failed": counts.failed,
+    }
+
+
+class Reporter:
+    """Owns the two files and a thread that sends the status and notes swaps; `watch` is called by it too.
+
+    Leaving it writes what is still to be noted.
+    """
+
+    def __init__(self, config: RunConfig, link: Link, watch: Callable[[], None]) -> None:
+        """`watch` runs about five times a second in the thread; what it raises ends the reporting."""
+        run_dir = Path(config.run_dir)
+        self._metrics, self._swaps = JsonLines(run_dir / METRICS_FILE), JsonLines(run_dir / SWAPS_FILE)
+        self._link, self._watch = link, watch
+        self._lock = threading.Lock()
+        self._values: dict[str, Value] = {"steps": config.trainer.steps}
+        self._publisher: Publisher | None = None
+        self._noted = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trainer report", daemon=True)
+        self._thread.start()
+
+    def follow(self, publisher: Publisher) -> None:
+        """Notes the swaps of this publisher from now on."""
+        self._publisher = publisher
+
+    def phase(self, text: str) -> None:
+        """What the trainer is at, for the status."""
+        with self._lock:
+            self._values["phase"] = text
+
+    def line(self, values: dict[str, object]) -> None:
+        """Writes a step's line; its numbers go into the status as well."""
+        self._metrics.write(values)
+        with self._lock:
+            self._values.update({k: v for k, v in values.items() if isinstance(v, int | float | str)})
+            self._values["groups_dropped"] = sum(_counts(values.get("groups_dropped")))
+            self._values["wait"] = round(float(str(values.get("wait_s", 0.0))), 3)
+
+    def _run(self) -> None:
+        due = 0.0
+        while not self._closing.wait(_TICK_S):
+            self._watch()
+            self._note_swaps()
+            if time.monotonic() >= due:
+                due = time.monotonic() + _STATUS_S
+                self._send()
+
+    def _note_swaps(self) -> None:
+        events = self._publisher.events if self._publisher is not None else []
+        for event in events[self._noted :]:
+            self._swaps.write(swap_line(event))
+            if isinstance(event, Swap):
+                with self._lock:
+                    self._values |= {"gap_ms": event.gap_s * 1e3, "running_at_swap": event.running}
+        self._noted = len(events)
+
+    def _send(self) -> None:
+        with self._lock:
+            values = dict(self._values)
+        if self._publisher is not None:
+            values |= {f"committed_{name}": version for name, version in self._publisher.committed.items()}
+        with contextlib.suppress(BusError):  # nobody watches: a launcher that is gone has ended us or will
+            self._link.send(Status(source="trainer", values=values))
+
+    def close(self) -> None:
+        """Stops the thread, sends a last status, closes the files."""
+        self._closing.set()
+        self._thread.join(timeout=5)
+        self._note_swaps()
+        self._send()
+        self._metrics.close()
+        self._swaps.close()
+
+    def __enter__(self) -> Reporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def swap_line(event: Swap | Failure) -> dict[str, object]:
+    """An event of the publisher as a line of swaps.jsonl."""
+    kind = "committed" if isinstance(event, Swap) else "failed"
+    return {"event": kind, "time": time.time(), **dataclasses.asdict(event)}
+
+
+def _counts(value: object) -> list[int]:
+    return list(value.values()) if isinstance(value, dict) else []

@@ -95,10 +95,13 @@ class Room:
 def play(tmp_path):
     """Runs `scene(room)` with servers, bus, buffer and actor around it; gives the room back."""
 
-    def run(scene, *, servers=1, default=None, answers=(), **kwargs):
+    def run(scene, *, servers=1, default=None, others=None, answers=(), **kwargs):
         async def main():
             async with contextlib.AsyncExitStack() as stack:
-                all_servers = [await stack.enter_async_context(Server(default)) for _ in range(servers)]
+                all_servers = [
+                    await stack.enter_async_context(Server(others if others and number else default))
+                    for number in range(servers)
+                ]
                 all_servers[0].answers = list(answers)
                 async with Room(tmp_path, all_servers, **kwargs).open() as room:
                     await scene(room)
@@ -168,13 +171,20 @@ def test_a_failed_request_is_asked_of_another_generator(play, answer):
     }
 
     async def scene(room):
-        batch = await room.take(2)
-        used = [rollout.generator for gated in batch for rollout in gated.group.rollouts]
-        assert "g1" in used
+        first, other = room.servers
+        await room.take(2)
+        seed = first.requests[0]["seed"]
+        assert seed in [request["seed"] for request in other.requests], "although the other had more to do"
         assert room.sampler.retries == 1
         assert room.buffer.counts().failed == {}
 
-    play(scene, servers=2, answers=[answers.get(answer, answer)])
+    play(
+        scene,
+        servers=2,
+        concurrency=1,
+        answers=[answers.get(answer, answer)],
+        others=lambda: asyncio.sleep(0.1, choice()),
+    )
 
 
 def test_a_generator_that_comes_back_elsewhere_is_used_again(play):
@@ -300,6 +310,24 @@ def test_too_many_failures_in_a_row_end_the_actor(play, monkeypatch):
     play(scene, default=lambda: 400)
 
 
+def test_failures_that_are_not_in_a_row_do_not_end_the_actor(play, monkeypatch):
+    monkeypatch.setattr(actor_module, "MAX_FAILURES", 3)
+
+    class EveryOther(Addition):
+        def item(self, index):
+            if index % 2:
+                raise KeyError(index)
+            return super().item(index)
+
+    async def scene(room):
+        for _ in range(3):
+            await room.take(2)
+        assert room.buffer.counts().failed["task error: KeyError"] >= 5
+        assert await room.finish() == "enough"
+
+    play(scene, concurrency=1, task=EveryOther(seed=0))
+
+
 def test_stopping_settles_everything_that_was_granted(play):
     async def scene(room):
         await room.until(lambda: room.servers[0].active == 4)
@@ -403,6 +431,21 @@ def test_finish_answers_for_every_grant_even_those_never_started(scripted):
         assert not room.running.done(), "it waits for the acknowledgements"
         link.incoming += [GroupAck(group_id=message.group_id) for message in failed]
         assert await asyncio.wait_for(room.running, LIMIT_S) == "enough"
+
+    scripted(scene)
+
+
+def test_an_idle_actor_says_that_it_leaves_and_declines_what_is_granted_meanwhile(scripted):
+    async def scene(room, link):
+        await room.until(lambda: link.sent)
+        room.actor.stop()
+        await room.until(lambda: len(link.sent) == 2)
+        assert link.sent[1] == GroupFailed(group_id="a0-0", reason="actor stopped")
+        link.incoming += [Grant(groups=2), GroupAck(group_id="a0-0")]
+        await room.until(lambda: len(link.sent) == 3)
+        assert link.sent[2] == GroupFailed(group_id="a0-1", reason="actor stopped")
+        link.incoming.append(GroupAck(group_id="a0-1"))
+        assert await asyncio.wait_for(room.running, LIMIT_S) == "actor stopped"
 
     scripted(scene)
 

@@ -84,9 +84,11 @@ BASE_S = 0.25
 def judge(timeline: Timeline, update: Update) -> Judged:
     """Compares an update's gaps with the quarter of a second before it."""
     before = timeline.gaps(update.began - BASE_S, update.began)
-    base = statistics.median(before) if before else 0.0
     stop = timeline.following(update.ended, SETTLE_STEPS)
-    around = timeline.gaps(update.swap_began, stop) or [base]
+    around = timeline.gaps(update.swap_began, stop)
+    if not before or not around:
+        raise RuntimeError("the load ended before an update did: raise tokens or shorten round_s")
+    base = statistics.median(before)
     during = timeline.gaps(update.began, stop)
     return Judged(base, max(around) - base, sum(gap - base for gap in during))
 

@@ -12,11 +12,11 @@ import time
 from typing import Any
 
 import torch
-from inflight.weights.publisher import Publisher
 
 from bench.gpu_shapes import random_model, randomize
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
+from inflight.weights.publisher import Publisher
 from inflight.weights.source import WeightSource
 
 

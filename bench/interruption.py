@@ -65,14 +65,14 @@ class Run:
 
     @staticmethod
     def _environment(devices: str) -> dict[str, str]:
-        return {**os.environ, "CUDA_VISIBLE_DEVICES": devices}
+        return {**os.environ, "CUDA_VISIBLE_DEVICES": str(devices)}
 
     def _engine(self, endpoint: str) -> Any:
         from bench.gpu_engine import Client, start_engine
         from inflight.generator.settings import Settings
 
         config = self._config
-        os.environ["CUDA_VISIBLE_DEVICES"] = config.engine_devices
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(config.engine_devices)
         options: dict[str, Any] = dict(config.engine)
         options["tensor_parallel_size"] = config.tensor_parallel_size
         if self._wants_native():

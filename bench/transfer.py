@@ -95,9 +95,9 @@ def main(config: DictConfig) -> None:
     peer = subprocess.Popen(
         [sys.executable, "-m", "bench.transfer", "--send", json.dumps(options)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": config.trainer_devices},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": str(config.trainer_devices)},
     )  # fmt: skip
-    os.environ["CUDA_VISIBLE_DEVICES"] = config.engine_devices
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(config.engine_devices)
     torch.cuda.set_device(0)
     target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")
     results = []

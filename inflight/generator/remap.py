@@ -104,7 +104,7 @@ class CudaShadow:
     def agree(self, manifest: Manifest) -> Plan:
         """The plan for a manifest, made and checked against vLLM's loader once. Raises PlanError."""
         if self._plan is None or manifest != self._manifest:
-            torch.cuda.set_device(self.device)
+            cuda.bind(self.device)
             self.settle()
             regions, base = self._layout.regions, self.live.data_ptr()
             plan = make_plan(manifest, self._load_weights, regions, base, self.device, whole=self._whole)
@@ -137,7 +137,7 @@ class CudaShadow:
             return
         assert self._plan is not None
         assert self._buffer is not None
-        torch.cuda.set_device(self.device)
+        cuda.bind(self.device)
         torch.cuda.current_stream(self.device).synchronize()
         cuda.copy(self._plan.all_strips, self._buffer.data_ptr(), self.target().data_ptr(), self._stream.cuda_stream)
         self._stream.synchronize()

@@ -67,9 +67,11 @@ class Publisher:
         The listener stays the caller's, who closes it after the publisher.
         """
         self._source, self._config = source, config
-        self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, config.checksum)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
+        # The CUDA transports put bytes where they belong on the device; a checksum would take them to the host.
+        checksum = config.checksum if self.transport == "gloo" else "none"
+        self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._dispatch = Dispatch(
             listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks

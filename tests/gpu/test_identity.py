@@ -17,7 +17,7 @@ from tests.gpu.engine_process import PREFIX
 
 pytestmark = pytest.mark.gpu
 
-ENGINE = {"max_model_len": 1024, "gpu_memory_utilization": 0.3}
+ENGINE = {"max_model_len": 1024, "max_num_seqs": 64, "gpu_memory_utilization": 0.3}
 
 
 def run(spec: dict[str, Any], timeout_s: float = 400) -> list[Any]:

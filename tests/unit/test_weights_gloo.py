@@ -163,7 +163,7 @@ def test_a_rendezvous_elsewhere_is_refused(rendezvous):
 
 def test_the_transport_follows_the_parameters_unless_configured():
     assert resolve("auto", torch.device("cpu")) == "gloo"
-    assert resolve("auto", torch.device("cuda")) == "nccl"
+    assert resolve("auto", torch.device("cuda")) == "ipc"
     assert resolve("ipc", torch.device("cuda")) == "ipc"
     assert make_buffer("gloo", 8, torch.device("meta")).device.type == "cpu"
     with pytest.raises(TransportError, match="no transport is named 'pigeon'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from cuda.bindings import driver
 
 from inflight.weights.transport.landing import Strip
@@ -22,6 +23,22 @@ def check(call: str, result: tuple[Any, ...]) -> Any:
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
+
+
+_contexts: dict[int, Any] = {}
+
+
+def bind(device: torch.device) -> None:
+    """Makes the device's primary context, which torch uses, current in this thread: driver calls need it.
+
+    `torch.cuda.set_device` alone does nothing in a fresh thread whose device is 0 already.
+    """
+    torch.cuda.set_device(device)
+    index = torch.cuda.current_device()
+    if index not in _contexts:
+        handle = check("cuDeviceGet", driver.cuDeviceGet(index))
+        _contexts[index] = check("cuDevicePrimaryCtxRetain", driver.cuDevicePrimaryCtxRetain(handle))
+    check("cuCtxSetCurrent", driver.cuCtxSetCurrent(_contexts[index]))
 
 
 def copy(strips: Iterable[Strip], source: int, target: int, stream: int) -> None:

@@ -76,7 +76,7 @@ class IpcReceiver:
         number = self._received
         self._received += 1
         offer = self._board.take(f"offer/{number}", "the trainer", "receive")
-        torch.cuda.set_device(landing.device)
+        cuda.bind(landing.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(landing.device)
         try:
@@ -110,9 +110,9 @@ def _export(buffer: torch.Tensor) -> bytes:
     """Offset in the allocation, size, and the allocation's handle. Raises TransportError when it can't be shared."""
     address: int = buffer.data_ptr()
     try:
-        with torch.cuda.device(buffer.device):
-            found: Any = cuda.check("cuMemGetAddressRange", driver.cuMemGetAddressRange(address))
-            handle = cuda.check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(int(found[0])))
+        cuda.bind(buffer.device)
+        found: Any = cuda.check("cuMemGetAddressRange", driver.cuMemGetAddressRange(address))
+        handle = cuda.check("cuIpcGetMemHandle", driver.cuIpcGetMemHandle(int(found[0])))
     except cuda.CudaError as error:
         raise TransportError(
             f"send: the send buffer can't be shared between processes ({error}); "

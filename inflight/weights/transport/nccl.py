@@ -89,7 +89,7 @@ class NcclSender:
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Broadcasts bucket by bucket; returns when `buffer` may be written again."""
-        torch.cuda.set_device(buffer.device)
+        cuda.bind(buffer.device)
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
         with torch.cuda.stream(self._stream):
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
@@ -112,7 +112,7 @@ class NcclReceiver:
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills uint8 `buffer`, which is on a CUDA device."""
-        torch.cuda.set_device(buffer.device)
+        cuda.bind(buffer.device)
         self._prepare(buffer.device, 0)
         with torch.cuda.stream(self._streams[0]):
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
@@ -121,7 +121,7 @@ class NcclReceiver:
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
         """Receives each bucket into one of two staging buffers and scatters it while the next one comes."""
-        torch.cuda.set_device(landing.device)
+        cuda.bind(landing.device)
         self._prepare(landing.device, max(bucket.nbytes for bucket in buckets))
         parts = self._strips_of(landing, buckets)
         works: list[Any] = []

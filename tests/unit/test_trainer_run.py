@@ -1,0 +1,262 @@
+"""The trainer's main over the real bus and transport; the generator and the actor are played here."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch
+from fake_generator import FakeGenerator, eventually
+from rollout_samples import make_config, make_rollout
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inflight import summary
+from inflight.bus import Link, Listener, Received
+from inflight.config import AuditConfig, ModelConfig, PublishConfig, TrainerConfig, save
+from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
+from inflight.metrics import METRICS_FILE, read_lines
+from inflight.trainer.__main__ import main
+from inflight.types import RolloutGroup
+
+
+class FakeActor:
+    """Delivers what it is granted, sampled under the version that the generator holds."""
+
+    def __init__(self, config, generator):
+        self.config, self.generator = config, generator
+        self.finish: Finish | None = None
+        self._made = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self):
+        with Link(self.config.endpoint("rollouts"), "a0", self.config.bus) as link:
+            link.send(ActorHello(actor="a0"))
+            while not self._closing.is_set():
+                message = link.receive(0.05)
+                if isinstance(message, Finish):
+                    self.finish = message
+                elif isinstance(message, Grant):
+                    while self._made < message.groups:
+                        link.send(GroupDone(group=self._group(f"q{self._made}")))
+                        self._made += 1
+
+    def _group(self, name):
+        source, version = random.Random(name), self.generator.version
+        members = [
+            make_rollout(
+                name, index, spans=((0, version),), length=5, reward=float(index),
+                token_ids=[source.randrange(17) for _ in range(5)], logprobs=[-2.5] * 5,
+            )
+            for index in range(2)
+        ]  # fmt: skip
+        return RolloutGroup(group_id=name, prompt_key=name, rollouts=members)
+
+    def close(self):
+        self._closing.set()
+        self._thread.join(5)
+
+
+class Run:
+    """A run's folder and everyone but the trainer."""
+
+    def __init__(self, folder, **trainer):
+        settings = {"steps": 4, "groups_per_step": 2, "micro_batch": 2, "learning_rate": 1e-3, "batch_timeout_s": 30.0}
+        self.config = dataclasses.replace(
+            make_config(folder, keep=True),
+            model=ModelConfig(name="tiny", dtype="bfloat16"),
+            trainer=TrainerConfig(**(settings | trainer)),
+            publish=PublishConfig(
+                transport="gloo", join_timeout_s=30.0, transfer_timeout_s=10.0, commit_timeout_s=10.0
+            ),
+            audit=AuditConfig(keep_versions=True),
+        )
+        save(self.config)
+        (folder / "bus").mkdir()
+        self.folder = folder
+        self.statuses: list[Status] = []
+        self.launcher = Listener(self.config.endpoint("status"), self.config.bus)
+        self.generator: FakeGenerator | None = None
+        self.actor: FakeActor | None = None
+
+    def start(self, *, actor=True):
+        self.generator = FakeGenerator(self.config.endpoint("weights")).start()
+        if actor:
+            self.actor = FakeActor(self.config, self.generator)
+        return self
+
+    def lines(self):
+        return read_lines(self.folder / METRICS_FILE)
+
+    def read_statuses(self):
+        while (event := self.launcher.receive(0.0)) is not None:
+            if isinstance(event, Received):
+                self.statuses.append(event.message)
+        return self.statuses
+
+    def close(self):
+        for each in (self.actor, self.generator, self.launcher):
+            if each is not None:
+                each.close()
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    runs = []
+
+    def make(**trainer):
+        runs.append(Run(tmp_path, **trainer))
+        return runs[-1]
+
+    yield make
+    signal.signal(signal.SIGTERM, before)
+    for run in runs:
+        run.close()
+
+
+def train(run) -> int:
+    return main(["--run-dir", str(run.folder)])
+
+
+def after(condition, action):
+    """Runs `action` in a thread once `condition()` holds."""
+
+    def wait():
+        eventually(condition, timeout_s=60)
+        action()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_whole_run(make_run):
+    run = make_run(checkpoint_every=3).start()
+    assert train(run) == 0
+    lines = run.lines()
+    assert [(line["step"], line["version"]) for line in lines] == [(n, n) for n in (1, 2, 3, 4)]
+    for line in lines:
+        assert line["tokens_trained"] == 20
+        assert line["tokens_masked"] == 0
+        assert line["reward"] == 0.5
+        assert line["reward_std"] == 0.5
+        assert line["grad_norm"] > 0
+        assert sum(line["lag_counts"].values()) == 20
+        assert line["lag_max"] <= run.config.gate.max_lag + 2  # a group may start before the commit of the last step
+    wanted = (
+        "time_s loss log_ratio_mean log_ratio_max clip_share lag_mean groups_dropped buffer wait_s train_s "
+        "publish_wait_s pack_s committed swaps tokens_per_s"
+    )
+    assert set(wanted.split()) <= lines[-1].keys()
+    figures = summary.summarize(run.folder)
+    assert (figures.steps, figures.swaps, figures.swaps_while_running, figures.swaps_failed) == (4, 4, 4, 0)
+    assert run.actor.finish.reason == "all 4 steps are done"
+    last = run.read_statuses()[-1].values
+    assert (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
+
+
+def test_kept_versions_are_the_bytes_that_were_published(make_run, tiny_model):
+    run = make_run(steps=2).start()
+    assert train(run) == 0
+    assert sorted(p.name for p in (run.folder / "versions").iterdir()) == [f"{n:06d}.safetensors" for n in range(3)]
+    kept, live = load_file(run.config.version_file(2)), run.generator.shadows[0].live
+    assert kept.keys() == live.keys()
+    assert all(torch.equal(kept[name], live[name]) for name in kept)
+    start = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.bfloat16).state_dict()
+    first = load_file(run.config.version_file(0))
+    assert all(torch.equal(first[name], start[name]) for name in first)
+    assert any(not torch.equal(first[name], kept[name]) for name in first)
+
+
+def test_a_version_is_kept_before_it_is_published(make_run, monkeypatch):
+    run = make_run(steps=2)
+    events = []
+    from inflight.trainer import loop
+    from inflight.weights.publisher import Publisher
+
+    keep, publish = loop.keep_version, Publisher.publish
+    monkeypatch.setattr(loop, "keep_version", lambda s, v, path: (keep(s, v, path), events.append(("keep", v))))
+    monkeypatch.setattr(Publisher, "publish", lambda self, v: (events.append(("publish", v)), publish(self, v))[1])
+    run.start()
+    assert train(run) == 0
+    assert events == [("keep", 0), ("keep", 1), ("publish", 1), ("keep", 2), ("publish", 2)]
+
+
+def test_checkpoints_can_be_started_from(make_run):
+    run = make_run(steps=3, checkpoint_every=1).start()
+    assert train(run) == 0
+    folders = sorted((run.folder / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == ["step-000001", "step-000002", "step-000003"]
+    model = AutoModelForCausalLM.from_pretrained(folders[-1])
+    assert model.dtype == torch.float32
+    kept = load_file(run.config.version_file(3))
+    assert all(torch.equal(model.state_dict()[name].to(torch.bfloat16), tensor) for name, tensor in kept.items())
+    assert AutoTokenizer.from_pretrained(folders[-1])("1+2=")["input_ids"]
+    moments = load_file(folders[-1] / "optimizer.safetensors")
+    names = dict(model.named_parameters())
+    assert {f"{name}.exp_avg_sq" for name in names} <= moments.keys()
+    assert moments["model.norm.weight.step"] == 3
+
+
+def test_no_batch_in_time_is_one_clear_line(make_run, capfd):
+    run = make_run(batch_timeout_s=0.5).start(actor=False)
+    assert train(run) == 1
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("inflight trainer: no batch within 0")
+    assert "actors alive: none" in last
+
+
+def test_a_generator_that_never_joins_is_named(make_run, capfd):
+    run = make_run()
+    object.__setattr__(run.config.publish, "join_timeout_s", 0.3)
+    save(run.config)
+    assert train(run) == 1
+    assert "not all generators have joined after 0.3 s (g0 ABSENT" in capfd.readouterr().err
+
+
+def test_a_generator_that_dies_ends_the_run(make_run, capfd):
+    run = make_run(steps=10_000, batch_timeout_s=600.0).start()
+    after(lambda: len(run.lines()) >= 2, run.generator.close)
+    assert train(run) == 1
+    last = capfd.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("inflight trainer: no generator is left: g0 ")
+
+
+def test_sigterm_keeps_the_last_whole_step(make_run):
+    run = make_run(steps=10_000).start()
+    after(lambda: len(run.lines()) >= 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(run) == 0
+    steps = run.lines()[-1]["step"]
+    assert [p.name for p in (run.folder / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
+    assert run.actor.finish.reason == "the trainer was stopped"
+
+
+def test_sigterm_wakes_a_trainer_that_waits_for_a_batch(make_run):
+    run = make_run(batch_timeout_s=600.0).start(actor=False)
+
+    def training():
+        return any(status.values.get("phase") == "training" for status in run.read_statuses())
+
+    after(training, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(run) == 0
+    assert run.lines() == []
+
+
+def test_sampling_that_the_loss_cannot_weigh_is_refused(make_run, capfd):
+    run = make_run()
+    object.__setattr__(run.config.rollout, "top_p", 0.9)
+    save(run.config)
+    assert train(run) == 2
+    assert "rollout.top_p=0.9" in capfd.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capfd):
+    assert main(["--run-dir", str(tmp_path)]) == 2
+    assert "is not a run folder" in capfd.readouterr().err

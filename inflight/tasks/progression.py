@@ -38,7 +38,7 @@ class Progression:
     """
 
     seed: int
-    terms: int = 16
+    terms: int = 14
     """Terms that are wanted; right ones beyond earn nothing."""
     shown: int = 6
     """Terms that are given."""

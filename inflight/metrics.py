@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+"""A line a step."""
+SWAPS_FILE = "swaps.jsonl"
+"""A line for each version and generator."""
 
 
 class JsonLines:

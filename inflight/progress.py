@@ -26,6 +26,7 @@ from inflight.config import RunConfig
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 40
+SAME_LINE_S = 30.0
 Value = float | int | str
 
 
@@ -58,8 +59,12 @@ class Progress:
 
     def line(self) -> str:
         """One line of plain text."""
+        return f"{self._elapsed()} · {self.news()}"
+
+    def news(self) -> str:
+        """The line without the time."""
         trainer = self._of("trainer")
-        parts = [f"{self._elapsed()}", f"step {trainer.get('step', 0)}/{self._config.trainer.steps}"]
+        parts = [f"step {trainer.get('step', 0)}/{self._config.trainer.steps}"]
         parts += self._trainer_parts(trainer) or [str(trainer.get("phase", "starting"))]
         for name in self._config.generator_names():
             parts.append(f"{name} {self._generator_text(name)}")
@@ -130,6 +135,7 @@ class View:
         self._console = console or Console()
         self._line_every_s = line_every_s
         self._next_line = time.monotonic() + line_every_s
+        self._last_line, self._same_since = "", time.monotonic()
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
@@ -140,6 +146,13 @@ class View:
             self._live.update(self.progress.render(), refresh=True)
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + self._line_every_s
+            self._print_news()
+
+    def _print_news(self) -> None:
+        """A line that says nothing new is left out, but not for long: silence looks like a hang."""
+        news = self.progress.news()
+        if news != self._last_line or time.monotonic() - self._same_since > SAME_LINE_S:
+            self._last_line, self._same_since = news, time.monotonic()
             print(self.progress.line(), flush=True)
 
     def __enter__(self) -> View:

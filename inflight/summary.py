@@ -13,13 +13,12 @@ from typing import Any
 
 import msgspec
 
-from inflight.metrics import METRICS_FILE, read_lines
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
 from inflight.types import Rollout
 
 SUMMARY_FILE = "summary.json"
-SWAPS_FILE = "swaps.jsonl"
 EDGE_STEPS = 5
 """Steps that the first and the last reward are averaged over."""
 
@@ -36,6 +35,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     seconds: float | None
+    """From when the trainer began to wait for the first batch until it wrote the last step's line."""
     version: int
     """The last one published."""
     swaps: int
@@ -80,7 +80,7 @@ def summarize(run_dir: Path) -> Summary:
     span = _duration(rollouts)
     return Summary(
         steps=len(steps),
-        seconds=last.get("time_s"),
+        seconds=_seconds(steps),
         version=int(last.get("version", 0)),
         swaps=len(done),
         swaps_while_running=sum(swap["running"] > 0 for swap in done),
@@ -155,6 +155,14 @@ def _duration(rollouts: Sequence[Rollout]) -> float:
     if not rollouts:
         return 0.0
     return max(rollout.finished for rollout in rollouts) - min(rollout.started for rollout in rollouts)
+
+
+def _seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    """The clock of the lines runs since the trainer's start: what came before the first step is taken off."""
+    if not steps:
+        return None
+    first = sum(float(steps[0][phase]) for phase in ("wait_s", "train_s", "publish_wait_s", "pack_s"))
+    return float(steps[-1]["time_s"]) - float(steps[0]["time_s"]) + first
 
 
 def _lags(steps: Iterable[Mapping[str, Any]]) -> dict[int, int]:

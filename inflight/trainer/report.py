@@ -19,7 +19,7 @@ from pathlib import Path
 from inflight.bus import BusError, Link
 from inflight.config import RunConfig
 from inflight.messages import Status
-from inflight.metrics import METRICS_FILE, JsonLines
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.ledger import Counts
 from inflight.trainer.batch import Batch
@@ -27,7 +27,6 @@ from inflight.trainer.loss import Stats
 from inflight.weights.delivery import Failure, Swap
 from inflight.weights.publisher import Publisher, PublishReport
 
-SWAPS_FILE = "swaps.jsonl"
 _TICK_S = 0.2
 _STATUS_S = 1.0
 Value = float | int | str

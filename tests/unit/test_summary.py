@@ -7,10 +7,10 @@ import json
 import pytest
 
 from inflight import summary
-from inflight.metrics import METRICS_FILE, JsonLines
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
-from inflight.summary import SWAPS_FILE, Spread, summarize
+from inflight.summary import Spread, summarize
 from inflight.types import Rollout, RolloutGroup, Turn, VersionSpan
 
 
@@ -36,7 +36,7 @@ def run(tmp_path):
     with JsonLines(tmp_path / METRICS_FILE) as metrics:
         for step in range(1, 8):
             metrics.write({
-                "step": step, "version": step, "time_s": step * 2.0, "reward": step / 10,
+                "step": step, "version": step, "time_s": 100 + step * 2.0, "wait_s": 1.5, "train_s": 0.25, "reward": step / 10,
                 "publish_wait_s": 0.001 * step, "pack_s": 0.001, "tokens_trained": 10, "tokens_masked": 1,
                 "lag_counts": {0: 6, 1: 4}, "groups_dropped": {"old": step}, "groups_failed": {"actor lost": 1},
             })  # fmt: skip
@@ -57,7 +57,7 @@ def run(tmp_path):
 
 def test_every_figure(run):
     got = summarize(run)
-    assert (got.steps, got.version, got.seconds) == (7, 7, 14.0)
+    assert (got.steps, got.version, got.seconds) == (7, 7, pytest.approx(12 + 1.75 + 0.002))
     assert (got.swaps, got.swaps_while_running, got.swaps_failed) == (3, 2, 1)
     assert got.gap_ms == Spread(median=2.0, max=4.0)
     assert got.publish_wait_ms.median == pytest.approx(5.0)
@@ -105,7 +105,8 @@ def test_a_torn_rollout_stream_is_told(run):
 
 
 def test_a_reward_that_is_not_a_number_does_not_hide_the_others(tmp_path):
+    phases = ("wait_s", "train_s", "publish_wait_s", "pack_s")
     with JsonLines(tmp_path / METRICS_FILE) as metrics:
         for reward in (1.0, float("nan"), 3.0):
-            metrics.write({"reward": reward, "publish_wait_s": 0.0, "pack_s": 0.0})
+            metrics.write({"reward": reward, "time_s": 1.0} | dict.fromkeys(phases, 0.0))
     assert summarize(tmp_path).reward_first == 2.0

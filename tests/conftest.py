@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def tiny_untied_model() -> Path:
 
 
 @pytest.fixture
-def bus_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def bus_endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An address for a Listener; its path is short enough for a socket."""
     folder = tmp_path_factory.mktemp("bus")
-    yield f"ipc://{folder}/s"
+    return f"ipc://{folder}/s"

@@ -36,7 +36,13 @@ lint: $(READY)
 	$(PY) -m mypy
 
 bench: $(READY)
-	@set -e; for script in bench/*.py; do echo "== $$script"; $(PY) $$script; done
+ifeq ($(shell command -v nvidia-smi),)
+	$(PY) -m bench.publish
+	$(PY) -m bench.interruption --config-name interruption_cpu $(ARGS)
+else
+	$(PY) -m bench.transfer
+	$(PY) -m bench.interruption $(ARGS)
+endif
 
 verify-patches: $(READY)
 	@.venv/bin/inflight patch check

@@ -37,7 +37,8 @@ def run(tmp_path):
         for step in range(1, 8):
             metrics.write({
                 "step": step, "version": step, "time_s": 100 + step * 2.0, "reward": step / 10,
-                "wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.001 * step, "pack_s": 0.001, "tokens_trained": 10, "tokens_masked": 1,
+                "wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.001 * step, "pack_s": 0.001,
+                "tokens_trained": 10, "tokens_masked": 1,
                 "lag_counts": {0: 6, 1: 4}, "groups_dropped": {"old": step}, "groups_failed": {"actor lost": 1},
             })  # fmt: skip
     with JsonLines(tmp_path / SWAPS_FILE) as swaps:

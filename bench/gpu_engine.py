@@ -113,6 +113,16 @@ class Client:
         while not self.core.outputs_queue.empty():
             self.core.outputs_queue.get_nowait()
 
+    def wait_all_after(self, moment: float, timeout_s: float) -> float:
+        """When every sequence had a token after `moment`. Raises TimeoutError."""
+        deadline = time.perf_counter() + timeout_s
+        while time.perf_counter() < deadline:
+            last = list(self._last.values())
+            if last and min(last) > moment:
+                return time.perf_counter()
+            time.sleep(0.005)
+        raise TimeoutError(f"not every sequence had a token within {timeout_s:g} s")
+
     @property
     def running(self) -> int:
         """Unfinished sequences."""
@@ -169,8 +179,10 @@ class Client:
 class Agent:
     """Answers the publisher's commits, as `inflight.generator.agent` does in the server."""
 
-    def __init__(self, client: Client, endpoint: str, ranks: int) -> None:
+    def __init__(self, client: Client, endpoint: str, ranks: int, *, patched: bool) -> None:
+        """`patched`: vLLM queues the commit with the steps; else it is a blocking RPC, as without our patch."""
         self._client = client
+        self._patched = patched
         self._link = Link(endpoint, "g0.engine", BusConfig())
         self._link.send(EngineHello(generator="g0", world_size=ranks, version=0, url="http://127.0.0.1"))
         self.commits: dict[int, tuple[float, float, float]] = {}
@@ -210,7 +222,8 @@ class Agent:
     def _commit(self, version: int) -> None:
         told = time.perf_counter()
         try:
-            ranks = self._client.call("commit_weights", version)
+            commit = self._client.call if self._patched else self._client.rpc
+            ranks = commit("commit_weights", version)
         except Exception as error:  # noqa: BLE001 - whatever the engine core says
             self._link.send(Failed(version=version, phase="commit", reason=str(error)[:1000], poisoned=True))
             self._fail(f"commit of version {version}: {error}")

@@ -118,8 +118,8 @@ def _paused(bench: Bench, mode: str, packed: bool) -> Update:
     moved = time.perf_counter()
     bench.client.call("resume_scheduler")
     ended = time.perf_counter()
-    if mode == "abort":
-        time.sleep(0.3)  # the resubmitted sequences have to produce again before the round goes on
+    if mode != "keep":
+        ended = bench.client.wait_all_after(ended, WAIT_S)
     return Update(
         began=began, ended=ended, swap_began=began, trainer_blocked_s=send_s, transfer_s=moved - stopped,
         aborted=bench.client.aborted - aborted, recomputed=bench.client.recomputed - recomputed,

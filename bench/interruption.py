@@ -23,7 +23,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from bench.gpu_gaps import SETTLE_STEPS, Timeline, Update, summarize
+from bench.gpu_gaps import Timeline, Update, summarize
 from bench.gpu_report import write_report
 from bench.gpu_shapes import write_config
 
@@ -41,13 +41,17 @@ class Run:
         self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="interruption-"))
         self._version = 0
-        self._quiet: dict[tuple[int, float], float] = {}
+        self._quiet: dict[int, float] = {}
         self.timelines: dict[str, tuple[Timeline, list[Update]]] = {}
         endpoint = f"ipc://{self._folder / 'weights'}"
         trainer = TrainerProcess(self._trainer_options(endpoint), self._environment(config.trainer_devices))
         try:
+            shared = str(config.trainer_devices) == str(config.engine_devices)
+            if shared:  # the engine plans its memory by what is free
+                trainer.answer()
             engine = self._engine(endpoint)
-            trainer.answer()  # ready
+            if not shared:
+                trainer.answer()  # ready
             self._bench = Bench(engine, trainer, None, self._native_info())
             self._join(endpoint)
         except BaseException:
@@ -106,34 +110,34 @@ class Run:
         from bench.gpu_engine import Agent
 
         bench = self._bench
-        bench.agent = Agent(bench.client, endpoint, self._config.tensor_parallel_size)
+        ranks = self._config.tensor_parallel_size
+        bench.agent = Agent(bench.client, endpoint, ranks, patched=self._config.patched)
         bench.trainer.ask("join")
         if self._wants_native():
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
             bench.trainer.ask("native_init", port=port)  # began
-            world = 1 + self._config.tensor_parallel_size
-            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": world}
+            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
             bench.client.rpc("init_weight_transfer_engine", info)
             bench.trainer.answer()
 
     def quiet_rate(self, batch: int, seconds: float) -> float:
-        """Tokens a second of a round without updates; measured once for a batch and length."""
-        key = (batch, seconds)
-        if key not in self._quiet:
+        """Tokens a second of a round without updates; measured once for a batch size, over its first cell's round."""
+        if batch not in self._quiet:
             client = self._bench.client
             client.timeline = Timeline()
             client.start(batch)
             time.sleep(self._config.settle_s)
             started = time.perf_counter()
             time.sleep(seconds)
-            self._quiet[key] = client.timeline.rate(started, time.perf_counter())
+            self._quiet[batch] = client.timeline.rate(started, time.perf_counter())
             client.stop()
-        return self._quiet[key]
+        return self._quiet[batch]
 
     def cell(self, cell: DictConfig) -> dict[str, Any]:
         """One strategy at one batch size."""
-        seconds = min(self._config.round_s, cell.updates * cell.interval_s)
+        back_to_back = cell.interval_s == 0
+        seconds = self._config.round_s if back_to_back else min(self._config.round_s, cell.updates * cell.interval_s)
         quiet = self.quiet_rate(cell.batch, seconds)
         client = self._bench.client
         client.timeline = Timeline()
@@ -141,11 +145,12 @@ class Run:
         updates: list[Update] = []
         rates: list[float] = []
         while len(updates) < cell.updates:
-            count = max(1, min(cell.updates - len(updates), int(seconds / cell.interval_s + 0.5)))
+            fitting = cell.updates if back_to_back else int(seconds / cell.interval_s + 0.5)
+            count = max(1, min(cell.updates - len(updates), fitting))
             rates.append(self._round(cell, count, updates))
         for update, (waited, remap) in zip(updates, client.take_swaps(), strict=False):
             update.waited_s, update.remap_s = waited, remap
-        self.timelines[f"{cell.strategy}-{cell.batch}"] = (client.timeline, updates)
+        self.timelines[f"{cell.strategy} x{cell.batch} every {cell.interval_s:g} s"] = (client.timeline, updates)
         result = summarize(cell.strategy, client.timeline, updates, quiet)
         kept = sum(rates) / len(rates) / quiet if quiet else 0.0
         return {**result, "batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": round(kept, 4)}
@@ -162,7 +167,6 @@ class Run:
             self._version += 1
             updates.append(STRATEGIES[cell.strategy](self._bench, self._version))
         time.sleep(max(0.0, started + count * cell.interval_s - time.perf_counter()))
-        client.timeline.following(updates[-1].ended, SETTLE_STEPS)
         rate = client.timeline.rate(started, time.perf_counter())
         client.stop()
         return rate

@@ -64,7 +64,7 @@ class Swap:
     build_s: float
     """Slowest rank: bytes to kernel-ready shadow."""
     ready_s: float
-    """Prepare sent to the last rank's Ready."""
+    """Packed to the last rank's Ready: the publisher's checksums, transfer and build."""
     commit_s: float
     """Commit sent to Committed."""
     gap_s: float
@@ -104,7 +104,7 @@ class Delivery:
     deadline: float | None = None
     prepared: bool = False
     """Prepare was sent, so every rank owes an answer."""
-    started: float = 0.0
+    released: float = 0.0
     commit_started: float = 0.0
     channel: Channel | None = None
 
@@ -139,10 +139,10 @@ class Delivery:
         if state not in UNSETTLED:
             self.deadline = None
 
-    def begin(self, version: int, deadline: float) -> None:
+    def begin(self, version: int, now: float, deadline: float) -> None:
         """A version is out: IDLE → SENDING."""
         self.enter(State.SENDING, f"version {version} is being sent")
-        self.version, self.deadline, self.prepared = version, deadline, False
+        self.version, self.released, self.deadline, self.prepared = version, now, deadline, False
 
     def all_ready(self) -> bool:
         """Whether every rank holds the version in its shadow, verified."""
@@ -157,7 +157,7 @@ class Delivery:
             version=self.version,
             transfer_s=max(answer.receive_s for answer in ready),
             build_s=max(answer.build_s for answer in ready),
-            ready_s=self.commit_started - self.started,
+            ready_s=self.commit_started - self.released,
             commit_s=now - self.commit_started,
             gap_s=gap_s,
             running=running,

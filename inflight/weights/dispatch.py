@@ -85,7 +85,8 @@ class Dispatch:
                 if delivery.state is not State.IDLE:
                     self.roster.record(delivery, version, "absent", f"{delivery.state.name}, {delivery.why}")
                     continue
-                delivery.begin(version, time.monotonic() + self._config.transfer_timeout_s)
+                now = time.monotonic()
+                delivery.begin(version, now, now + self._config.transfer_timeout_s)
                 channel = delivery.channel
                 assert channel is not None
                 channel.submit(functools.partial(self._send, delivery, channel, version, sums))
@@ -98,6 +99,8 @@ class Dispatch:
 
     def close(self) -> None:
         """Aborts what is not being committed yet and ends all threads; waits for none longer than CLOSE_S."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         self._thread.join(CLOSE_S)
         with self.changed:
@@ -120,8 +123,8 @@ class Dispatch:
             if delivery.channel is not channel or delivery.version != version or delivery.state is not State.SENDING:
                 return
             self._content_digest = content_digest(found)
-            delivery.prepared, delivery.started = True, time.monotonic()
-            delivery.deadline = delivery.started + self._config.transfer_timeout_s
+            delivery.prepared = True
+            delivery.deadline = time.monotonic() + self._config.transfer_timeout_s
             digest = self.roster.manifest_digest
             self.roster.tell(delivery.ranks, Prepare(version=version, manifest_digest=digest, checksums=found))
         sender.send(self._buffer, self._manifest.buckets)

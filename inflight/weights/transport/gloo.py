@@ -1,7 +1,9 @@
 """Bytes on CPU: gloo broadcasts of one bucket after another, from rank 0 (the trainer) to the ranks of one generator.
 
-The group is this transport's own, with a store of its own on a loopback port: the default group, which belongs to the
-engine, is neither needed nor touched. It is formed at the first transfer, so making either side never waits.
+The group is this transport's own: the default group, which belongs to the engine, is neither needed nor touched. It is
+formed at the first transfer, so making either side never waits. Its members meet at a store on a loopback port of the
+trainer's process, one for all groups: it outlives them, so that whoever comes late finds its group closed rather than
+nobody (torch's client of a store that goes away tries again for longer than its timeout).
 
 An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
 or died (at once: its sockets close), or by the timeout. So a rank that can't take part must close its receiver.
@@ -10,6 +12,7 @@ Everything that waits does so without the GIL.
 
 from __future__ import annotations
 
+import functools
 import re
 import secrets
 import socket
@@ -29,6 +32,8 @@ LOOPBACK = "127.0.0.1"
 _BACKSTOP_S = 5.0
 """Beyond the timeout that gloo itself keeps for each operation; must not be reached."""
 _POLL_S = 0.002
+_CLOSED, _GO = "closed", "go"
+"""Keys by which the trainer tells that a group will not, or will now, be formed."""
 
 
 class _Group:
@@ -70,8 +75,11 @@ class _Group:
             self._busy.release()
 
     def _drop(self) -> None:
-        """Frees group and store, which closes their sockets and thereby tells the peers."""
-        self._group = self._store = None
+        """Closes the group's sockets, which tells peers in a transfer, and tells those that still wait to begin one."""
+        self._group = None
+        store, self._store = self._store, None
+        if store is not None and self._rank == 0:
+            store().set(_CLOSED, "1")
 
     def _require_open(self) -> None:
         if self._closed.is_set():
@@ -91,35 +99,33 @@ class _Group:
         return self._group
 
     def _meet(self, store: dist.Store) -> None:
-        """Waits until every rank is at the store, so that an error can name who is not."""
+        """Waits until every rank is at the store, so that an error can name who is not, and until the trainer has said
+        so: from then on it is certain to take part in forming the group."""
         store.set(f"here/{self._rank}", "1")
+        others = [f"here/{rank}" for rank in range(1, self._size)] if self._rank == 0 else [_GO]
         deadline = time.monotonic() + self._timeout_s
-        while missing := [rank for rank in range(self._size) if not store.check([f"here/{rank}"])]:
+        while missing := [key for key in others if not store.check([key])]:
             self._require_open()
+            if store.check([_CLOSED]):
+                raise RuntimeError("the trainer has closed it")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"transport ranks {missing} did not come within {self._timeout_s:g} s")
+                who = ", ".join(key.partition("/")[2] for key in missing) if self._rank == 0 else "others"
+                raise RuntimeError(f"transport ranks {who} did not come within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
+        if self._rank == 0:
+            store.set(_GO, "1")
 
 
 class GlooSender:
     """Trainer side, rank 0 of `size`; see transport.base.Sender."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        """Opens the store on a free loopback port. Raises TransportError when it can't."""
-        try:
-            listening = socket.create_server((LOOPBACK, 0))
-            port = listening.getsockname()[1]
-            # By its own socket: given a host name, the store would listen on every interface.
-            server = dist.TCPStore(
-                LOOPBACK, port, is_master=True, wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s), master_listen_fd=listening.detach(),
-            )  # fmt: skip
-        except (OSError, RuntimeError) as error:
-            raise TransportError(f"open: no store on {LOOPBACK}: {_first_line(error)}") from None
-        token = secrets.token_hex(8)
+        """Raises TransportError when the process can't have a store."""
+        port, token = _store_of_this_process()[0], secrets.token_hex(8)
         self.rendezvous = f"{LOOPBACK}:{port}/{token}"
         """Where receivers find the store, and the prefix of this group's keys in it."""
-        self._group = _Group(0, size, timeout_s, lambda: dist.PrefixStore(token, server))
+        # A connection of its own: a group that waits holds its connection, and the others must not wait with it.
+        self._group = _Group(0, size, timeout_s, functools.partial(_connect, port, token, timeout_s))
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Broadcasts bucket by bucket; the first call waits for all receivers to come."""
@@ -140,14 +146,7 @@ class GlooReceiver:
         if host != LOOPBACK or not port.isdecimal() or not token:
             raise TransportError(f"connect: rendezvous {rendezvous!r} is not {LOOPBACK}:port/token")
 
-        def store() -> dist.Store:
-            # The store is there from before the Welcome until the sender closes: refused means gone. TCPStore's client
-            # would try again for more than the timeout.
-            socket.create_connection((host, int(port)), timeout=timeout_s).close()
-            client = dist.TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-            return dist.PrefixStore(token, client)
-
-        self._group = _Group(rank, size, timeout_s, store)
+        self._group = _Group(rank, size, timeout_s, functools.partial(_connect, int(port), token, timeout_s))
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills `buffer` bucket by bucket. After an error nothing writes into it any more."""
@@ -156,6 +155,28 @@ class GlooReceiver:
     def close(self) -> None:
         """See the module: an operation in flight ends by itself, within the timeout."""
         self._group.close()
+
+
+@functools.cache
+def _store_of_this_process() -> tuple[int, dist.Store]:
+    """(port, store): made with the first sender, kept to the end. Raises TransportError when it can't be opened."""
+    try:
+        listening = socket.create_server((LOOPBACK, 0))
+        port = listening.getsockname()[1]
+        # By its own socket: given a host name, the store would listen on every interface.
+        return port, dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
+    except (OSError, RuntimeError) as error:
+        raise TransportError(f"open: no store on {LOOPBACK}: {_first_line(error)}") from None
+
+
+def _connect(port: int, token: str, timeout_s: float) -> dist.Store:
+    """A connection to the trainer's store, seeing one group's keys."""
+    # The store is there for as long as the trainer: refused means gone. TCPStore's client would try again and again.
+    socket.create_connection((LOOPBACK, port), timeout=timeout_s).close()
+    client = dist.TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    return dist.PrefixStore(token, client)
 
 
 def _from_trainer() -> Any:

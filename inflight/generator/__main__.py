@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="g0, g1, …")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, _stop_start)
     try:
         config = load(arguments.run_dir)
         _check_name(config, arguments.name)
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(config, arguments.name)
     except (ConfigError, ModelError) as error:
         return _end(arguments.name, error, 2)
+    except SystemExit as stop:  # SIGTERM while nothing was started yet
+        return int(stop.code or 0)
 
 
 def _run(config: RunConfig, name: str) -> int:
@@ -36,7 +39,6 @@ def _run(config: RunConfig, name: str) -> int:
     from inflight.generator import server
 
     server.require_patched()
-    signal.signal(signal.SIGTERM, _stop_start)
     try:
         asyncio.run(server.serve(config, name))
     except (SystemExit, KeyboardInterrupt):

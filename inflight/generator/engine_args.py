@@ -10,6 +10,7 @@ from inflight.generator.settings import Settings
 from inflight.models import prepare
 
 CPU_WORKER = "inflight.generator.worker.InflightCPUWorker"
+CUDA_WORKER = "inflight.generator.cuda_worker.InflightCUDAWorker"
 LOOPBACK = "127.0.0.1"
 
 
@@ -20,11 +21,12 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind all workers of a machine to the same first cores
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",  # a stop must fit into what the launcher allows
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
-def engine_values(config: RunConfig, name: str, worker: str = CPU_WORKER) -> dict[str, Any]:
+def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but the worker and its settings."""
     generator = config.generator
     model = str(prepare(config.model.name))

@@ -24,15 +24,16 @@ import psutil
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
-from inflight.generator.engine_args import LOOPBACK, engine_values, server_arguments
+from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
 from inflight.messages import EngineHello, Status
 
 STATUS_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 60.0
 STOP_HTTP_S = 1
-STOP_ENGINE_S = 3.0
+STOP_ENGINE_S = 1.5
 STOP_CHILDREN_S = 1.0
-"""The three bounds of a stop; their sum is less than what the launcher waits before it kills."""
+"""The three bounds of a stop; their sum is less than what the launcher waits before it kills. A worker needs some
+seconds of computing to take its interpreter down, to no use: what is left after the bound is killed."""
 
 
 def require_patched() -> None:
@@ -45,11 +46,13 @@ def require_patched() -> None:
 
 async def serve(config: RunConfig, name: str) -> None:
     """Serves until the trainer is done or SIGTERM comes. Raises GeneratorEnded when it has to stop before that."""
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     vllm = _entrypoints()
     parser = vllm["make_arg_parser"](FlexibleArgumentParser())
-    arguments = server_arguments(parser, engine_values(config, name))
+    worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
+    arguments = server_arguments(parser, engine_values(config, name, worker))
     url_file = config.path / "bus" / f"{name}.url"
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
@@ -212,7 +215,7 @@ def _write_whole(path: Path, text: str) -> None:
 
 def end_children() -> None:
     """Ends what this process has started and not stopped: SIGTERM, then SIGKILL after STOP_CHILDREN_S."""
-    children = psutil.Process().children(recursive=True)
+    children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
@@ -221,3 +224,11 @@ def end_children() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(left, timeout=STOP_CHILDREN_S)
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Python's own process that removes shared memory left by the killed; it ends by itself, after us."""
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:
+        return False

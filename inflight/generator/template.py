@@ -11,8 +11,13 @@ from vllm.config import CompilationMode
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from inflight.generator.settings import Settings
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+SWAPS = ("auto", "rebind")
+"""Values of `generator.swap` that a CPU has."""
 
 
 class UnsupportedModel(ValueError):
@@ -36,6 +41,8 @@ def refuse_config(vllm_config: VllmConfig) -> None:
     for what, found in reasons.items():
         if found:
             raise UnsupportedModel(f"swapping weights on CPU does not support {what}")
+    if (swap := Settings.of(vllm_config).swap) not in SWAPS:
+        raise UnsupportedModel(f"generator.swap={swap} is not for CPU: {', '.join(SWAPS)} are")
 
 
 def refuse_model(live: torch.nn.Module) -> None:

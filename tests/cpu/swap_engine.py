@@ -16,8 +16,8 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 
-import torch  # noqa: E402 - thread pools read the environment when torch is imported
-from safetensors.torch import load_file, save_file  # noqa: E402
+import torch
+from safetensors.torch import load_file, save_file
 
 WORKER = "inflight.generator.worker.InflightCPUWorker"
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]

@@ -1,0 +1,235 @@
+"""A real generator process, a real publisher in this one: versions go live beneath running HTTP requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from inflight import config as configuration
+from inflight.bus import Listener, Received
+from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
+from inflight.messages import Status
+from inflight.models import prepare
+from inflight.weights.publisher import Publisher
+from inflight.weights.source import WeightSource
+
+pytestmark = pytest.mark.vllm
+
+START_S = 300
+LENGTH = 200
+PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
+
+
+class Run:
+    """A run folder whose trainer and launcher are this process."""
+
+    def __init__(self, folder: Path, model: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.config = RunConfig(
+            model=ModelConfig(model, "float32"),
+            task=TaskConfig("addition"),
+            run_dir=str(folder),
+            generator=GeneratorConfig(kv_cache_gib=0.0625, max_num_seqs=8),
+            bus=BusConfig(heartbeat_s=0.5, dead_after_s=60),
+            publish=PublishConfig(bucket_bytes=1 << 20, join_timeout_s=START_S),
+        )
+        configuration.save(self.config)
+        (self.config.path / "bus").mkdir()
+        self.policy = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
+        self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
+        self.status = Listener(self.config.endpoint("status"), self.config.bus)
+        self.publisher = Publisher(
+            WeightSource(self.policy, "float32"), self.listener, self.config.publish, version=0, ranks={"g0": 1}
+        )
+        self.log = self.config.path / "g0.log"
+        command = [sys.executable, "-m", "inflight.generator", "--run-dir", str(folder), "--name", "g0"]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            self.publisher.wait_joined(START_S)
+        except BaseException:
+            self.close()
+            print(self.log.read_text()[-4000:])
+            raise
+
+    def publish(self, version: int) -> None:
+        """Moves every weight a little and publishes."""
+        noise = torch.Generator().manual_seed(version)
+        with torch.no_grad():
+            for param in self.policy.parameters():
+                param.add_(0.02 * torch.randn(param.shape, generator=noise))
+        self.publisher.publish(version)
+        self.publisher.flush(60)
+
+    def ask(self, prompt: list[int], length: int = LENGTH) -> dict[str, Any]:
+        """The only choice of a greedy completion."""
+        body = {"prompt": prompt, "max_tokens": length, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.config.generator_url(0)}/v1/completions",
+            json.dumps({**body, "return_token_ids": True}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return json.load(reply)["choices"][0]
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def wait(self, timeout_s: float) -> int:
+        return self.process.wait(timeout_s)
+
+    @staticmethod
+    def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+        """Which of them still run. Python's resource tracker ends by itself, just after the generator."""
+        deadline = time.monotonic() + 5
+        while left := [process for process in processes if _runs(process)]:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return left
+
+    def close(self) -> None:
+        self.publisher.close()
+        self.listener.close()
+        self.status.close()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("r"), "tiny")
+    yield run
+    run.close()
+
+
+def reference(policy: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """[T] the policy's own log-probabilities."""
+    with torch.no_grad():
+        logprobs = policy(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_published_weights_are_what_answers(run: Run) -> None:
+    run.publish(1)
+    for prompt in PROMPTS:
+        choice = run.ask(prompt, 16)
+        assert choice["token_versions"] == [[0, 1]]
+        expected = reference(run.policy, prompt, choice["token_ids"])
+        torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-5, rtol=0)
+
+
+def test_running_requests_go_on_across_versions(run: Run) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = [pool.submit(run.ask, prompt) for prompt in PROMPTS]
+        version = run.publisher.version
+        while not all(each.done() for each in asked):
+            version += 1
+            run.publish(version)
+        choices = [each.result() for each in asked]
+    swaps = run.publisher.stats()
+    assert swaps["failures"] == 0
+    assert swaps["swaps_with_running"] > 0
+    for choice in choices:
+        assert len(choice["token_ids"]) == LENGTH
+        seen = [v for _, v in choice["token_versions"]]
+        assert seen == sorted(set(seen))
+    assert any(len(choice["token_versions"]) > 1 for choice in choices)
+
+
+def test_status_tells_version_and_gap(run: Run) -> None:
+    version = run.publisher.version + 1
+    run.publish(version)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        got = run.status.receive(5)
+        if isinstance(got, Received) and isinstance(got.message, Status) and got.message.values["version"] == version:
+            break
+    else:
+        pytest.fail(f"no status with version {version}")
+    values = got.message.values
+    assert got.message.source == "g0"
+    assert 0 < values["gap_ms"] <= values["max_gap_ms"]
+    assert values["swaps"] == run.publisher.stats()["swaps"]
+    assert {"running", "tokens_per_s"} <= values.keys()
+
+
+def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
+    """Last of this module: it ends the generator, with a request running."""
+    url_file = run.config.path / "bus" / "g0.url"
+    children = run.descendants()
+    assert url_file.exists()
+    assert len(children) >= 2
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(run.ask, PROMPTS[0], 240)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait(10) == 0
+        asked.exception(timeout=10)  # answered or cut off, but not left hanging
+    assert run.alive(children) == []
+    assert not url_file.exists()
+
+
+@pytest.mark.slow
+def test_a_generator_ends_when_its_trainer_is_gone(tmp_path: Path) -> None:
+    run = Run(tmp_path, "tiny-untied")
+    try:
+        run.publish(1)
+        assert run.ask(PROMPTS[0], 4)["token_versions"] == [[0, 1]]
+        children = run.descendants()
+        run.publisher.close()
+        run.listener.close()
+        assert run.wait(60 + 30) == 1
+        assert run.log.read_text().splitlines()[-1].startswith("inflight generator g0: the trainer is gone: ")
+        assert run.alive(children) == []
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+def test_a_generator_ends_when_the_run_is_over(tmp_path: Path) -> None:
+    run = Run(tmp_path, "tiny")
+    try:
+        run.publisher.finish("all steps done")
+        assert run.wait(30) == 0
+    finally:
+        run.close()
+
+
+@pytest.mark.slow
+def test_a_model_that_can_not_be_swapped_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = RunConfig(
+        model=ModelConfig("tiny", "float32"),
+        task=TaskConfig("addition"),
+        run_dir=str(tmp_path),
+        generator=GeneratorConfig(kv_cache_gib=0.0625),
+    )
+    config = replace(config, generator=replace(config.generator, extra={"enforce_eager": False}))
+    configuration.save(config)
+    command = [sys.executable, "-m", "inflight.generator", "--run-dir", str(tmp_path), "--name", "g0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("inflight generator g0: swapping weights on CPU does not support torch.compile")

@@ -18,17 +18,19 @@ from inflight.metrics import METRICS_FILE, read_lines
 
 pytestmark = pytest.mark.vllm
 
-STEPS = 6
+STEPS = 8
 START_TIMEOUT_S = 420.0
-RUN_TIMEOUT_S = 600.0
+RUN_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 15.0
+SLOW_MACHINE = ("publish.join_timeout_s=400", "generator.start_timeout_s=400")
 AUDIT_TOLERANCE = 1e-4
 """Nats; float32 on both sides."""
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "inflight.launch", "--config-name", "tiny", f"run_dir={run_dir}", *overrides],
+        [sys.executable, "-m", "inflight.launch", "--config-name", "tiny", f"run_dir={run_dir}", *SLOW_MACHINE,
+         *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
 
@@ -95,7 +97,7 @@ def test_every_version_is_swapped_in_and_nothing_is_aborted(run):
     assert result.aborted == 0
     assert result.groups_failed == {}
     assert result.torn_tail is None
-    assert f"{result.swaps} of them while" in output or f"{result.swaps}, " in output
+    assert f"{result.swaps}, {result.swaps_while_running} of them while sequences ran" in output
 
 
 def test_sequences_span_versions(run):

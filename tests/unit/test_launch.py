@@ -34,7 +34,8 @@ time.sleep(600)
 
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
-    return compose("tiny", [f"run_dir={tmp_path}/run", "launch.stop_grace_s=1.0", "launch.line_every_s=0.2"])
+    quick = ["launch.stop_grace_s=1.0", "launch.line_every_s=0.2"]
+    return compose("tiny", [f"run_dir={tmp_path}/run", "trainer.steps=8", *quick])
 
 
 def command(config: RunConfig, name: str, code: str, kind: str | None = None) -> Command:

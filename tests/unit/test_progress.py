@@ -11,9 +11,12 @@ from inflight.launch import compose
 from inflight.progress import Progress, View, sparkline
 
 
+SHAPE = ["trainer.steps=8", "trainer.groups_per_step=2", "gate.max_lag=4"]
+
+
 @pytest.fixture
 def progress(tmp_path) -> Progress:
-    return Progress(compose("tiny", [f"run_dir={tmp_path}/night", "generator.count=2"]))
+    return Progress(compose("tiny", [f"run_dir={tmp_path}/night", "generator.count=2", *SHAPE]))
 
 
 def rendered(progress: Progress) -> str:

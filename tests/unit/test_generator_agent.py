@@ -1,0 +1,127 @@
+"""The engine's agent against a real bus and a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inflight.bus import Link, Listener, Received
+from inflight.config import BusConfig
+from inflight.generator.agent import EngineAgent, GeneratorEnded
+from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Failed, Finish, Ready, Refused
+
+BUS = BusConfig(heartbeat_s=0.05, dead_after_s=0.5)
+HELLO = EngineHello(generator="g0", world_size=2, version=3, url="http://127.0.0.1:1")
+
+
+class FakeEngine:
+    """An engine core that answers commit_weights with what a test wants."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer, self.asked = answer, []
+        self.engine_core = SimpleNamespace(call_utility_async=self._call)
+
+    async def _call(self, method: str, version: int) -> Any:
+        self.asked.append((method, version))
+        if isinstance(self.answer, BaseException):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.sleep(60)
+        return self.answer
+
+    def get_num_unfinished_requests(self) -> int:
+        return 5
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[Listener]:
+    with Listener(f"ipc://{tmp_path}/w", BUS) as listener:
+        yield listener
+
+
+def converse(listener: Listener, answer: Any, *sent: AnyMessage) -> tuple[list[AnyMessage], str, EngineAgent]:
+    """Sends messages once the agent has said hello; returns its replies, why it ended, and the agent."""
+
+    async def talk(link: Link) -> str:
+        run = asyncio.create_task(agent.run())
+        got = await asyncio.to_thread(listener.receive, 5)
+        assert isinstance(got, Received)
+        assert (got.peer, got.message) == ("g0.engine", HELLO)
+        for message in sent:
+            listener.send("g0.engine", message)
+        try:
+            async with asyncio.timeout(10):
+                await run
+        except GeneratorEnded as ended:
+            return str(ended)
+        return ""
+
+    with Link(listener.endpoint, "g0.engine", BUS) as link:
+        agent = EngineAgent(link, FakeEngine(answer), HELLO, commit_timeout_s=0.3)
+        why = asyncio.run(talk(link))
+    replies = []
+    while isinstance(got := listener.receive(0.2), Received):
+        replies.append(got.message)
+    return replies, why, agent
+
+
+def test_commits_in_order_and_tells_the_longest_gap(listener: Listener) -> None:
+    ranks = [{"gap_s": 0.001}, {"gap_s": 0.004}]
+    replies, why, agent = converse(listener, ranks, Commit(version=4), Commit(version=6), Finish(reason="done"))
+    assert replies == [Committed(version=v, gap_s=0.004, running=5) for v in (4, 6)]
+    assert why == ""
+    assert agent.engine.asked == [("commit_weights", 4), ("commit_weights", 6)]
+    assert (agent.commits.version, agent.commits.swaps, agent.commits.max_gap_s) == (6, 2, 0.004)
+
+
+def test_a_version_that_is_not_newer_is_refused_without_asking_the_engine(listener: Listener) -> None:
+    replies, why, agent = converse(listener, [{"gap_s": 0.0}], Commit(version=3), Finish(reason="done"))
+    assert [type(reply) for reply in replies] == [Failed]
+    assert (replies[0].phase, replies[0].poisoned) == ("commit", False)
+    assert agent.engine.asked == []
+    assert why == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (RuntimeError("rank 1 has no shadow\nat line 2"), "RuntimeError: rank 1 has no shadow"),
+        (None, "no answer in 0 s"),
+    ],
+)
+def test_a_commit_that_goes_wrong_poisons_and_ends_the_generator(listener: Listener, answer: Any, says: str) -> None:
+    replies, why, agent = converse(listener, answer, Commit(version=4), Commit(version=5))
+    assert replies == [Failed(version=4, phase="commit", reason=says, poisoned=True)]
+    assert why == f"version 4 could not be committed: {says}"
+    assert agent.commits.version == 3
+
+
+def test_a_refusal_ends_the_generator(listener: Listener) -> None:
+    _, why, _ = converse(listener, [], Refused(reason="g0 is not of this run"))
+    assert why == "the trainer refuses g0: g0 is not of this run"
+
+
+def test_a_message_that_is_not_for_engines_ends_the_generator(listener: Listener) -> None:
+    _, why, _ = converse(listener, [], Ready(version=4, digest="0" * 64, receive_s=0.0, build_s=0.0))
+    assert why == "the trainer sent Ready to an engine"
+
+
+def test_silence_ends_the_generator(tmp_path: Path) -> None:
+    listener = Listener(f"ipc://{tmp_path}/w", BUS)
+
+    async def talk(link: Link) -> None:
+        agent = EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1)
+        run = asyncio.create_task(agent.run())
+        assert await asyncio.to_thread(listener.receive, 5) is not None
+        await asyncio.sleep(0.2)  # a heartbeat has come back
+        listener.close()
+        with pytest.raises(GeneratorEnded, match="the trainer is gone: "):
+            await run
+
+    with Link(listener.endpoint, "g0.engine", BUS) as link:
+        asyncio.run(talk(link))

@@ -1,0 +1,117 @@
+"""From a run's configuration to vLLM's arguments, and what is refused before vLLM is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inflight import config as configuration
+from inflight.config import ConfigError, GeneratorConfig, ModelConfig, RunConfig, TaskConfig
+from inflight.generator import engine_args, server
+from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, engine_values, environment, server_arguments
+from inflight.generator.settings import Settings
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return str(folder)
+
+
+def config(model: str, **generator: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(model),
+        task=TaskConfig("addition"),
+        run_dir="/r",
+        seed=7,
+        generator=GeneratorConfig(**generator),
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """A stand-in with the arguments that this vLLM has."""
+    known = argparse.ArgumentParser()
+    for name in [*engine_values(config("tiny"), "g0", CPU_WORKER), "host", "uvicorn_log_level", "block_size"]:
+        known.add_argument(f"--{name.replace('_', '-')}")
+    known.add_argument("--disable-uvicorn-access-log", action="store_true")
+    return known
+
+
+def test_values_follow_the_configuration(model: str) -> None:
+    values = engine_values(config(model, kv_cache_gib=0.25, tensor_parallel_size=2), "g0", CPU_WORKER)
+    assert (values["model"], values["dtype"], values["seed"]) == (model, "bfloat16", 7)
+    assert values["kv_cache_memory_bytes"] == 1 << 28
+    assert values["logprobs_mode"] == "processed_logprobs"
+    assert values["enforce_eager"] is True
+    assert engine_values(config(model), "g0", CUDA_WORKER)["enforce_eager"] is False
+
+
+def test_the_worker_finds_its_settings(model: str) -> None:
+    values = engine_values(config(model, swap="rebind", share_prefix_across_versions=True), "g1", CPU_WORKER)
+    found = Settings.of(SimpleNamespace(additional_config=values["additional_config"]))
+    assert found == Settings(
+        endpoint="ipc:///r/bus/weights", generator="g1", share_prefix_across_versions=True, swap="rebind"
+    )
+
+
+def test_settings_refuse_what_they_do_not_know() -> None:
+    with pytest.raises(ValueError, match="colour"):
+        Settings.of(SimpleNamespace(additional_config={"inflight": {"colour": "red"}}))
+    assert Settings.of(SimpleNamespace(additional_config=None)).endpoint == ""
+
+
+def test_extra_reaches_vllm_but_not_over_our_worker(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_args, "prepare", lambda name: Path(name))
+    values = engine_values(config(model, extra={"block_size": 32, "worker_cls": "other.Worker"}), "g0", CPU_WORKER)
+    arguments = server_arguments(parser(), values)
+    assert arguments.block_size == 32
+    assert arguments.worker_cls == CPU_WORKER
+    assert arguments.host == "127.0.0.1"
+
+
+def test_an_unknown_extra_is_refused_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_args, "prepare", lambda name: Path(name))
+    values = engine_values(config(model, extra={"blocksize": 32}), "g0", CPU_WORKER)
+    with pytest.raises(ConfigError, match=r"generator\.extra\.blocksize is not an argument of this vLLM"):
+        server_arguments(parser(), values)
+
+
+def test_threads_and_silence_are_set_by_environment(model: str) -> None:
+    found = environment(config(model, threads=3))
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_vllm_without_the_patch_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"vllm.inflight_patch"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
+    with pytest.raises(ConfigError, match="run: inflight patch apply"):
+        server.require_patched()
+    absent.add("vllm")
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        server.require_patched()
+
+
+def test_bad_input_ends_with_one_line(tmp_path: Path, model: str) -> None:
+    run = tmp_path / "run"
+    configuration.save(
+        RunConfig(model=ModelConfig(model), task=TaskConfig("addition"), run_dir=str(run), generator=GeneratorConfig())
+    )
+    command = [sys.executable, "-m", "inflight.generator", "--run-dir"]
+    for arguments, says in (
+        ([str(tmp_path / "none"), "--name", "g0"], "is not a run folder"),
+        ([str(run), "--name", "g1"], "--name g1 is not one of g0"),
+    ):
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1
+        assert says in ended.stderr

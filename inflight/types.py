@@ -43,12 +43,13 @@ class PrefillSpan(msgspec.Struct, frozen=True, array_like=True):
 
     Before output token `output_index` was sampled, the KV from sequence position `position` on was (re)computed
     under `version`. An undisturbed request has `[PrefillSpan(0, 0, v)]`; chunked prefill over a swap and resumption
-    after preemption add one each.
+    after preemption add one each. A version of -1 is unknown: KV that came from another version's prefix cache (when
+    sharing is configured) or from outside.
     """
 
     output_index: Count
     position: Count
-    version: Version
+    version: Annotated[int, Meta(ge=-1)]
 
 
 class ParamMeta(Record):

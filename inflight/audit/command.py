@@ -1,0 +1,122 @@
+"""`inflight audit RUN`: from a run folder to a report and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from inflight.audit.alternatives import STANDARD, Alternative, by_name
+from inflight.audit.compare import Auditor
+from inflight.audit.replay import AuditError, KeptVersions, Replayer, Sampling
+from inflight.audit.report import AuditReport, text
+from inflight.config import ConfigError, load
+from inflight.models import ModelError, prepare
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.stream import Reader, StreamError
+from inflight.types import Rollout
+
+AUDIT_FILE = "audit.json"
+EXACT_TOLERANCE = 1e-4
+"""Nats, for float32 runs: rounding alone stays below 1e-5 on the models that were tried."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 when every tag that was checked is right, 1 when not, 2 when the run can't be audited."""
+    parser = argparse.ArgumentParser(prog="inflight audit", description="Check every version tag of a run.")
+    add_arguments(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        report = run(
+            arguments.run_dir,
+            tolerance=arguments.tolerance,
+            alternatives=arguments.alternatives,
+            dtype=arguments.dtype,
+            limit=arguments.limit,
+            token_by_token=arguments.token_by_token,
+            threads=arguments.threads,
+        )
+    except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
+        print(f"inflight audit: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(text(report))
+    return 0 if report.passed else 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `main`."""
+    parser.add_argument("run_dir", type=Path, help="a run that kept its versions (audit.keep_versions=true)")
+    parser.add_argument(
+        "--tolerance", type=float, help=f"largest difference allowed, in nats (float32 runs: {EXACT_TOLERANCE:g})"
+    )
+    parser.add_argument(
+        "--alternatives", help="stories to test, such as late,old,layer.3, or none (default: all but for float32 runs)"
+    )
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="what the replay computes in")
+    parser.add_argument("--limit", type=int, help="replay this many rollouts, drawn at random with a fixed seed")
+    parser.add_argument(
+        "--token-by-token", action="store_true", help="a forward pass for each token, as an engine does"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads")
+
+
+def run(
+    run_dir: Path,
+    *,
+    tolerance: float | None = None,
+    alternatives: str | None = None,
+    dtype: str = "float32",
+    limit: int | None = None,
+    token_by_token: bool = False,
+    threads: int | None = None,
+) -> AuditReport:
+    """Audits a run folder and leaves the report there as audit.json.
+
+    Raises ConfigError, AuditError, StreamError, ModelError or OSError when there is nothing that can be audited.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    config = load(run_dir)
+    exact = config.model.dtype == "float32" and dtype == "float32"
+    rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE, limit)
+    kept = KeptVersions(config.version_file(0).parent)
+    if not any(kept.folder.glob("*.safetensors")):
+        raise AuditError(f"{kept.folder} holds no versions: the run must be started with audit.keep_versions=true")
+    sampling = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
+    model_dir = prepare(config.model.name)
+    replayer = Replayer(model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token)
+    report = Auditor(replayer, kept).audit(
+        rollouts,
+        run=str(run_dir),
+        dtype=dtype,
+        tolerance=EXACT_TOLERANCE if tolerance is None and exact else tolerance,
+        alternatives=_alternatives(alternatives, exact),
+        torn_tail=torn,
+    )
+    (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return report
+
+
+def _rollouts(path: Path, limit: int | None) -> tuple[list[Rollout], str | None]:
+    if not path.is_file():
+        raise AuditError(f"{path} does not exist: the run must be started with rollout.keep=true")
+    reader = Reader(path)
+    rollouts = [rollout for group in reader for rollout in group.rollouts]
+    if limit is not None and limit < len(rollouts):
+        rollouts = random.Random(0).sample(rollouts, limit)
+    return rollouts, reader.torn
+
+
+def _alternatives(names: str | None, exact: bool) -> list[Alternative]:
+    if names is None:
+        return [] if exact else list(STANDARD)
+    try:
+        return [by_name(name) for name in names.split(",") if name != "none"]
+    except ValueError as error:
+        raise AuditError(str(error)) from None

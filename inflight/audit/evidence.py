@@ -1,0 +1,128 @@
+"""Which story fits what was recorded: the tags, or an alternative.
+
+Say the replay under the tags gives r0 for a token, the replay under the alternative r1, and x was recorded. Both
+replays are exact (float32), so all noise is in x: how the engine rounds. Then
+
+    x - r0 = slope * (r1 - r0) + noise
+
+has slope 0 when the tags are right and slope 1 when the alternative is. Least squares over all tokens that the two
+stories tell apart estimates it; its standard error takes the tokens of a rollout as dependent, those of different
+rollouts as independent. The noise may be far larger than what a version changes in a single token: that only takes
+more tokens. Tokens that the stories don't tell apart weigh nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+import numpy as np
+
+STANDARD_ERRORS = 4.0
+"""What an estimate must lie off the middle between the stories to count: chance does that once in 30,000 times, and
+some hundred estimates (alternatives by versions) are made in an audit."""
+MIN_ROLLOUTS = 5
+"""Fewer say nothing about their spread."""
+EXCESS_LIMIT = 1.5
+CONFIDENCE_BINS = 8
+
+
+class Verdict(StrEnum):
+    """What the estimate says."""
+
+    TAGS = "ruled out"
+    ALTERNATIVE = "fits better than the tags"
+    UNDECIDED = "undecided"
+
+
+class Slope(msgspec.Struct, frozen=True, kw_only=True):
+    """0 when the tags are right, 1 when the alternative is."""
+
+    slope: float
+    error: float
+    """Standard error."""
+    tokens: int
+    """Tokens that the stories tell apart."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """By which side of 1/2 the estimate is surely on."""
+        if not math.isfinite(self.error) or abs(self.slope - 0.5) <= STANDARD_ERRORS * self.error:
+            return Verdict.UNDECIDED
+        return Verdict.TAGS if self.slope < 0.5 else Verdict.ALTERNATIVE
+
+
+def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, rollout: np.ndarray) -> Slope:
+    """All [N] float64, `rollout` [N] int: which rollout a token belongs to."""
+    difference, miss = alternative - tags, recorded - tags
+    telling = np.isfinite(difference) & np.isfinite(miss) & (difference != 0)
+    difference, miss, rollout = difference[telling], miss[telling], rollout[telling]
+    weight = float(difference @ difference)
+    if weight == 0 or len(np.unique(rollout)) < MIN_ROLLOUTS:
+        return Slope(slope=0.0, error=math.inf, tokens=int(telling.sum()))
+    slope = float(difference @ miss) / weight
+    error = _cluster_error(difference * (miss - slope * difference), rollout) / weight
+    return Slope(slope=slope, error=error, tokens=int(telling.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class Misses:
+    """Tokens with how far the replay is off."""
+
+    size: np.ndarray
+    """[N] float64, absolute differences."""
+    recorded: np.ndarray
+    """[N] float64, recorded log-probabilities."""
+    rollout: np.ndarray
+    """[N] int, which rollout a token belongs to."""
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts that have a token here."""
+        return len(np.unique(self.rollout))
+
+
+class Excess(msgspec.Struct, frozen=True, kw_only=True):
+    """How much larger misses are than where no swap can have gone wrong; 1 when they are alike."""
+
+    ratio: float
+    error: float
+    """Standard error."""
+
+    @property
+    def suspicious(self) -> bool:
+        """Whether the ratio is surely above EXCESS_LIMIT."""
+        return math.isfinite(self.error) and self.ratio - STANDARD_ERRORS * self.error > EXCESS_LIMIT
+
+
+def excess(tokens: Misses, baseline: Misses) -> Excess:
+    """Misses of `tokens` against what the baseline's are at the same confidence.
+
+    An engine's rounding shows more in improbable tokens, and training makes a model more confident, so tokens are
+    compared with those of the baseline whose recorded log-probability is alike (CONFIDENCE_BINS quantiles).
+    """
+    if min(tokens.rollouts, baseline.rollouts) < MIN_ROLLOUTS or baseline.size.sum() == 0:
+        return Excess(ratio=1.0, error=math.inf)
+    edges = np.quantile(baseline.recorded, np.linspace(0, 1, CONFIDENCE_BINS + 1)[1:-1])
+    bins = np.searchsorted(edges, baseline.recorded)
+    counts = np.bincount(bins, minlength=CONFIDENCE_BINS)
+    sums = np.bincount(bins, weights=baseline.size, minlength=CONFIDENCE_BINS)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), baseline.size.mean())
+    ratio, error = _ratio(tokens, means[np.searchsorted(edges, tokens.recorded)])
+    _, own_error = _ratio(baseline, means[bins])
+    return Excess(ratio=ratio, error=math.hypot(error, ratio * own_error))
+
+
+def _ratio(tokens: Misses, expected: np.ndarray) -> tuple[float, float]:
+    """Sum of sizes by sum of expected ones, and its error over rollouts."""
+    total = float(expected.sum())
+    ratio = float(tokens.size.sum()) / total
+    return ratio, _cluster_error(tokens.size - ratio * expected, tokens.rollout) / total
+
+
+def _cluster_error(values: np.ndarray, rollout: np.ndarray) -> float:
+    """Standard error of a sum of values with mean 0 that are dependent within a rollout."""
+    sums = np.bincount(np.unique(rollout, return_inverse=True)[1], weights=values)
+    return math.sqrt(float(sums @ sums) * len(sums) / (len(sums) - 1))

@@ -1,0 +1,184 @@
+"""Replays sequences through plain transformers, segment by segment, each under the version that it claims."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from inflight.audit.segments import Segment
+
+
+class AuditError(ValueError):
+    """Something that the audit needs is missing or damaged; the text says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens were drawn: the recorded log-probabilities are those of this distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stale:
+    """Part of the weights is taken from the version before: `previous[v]` says which, `pattern` which parameters."""
+
+    pattern: re.Pattern[str]
+    previous: Mapping[int, int]
+
+
+class KeptVersions:
+    """The weights that a run kept, a file a version."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, version: int) -> Path:
+        """Where a version is, or would be."""
+        return self.folder / f"{version:06d}.safetensors"
+
+    def has(self, version: int) -> bool:
+        """Whether its weights were kept."""
+        return self.path(version).is_file()
+
+    def load(self, version: int) -> dict[str, torch.Tensor]:
+        """Checkpoint name → tensor in its wire dtype. Raises AuditError when the file can't be read."""
+        try:
+            return load_file(self.path(version))
+        except (OSError, SafetensorError) as error:
+            raise AuditError(f"{self.path(version)} can't be read: {error}") from None
+
+
+@dataclass(slots=True)
+class _Job:
+    """A sequence on its way."""
+
+    tokens: list[int]
+    """Prompt and completion."""
+    todo: list[Segment]
+    """Segments left, the next one last."""
+    logprobs: list[float] = field(default_factory=list)
+    cache: DynamicCache | None = None
+
+
+class Replayer:
+    """A model of the run's shape whose weights are exchanged version by version.
+
+    Versions are visited in ascending order, each with all segments that claim it, so that it is loaded once. Kept in
+    memory beside the model: the KV of the sequences that straddle the version at hand.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        kept: KeptVersions,
+        sampling: Sampling,
+        *,
+        dtype: torch.dtype = torch.float32,
+        token_by_token: bool = False,
+    ) -> None:
+        """`dtype` is what is computed in; weights are cast to it from their wire dtype."""
+        self._kept, self._sampling, self._token_by_token = kept, sampling, token_by_token
+        config = AutoConfig.from_pretrained(model_dir)
+        self._tied = bool(config.get_text_config().tie_word_embeddings)
+        # Never tied here: a stale output layer over fresh embeddings is one of the faults that are looked for.
+        config.tie_word_embeddings = False
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager"
+        )
+        self._model.eval()
+        self._output_name = _name_of(self._model, self._model.get_output_embeddings().weight)
+        self._input_name = _name_of(self._model, self._model.get_input_embeddings().weight)
+
+    @torch.inference_mode()
+    def replay(
+        self, sequences: Sequence[tuple[Sequence[int], Sequence[Segment]]], stale: Stale | None = None
+    ) -> list[list[float]]:
+        """For each sequence the log-probabilities of its sampled tokens. All versions must have been kept.
+
+        A sequence is the token ids of prompt and completion, and the segments over them. Raises AuditError when a
+        version's weights are not those of the model.
+        """
+        jobs = [self._job(list(tokens), passes) for tokens, passes in sequences]
+        waiting = [job for job in jobs if job.todo]
+        while waiting:
+            version = min(job.todo[-1].version for job in waiting)
+            self._load(version, stale)
+            for job in waiting:
+                while job.todo and job.todo[-1].version == version:
+                    self._run(job, job.todo.pop())
+                if not job.todo:
+                    job.cache = None
+            waiting = [job for job in waiting if job.todo]
+        return [job.logprobs for job in jobs]
+
+    def _job(self, tokens: list[int], passes: Sequence[Segment]) -> _Job:
+        if self._token_by_token:
+            passes = [single for each in passes for single in each.one_by_one()]
+        return _Job(tokens, list(reversed(passes)))
+
+    def _load(self, version: int, stale: Stale | None) -> None:
+        state = self._state(version)
+        if stale is not None and version in stale.previous:
+            older = self._state(stale.previous[version])
+            state |= {name: tensor for name, tensor in older.items() if stale.pattern.search(name)}
+        try:
+            self._model.load_state_dict(state, strict=True)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:500]
+            raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
+
+    def _state(self, version: int) -> dict[str, torch.Tensor]:
+        state = self._kept.load(version)
+        if self._tied and self._output_name not in state and self._input_name in state:
+            state[self._output_name] = state[self._input_name]
+        return state
+
+    def _run(self, job: _Job, segment: Segment) -> None:
+        if segment.start == 0 or job.cache is None:
+            job.cache = DynamicCache(config=self._model.config)
+        if beyond := job.cache.get_seq_length() - segment.start:
+            job.cache.crop(-beyond)
+        scored = segment.end - segment.scored
+        ids = torch.tensor([job.tokens[segment.start : segment.end]])
+        output = self._model(ids, past_key_values=job.cache, use_cache=True, logits_to_keep=max(scored, 1))
+        if scored:
+            targets = torch.tensor(job.tokens[segment.scored + 1 : segment.end + 1])
+            logprobs = processed_logprobs(output.logits[0], self._sampling)
+            job.logprobs.extend(logprobs.gather(1, targets[:, None])[:, 0].tolist())
+
+
+def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """[N, V] float32 log-probabilities of what vLLM draws from: temperature, then top-k, then top-p, renormalised.
+
+    Tokens that are cut off get minus infinity. Top-k keeps ties of the k-th; top-p keeps the smallest set of most
+    probable tokens whose mass exceeds p, at least one (vllm/v1/sample/ops/topk_topp_sampler.py).
+    """
+    logits = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < logits.shape[-1]:
+        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1, stable=True)
+        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        cut[:, -1] = False
+        logits = logits.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf"))
+    return logits.log_softmax(dim=-1)
+
+
+def _name_of(model: PreTrainedModel, parameter: torch.Tensor) -> str:
+    return next(name for name, each in _named(model) if each is parameter)
+
+
+def _named(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    return model.named_parameters(remove_duplicate=False)

@@ -1,0 +1,168 @@
+"""What an audit found, as a record, as text and as a verdict."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from inflight.audit.evidence import Excess, Slope, Verdict
+
+
+class Worst(msgspec.Struct, frozen=True, kw_only=True):
+    """The token with the largest difference."""
+
+    rollout_id: str
+    index: int
+    """Among the sampled tokens."""
+    recorded: float
+    replayed: float
+
+
+class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens sampled under one version; `version` is None for all of them. Differences are absolute, in nats."""
+
+    version: int | None
+    tokens: int
+    p50: float
+    p99: float
+    p999: float
+    max: float
+    worst: Worst
+    excess: Excess | None = None
+    """Against the first version's tokens."""
+
+
+class Story(msgspec.Struct, frozen=True, kw_only=True):
+    """How an alternative did."""
+
+    name: str
+    says: str
+    overall: Slope
+    by_version: dict[int, Slope]
+    """Slopes over the tokens sampled under each version."""
+
+    @property
+    def better(self) -> list[int]:
+        """Versions whose tokens it explains better than the tags do."""
+        return [version for version, slope in self.by_version.items() if slope.verdict is Verdict.ALTERNATIVE]
+
+
+class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an audit can say about a run."""
+
+    run: str
+    dtype: str
+    tolerance: float | None
+    """Largest difference allowed; None when only the statistics decide."""
+    rollouts: int
+    """Replayed in full."""
+    swaps: int
+    """Changes of version in the middle of a sequence, over all replayed rollouts."""
+    straddling_tokens: int
+    """Tokens of sequences with two or more versions."""
+    mixed_kv_tokens: int
+    """Tokens sampled on KV of which some is of another version than theirs."""
+    total: VersionRow | None
+    """None when nothing could be replayed."""
+    versions: list[VersionRow]
+    stories: list[Story]
+    contradictions: dict[str, str]
+    """Rollout → what its tags say against themselves."""
+    missing: dict[int, int]
+    """Version → tokens that could not be replayed because its weights were not kept."""
+    unchecked: dict[str, int]
+    """Other tokens that were not replayed, by reason."""
+    torn_tail: str | None
+    """What the rollout file ends with, if not with a whole group."""
+
+    @property
+    def faults(self) -> list[str]:
+        """Why the run fails the audit, a line each; empty when every tag that was checked is right."""
+        found = [f"{rollout}: {why}" for rollout, why in list(self.contradictions.items())[:5]]
+        if len(self.contradictions) > 5:
+            found.append(f"{len(self.contradictions) - 5} more rollouts whose tags contradict themselves")
+        if self.total is None:
+            found.append("no token could be replayed")
+        elif self.tolerance is not None and not self.total.max <= self.tolerance:
+            at = self.total.worst
+            found.append(
+                f"difference of {self.total.max:.3g} above {self.tolerance:g} at token {at.index} of {at.rollout_id}"
+            )
+        for version, tokens in self.missing.items():
+            found.append(f"version {version} was not kept: {tokens} tokens depend on it")
+        for story in self.stories:
+            where = [f"version {version}" for version in story.better]
+            if story.overall.verdict is Verdict.ALTERNATIVE:
+                where.insert(0, "the whole run")
+            if where:
+                found.append(f"{story.says}: fits better than the tags for {', '.join(where)}")
+        if self.tolerance is None:
+            found += [
+                f"version {each.version}: differences are {each.excess.ratio:.2g} times those of the first version"
+                for each in self.versions
+                if each.excess is not None and each.excess.suspicious
+            ]
+        return found
+
+    @property
+    def passed(self) -> bool:
+        """Whether there is no fault."""
+        return not self.faults
+
+
+def row(
+    version: int | None, names: list[str], rollout: np.ndarray, index: np.ndarray, recorded: np.ndarray,
+    replayed: np.ndarray, excess: Excess | None = None,
+) -> VersionRow:  # fmt: skip
+    """The row of some tokens: `rollout` [N] counts into `names`; a difference that is no number counts as infinite."""
+    size = np.nan_to_num(np.abs(recorded - replayed), nan=np.inf)
+    at = int(size.argmax())
+    p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
+    return VersionRow(
+        version=version, tokens=len(size), p50=float(p50), p99=float(p99), p999=float(p999), max=float(size[at]),
+        worst=Worst(
+            rollout_id=names[rollout[at]], index=int(index[at]),
+            recorded=float(recorded[at]), replayed=float(replayed[at]),
+        ),
+        excess=excess,
+    )  # fmt: skip
+
+
+def text(report: AuditReport) -> str:
+    """For a person."""
+    lines = [f"{'version':>9} {'tokens':>8} {'p50':>9} {'p99':>9} {'p99.9':>9} {'max':>9}  worst token"]
+    lines += [_row_text(each) for each in report.versions]
+    if report.total is not None:
+        lines.append(_row_text(report.total))
+        tokens = report.total.tokens
+        lines.append(
+            f"{tokens} tokens of {report.rollouts} rollouts replayed in {report.dtype}; {report.swaps} swaps in the "
+            f"middle of sequences; {report.straddling_tokens / tokens:.0%} of the tokens are of such sequences, "
+            f"{report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
+        )
+    for reason, count in sorted(report.unchecked.items()):
+        lines.append(f"not checked: {count} tokens, {reason}")
+    if report.torn_tail:
+        lines.append(f"the rollout file's tail is torn: {report.torn_tail}")
+    if report.stories:
+        lines.append("is another story true? (slope 0: the tags are right, 1: the story is)")
+        lines += [_story_text(story) for story in report.stories]
+    lines += [f"FAULT  {fault}" for fault in report.faults]
+    lines.append("failed" if report.faults else "passed: every tag that was checked is right")
+    return "\n".join(lines)
+
+
+def _row_text(row: VersionRow) -> str:
+    name = "all" if row.version is None else str(row.version)
+    figures = " ".join(f"{value:9.2e}" for value in (row.p50, row.p99, row.p999, row.max))
+    return f"{name:>9} {row.tokens:>8} {figures}  {row.worst.rollout_id} [{row.worst.index}]"
+
+
+def _story_text(story: Story) -> str:
+    slope = story.overall
+    figures = f"{slope.slope:+.3f} ± {slope.error:.3f}" if np.isfinite(slope.error) else "no evidence"
+    decided = sum(each.verdict is Verdict.TAGS for each in story.by_version.values())
+    return (
+        f"  {story.name:<8} {story.says}: {figures} over {slope.tokens} tokens, {slope.verdict}; "
+        f"ruled out for {decided} of {len(story.by_version)} versions by themselves"
+    )

@@ -1,0 +1,530 @@
+"""The audit against a generator written here: one that keeps its KV over swaps, and can be made to lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import re
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from rollout_samples import make_config, make_rollout
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from inflight.audit import AuditError, main, run
+from inflight.audit.alternatives import by_name, previous_of
+from inflight.audit.evidence import Misses, Verdict, estimate, excess
+from inflight.audit.replay import KeptVersions, Replayer, Sampling, Stale, processed_logprobs
+from inflight.audit.segments import Segment, TagError, segments
+from inflight.config import AuditConfig, ModelConfig, save
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.stream import Writer
+from inflight.types import PrefillSpan, RolloutGroup, VersionSpan
+
+VERSIONS = 3
+LENGTH = 16
+EXACT = 1e-5
+
+
+# --- a generator ----------------------------------------------------------------------------------------------------
+
+
+def weights(model_dir, version, step):
+    """Version 0 is the checkpoint; each next one moves every weight by a seeded amount."""
+    tensors = load_file(model_dir / "model.safetensors")
+    for number in range(1, version + 1):
+        noise = torch.Generator().manual_seed(number)
+        for name, tensor in tensors.items():
+            tensors[name] = tensor + step * torch.randn(tensor.shape, generator=noise)
+    return tensors
+
+
+class Generator:
+    """Samples token by token. `live[v]` is what runs when version v is stamped: untied, so that it can be torn."""
+
+    def __init__(self, model_dir, step=0.05, temperature=1.0, top_p=1.0, top_k=0):
+        self.states = [weights(model_dir, version, step) for version in range(VERSIONS)]
+        config = AutoConfig.from_pretrained(model_dir)
+        config.tie_word_embeddings = False
+        self.live = []
+        for state in self.states:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+            model.load_state_dict({"lm_head.weight": state["model.embed_tokens.weight"], **state})
+            self.live.append(model)
+        self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
+        self.noise = torch.Generator().manual_seed(0)
+
+    def leave_old(self, version, fragment):
+        """A torn swap: parameters with `fragment` in their name keep the values of the version before."""
+        older = self.live[version - 1].state_dict()
+        stale = {name: tensor for name, tensor in older.items() if fragment in name}
+        assert stale
+        self.live[version].load_state_dict(stale, strict=False)
+
+    @torch.no_grad()
+    def rollout(self, name, prompt, swaps, *, preempt=(), chunk=None, prefix=None, length=LENGTH):
+        """`swaps` is the version by token. `preempt`: tokens before which all KV is computed anew. `chunk`: (position,
+        version) up to which and under which a first chunk of the prompt was computed. `prefix`: the same, but secretly.
+        """
+        tokens, kv = list(prompt), DynamicCache()
+        logprobs, events = [], []
+        for index in range(length):
+            version = swaps[index]
+            if index in preempt:
+                kv = DynamicCache()
+            if index == 0 or index in preempt:
+                events.append(PrefillSpan(index, 0, version))
+            for part in (chunk, prefix) if index == 0 else ():
+                if part is not None:
+                    self.live[part[1]](torch.tensor([tokens[: part[0]]]), past_key_values=kv)
+            if index == 0 and chunk is not None:
+                events = [PrefillSpan(0, 0, chunk[1]), PrefillSpan(0, chunk[0], version)]
+            pending = torch.tensor([tokens[kv.get_seq_length() :]])
+            logits = self.live[version](pending, past_key_values=kv).logits[:, -1]
+            distribution = processed_logprobs(logits, Sampling(self.temperature, self.top_p, self.top_k))[0]
+            token = int(torch.multinomial(distribution.exp(), 1, generator=self.noise))
+            tokens.append(token)
+            logprobs.append(float(distribution[token]))
+        return make_rollout(
+            "g", name, spans=spans_of(swaps), length=length, token_ids=tokens[len(prompt) :],
+            logprobs=logprobs, prefill_versions=events,
+        ), prompt  # fmt: skip
+
+
+def at(*starts):
+    """Versions by token: `at(0, 5, 9)` is 0, then 1 from token 5 on, then 2 from 9 on."""
+    return [sum(start <= index for start in starts) - 1 for index in range(LENGTH)]
+
+
+def spans_of(versions):
+    """(start, version) of each run of equal versions."""
+    return [(i, v) for i, v in enumerate(versions) if i == 0 or v != versions[i - 1]]
+
+
+PLANS = [at(0, 5, 9), at(0, 1, 2), at(0, 15), at(0), at(0, 4), at(0, 7, 8), [2] * LENGTH, [1] * 10 + [2] * 6]
+PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14, 3, 3, 9], [12]]
+
+
+def generate(generator, **kwargs):
+    prompts = itertools.cycle(PROMPTS)
+    return [generator.rollout(i, next(prompts), plan, **kwargs) for i, plan in enumerate(PLANS)]
+
+
+def write(folder, model_dir, generator, made, *, versions=range(VERSIONS), dtype="float32"):
+    """A run folder with these rollouts and the true weights of each version."""
+    config = dataclasses.replace(
+        make_config(folder, temperature=generator.temperature, top_p=generator.top_p, top_k=generator.top_k),
+        model=ModelConfig(name=str(model_dir), dtype=dtype),
+        audit=AuditConfig(keep_versions=True),
+    )
+    save(config)
+    for version in versions:
+        path = config.version_file(version)
+        path.parent.mkdir(exist_ok=True)
+        save_file(generator.states[version], path)
+    with Writer(folder / ROLLOUTS_FILE) as writer:
+        for rollout, prompt in made:
+            rollout = msgspec.structs.replace(rollout, prompt_ids=list(prompt))
+            writer.append(RolloutGroup(group_id="g", prompt_key="k", rollouts=[rollout]))
+    return folder
+
+
+def retag(made, change):
+    """The same rollouts with `change(turn)` giving fields to replace."""
+    return [
+        (msgspec.structs.replace(r, turn=msgspec.structs.replace(r.turn, **change(r.turn))), prompt)
+        for r, prompt in made
+    ]
+
+
+@pytest.fixture(params=["tiny_model", "tiny_untied_model"])
+def model_dir(request):
+    return request.getfixturevalue(request.param)
+
+
+# --- honest rollouts ------------------------------------------------------------------------------------------------
+
+
+def test_every_token_of_an_honest_generator_is_confirmed(tmp_path, model_dir):
+    generator = Generator(model_dir)
+    report = run(write(tmp_path, model_dir, generator, generate(generator)), tolerance=EXACT)
+    assert report.passed, report.faults
+    assert report.total.tokens == len(PLANS) * LENGTH
+    assert [row.version for row in report.versions] == [0, 1, 2]
+    assert report.swaps == 2 + 2 + 1 + 0 + 1 + 2 + 0 + 1
+    assert report.straddling_tokens == 6 * LENGTH
+    assert report.mixed_kv_tokens == 11 + 15 + 1 + 0 + 12 + 9 + 0 + 6
+    assert json.loads((tmp_path / "audit.json").read_text())["rollouts"] == len(PLANS)
+
+
+def test_token_by_token_gives_the_same(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    folder = write(tmp_path, tiny_model, generator, generate(generator, preempt={6}))
+    at_once, single = run(folder), run(folder, token_by_token=True)
+    assert single.passed
+    assert single.total.tokens == at_once.total.tokens
+    assert single.total.max < EXACT
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
+def test_the_processed_distribution_is_replayed(tmp_path, tiny_model, sampling):
+    generator = Generator(tiny_model, **sampling)
+    folder = write(tmp_path, tiny_model, generator, generate(generator))
+    assert run(folder, tolerance=EXACT).passed
+    save(dataclasses.replace(make_config(folder), model=ModelConfig(name=str(tiny_model), dtype="float32")))
+    assert not run(folder, tolerance=1e-2).passed, "as if sampled from the plain distribution"
+
+
+def test_preemption_and_chunks_over_a_swap_are_honoured(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = [
+        generator.rollout(0, PROMPTS[0], at(0, 5, 9), preempt={3, 5, 12}),
+        generator.rollout(1, PROMPTS[2], [1] * 8 + [2] * 8, chunk=(4, 0)),
+        generator.rollout(2, PROMPTS[2], [2] * LENGTH, chunk=(9, 0), preempt={1}),
+    ]
+    report = run(write(tmp_path, tiny_model, generator, made), tolerance=EXACT)
+    assert report.passed, report.faults
+
+
+# --- planted faults -------------------------------------------------------------------------------------------------
+
+
+def shift(turn, by):
+    spans = [VersionSpan(max(0, span.start + by) if span.start else 0, span.version) for span in turn.token_versions]
+    return {"token_versions": [*(a for a, b in itertools.pairwise(spans) if a.start < b.start), spans[-1]]}
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_fault_a_tags_shifted_by_one_token(tmp_path, model_dir, by):
+    generator = Generator(model_dir)
+    made = retag(generate(generator)[:1], lambda turn: shift(turn, by))
+    report = run(write(tmp_path, model_dir, generator, made), tolerance=1e-4)
+    assert not report.passed
+    assert report.total.worst.index in range(5 - 1, LENGTH)
+
+
+@pytest.mark.parametrize("fragment", ["layers.0.", "layers.2.mlp.down_proj", "layers.1.self_attn.k_proj", "model.norm"])
+def test_fault_b_a_torn_swap(tmp_path, model_dir, fragment):
+    generator = Generator(model_dir)
+    generator.leave_old(2, fragment)
+    report = run(write(tmp_path, model_dir, generator, generate(generator)), tolerance=1e-4)
+    assert not report.passed
+    rows = {row.version: row.max for row in report.versions}
+    assert rows[0] < EXACT
+    assert rows[1] < EXACT
+    assert rows[2] > 1e-3, "only the version that was torn is accused"
+
+
+def test_fault_c_a_stale_output_layer(tmp_path, model_dir):
+    generator = Generator(model_dir)
+    generator.leave_old(1, "lm_head")
+    report = run(write(tmp_path, model_dir, generator, generate(generator)), tolerance=1e-4)
+    assert not report.passed
+    assert {row.version for row in report.versions if row.max > 1e-4} == {1}
+
+
+def test_fault_d_a_prefix_hit_across_versions(tmp_path, model_dir):
+    generator = Generator(model_dir)
+    made = [*generate(generator), generator.rollout(99, PROMPTS[2], [2] * LENGTH, prefix=(8, 1))]
+    report = run(write(tmp_path, model_dir, generator, made), tolerance=1e-4)
+    assert not report.passed
+    assert report.total.worst.rollout_id == "g/99"
+
+
+def test_fault_e_a_recomputation_that_was_not_told(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = generate(generator, preempt={10})
+    assert run(write(tmp_path / "told", tiny_model, generator, made), tolerance=EXACT).passed
+    silent = retag(made, lambda turn: {"prefill_versions": turn.prefill_versions[:1]})
+    assert not run(write(tmp_path / "silent", tiny_model, generator, silent), tolerance=1e-4).passed
+
+
+def test_fault_f_a_recomputation_that_did_not_happen(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = retag(
+        generate(generator)[:1], lambda turn: {"prefill_versions": [*turn.prefill_versions, PrefillSpan(10, 0, 2)]}
+    )
+    assert not run(write(tmp_path, tiny_model, generator, made), tolerance=1e-4).passed
+
+
+def test_a_log_probability_that_is_no_number_is_a_fault(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = retag(generate(generator)[:2], lambda turn: {"logprobs": [float("nan"), *turn.logprobs[1:]]})
+    report = run(write(tmp_path, tiny_model, generator, made), tolerance=1e-4)
+    assert not report.passed
+    assert report.total.max == float("inf")
+
+
+# --- what noise does not hide ---------------------------------------------------------------------------------------
+
+NOISE = 0.03
+SMALL = 2e-3
+"""Versions so close that no single token can tell them apart under the noise."""
+MANY = 96
+
+
+class NoisyRun:
+    """A run whose engine rounds: what it recorded is the replay of what it really did, and noise."""
+
+    def __init__(self, folder, model_dir):
+        self.folder, self.model_dir = folder, model_dir
+        self.temperature, self.top_p, self.top_k = 1.0, 1.0, 0
+        self.states = [weights(model_dir, version, SMALL) for version in range(VERSIONS)]
+        write(folder, model_dir, self, [])
+        self.replayer = Replayer(model_dir, KeptVersions(folder / "versions"), Sampling())
+
+    def audit(self, *, tagged, really=None, stale=None, alternatives=None, many=MANY):
+        """`tagged` and `really` are plans of versions by token; `stale` a pattern of parameters left old."""
+        source = np.random.default_rng(1)
+        claims = [self._rollout(number, tagged, source) for number in range(many)]
+        truth = claims if really is None else [self._retold(rollout, really) for rollout in claims]
+        passes = [([*rollout.prompt_ids, *rollout.turn.token_ids], segments(rollout)) for rollout in truth]
+        left = Stale(re.compile(stale), previous_of(range(VERSIONS))) if stale else None
+        replayed = self.replayer.replay(passes, left)
+        recorded = iter([x + source.normal(0, NOISE) for x in values] for values in replayed)
+        made = retag([(rollout, rollout.prompt_ids) for rollout in claims], lambda _: {"logprobs": next(recorded)})
+        (self.folder / ROLLOUTS_FILE).unlink()
+        write(self.folder, self.model_dir, self, made, versions=(), dtype="bfloat16")
+        return run(self.folder, alternatives=alternatives)
+
+    def _rollout(self, number, plans, source):
+        plan = plans[number % len(plans)]
+        tokens = source.integers(2, 17, LENGTH).tolist()
+        made = make_rollout("g", number, length=LENGTH, spans=spans_of(plan), token_ids=tokens)
+        return msgspec.structs.replace(made, prompt_ids=source.integers(2, 17, 4).tolist())
+
+    def _retold(self, rollout, plans):
+        plan = plans[int(rollout.rollout_id.split("/")[1]) % len(plans)]
+        spans = [VersionSpan(*span) for span in spans_of(plan)]
+        turn = msgspec.structs.replace(
+            rollout.turn, token_versions=spans, prefill_versions=[PrefillSpan(0, 0, spans[0].version)]
+        )
+        return msgspec.structs.replace(rollout, turn=turn)
+
+
+@pytest.fixture(scope="module")
+def noisy_run(tmp_path_factory, tiny_model):
+    return NoisyRun(tmp_path_factory.mktemp("noisy"), tiny_model)
+
+
+def stories(report):
+    return {story.name: story for story in report.stories}
+
+
+def test_noise_alone_is_no_fault_and_other_stories_are_ruled_out(noisy_run):
+    report = noisy_run.audit(tagged=PLANS)
+    assert report.passed, report.faults
+    assert report.total.max > 3 * NOISE
+    found = stories(report)
+    assert set(found) == {"late", "early", "old", "prefix", "head"}
+    assert found["old"].overall.verdict is Verdict.TAGS
+    assert found["head"].overall.verdict is Verdict.TAGS
+    assert all(story.overall.verdict is not Verdict.ALTERNATIVE for story in report.stories)
+
+
+def test_an_engine_that_never_swapped_is_found_under_noise(noisy_run):
+    report = noisy_run.audit(tagged=[at(0, 4), at(0, 9)], really=[at(0)], alternatives="old")
+    assert not report.passed
+    assert stories(report)["old"].overall.verdict is Verdict.ALTERNATIVE
+    assert any("the version before ran under each tag" in fault for fault in report.faults)
+
+
+def test_tags_one_token_early_are_found_under_noise(noisy_run):
+    many = [[index % 3 if index < cut else 2 for index in range(LENGTH)] for cut in range(3, LENGTH)]
+    late = [[plan[0], *plan[:-1]] for plan in many]
+    report = noisy_run.audit(tagged=many, really=late, alternatives="late,early", many=30)
+    assert stories(report)["late"].overall.verdict is Verdict.ALTERNATIVE
+    assert stories(report)["early"].overall.verdict is not Verdict.ALTERNATIVE
+
+
+def test_a_stale_output_layer_is_found_under_noise(noisy_run):
+    report = noisy_run.audit(tagged=PLANS, stale=r"^lm_head\.", alternatives="head")
+    assert stories(report)["head"].overall.verdict is Verdict.ALTERNATIVE
+    assert not report.passed
+
+
+def test_a_torn_layer_is_found_under_noise_when_it_is_asked_for(noisy_run):
+    report = noisy_run.audit(tagged=[at(0), [1] * LENGTH], stale=r"\.layers\.1\.", alternatives="layer.0,layer.1")
+    assert stories(report)["layer.1"].better == [1]
+    assert stories(report)["layer.0"].better == []
+
+
+# --- what can't be audited ------------------------------------------------------------------------------------------
+
+
+def test_versions_that_were_not_kept_are_named(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    folder = write(tmp_path, tiny_model, generator, generate(generator), versions=[0, 2])
+    assert main([str(folder), "--tolerance", "1e-4"]) == 1
+    out = capsys.readouterr().out
+    assert "version 1 was not kept: 96 tokens depend on it" in out
+    report = run(folder)
+    assert report.missing == {1: 96}
+    assert report.total.tokens == 32
+
+
+def test_kv_of_unknown_version_is_counted_and_not_replayed(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = generate(generator)[:2]
+    unknown, prompt = made[0]
+    turn = msgspec.structs.replace(unknown.turn, prefill_versions=[PrefillSpan(0, 0, -1), PrefillSpan(0, 3, 0)])
+    folder = write(tmp_path, tiny_model, generator, [(msgspec.structs.replace(unknown, turn=turn), prompt), made[1]])
+    report = run(folder)
+    assert report.passed
+    assert list(report.unchecked.values()) == [LENGTH]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prefill_versions": []}, "no prefill event"),
+        ({"prefill_versions": [PrefillSpan(0, 2, 0)]}, "KV is known to 0"),
+        ({"prefill_versions": [PrefillSpan(0, 0, 1)]}, "token 0 is tagged 0, the prefill that sampled it 1"),
+        ({"token_versions": [VersionSpan(1, 0)]}, "must start at token 0"),
+    ],
+)
+def test_tags_that_contradict_themselves_are_a_fault(tmp_path, tiny_model, change, why):
+    generator = Generator(tiny_model)
+    made = retag(generate(generator)[:1], lambda turn: change) + generate(generator)[1:2]
+    report = run(write(tmp_path, tiny_model, generator, made))
+    assert not report.passed
+    assert why in report.contradictions["g/0"]
+
+
+def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
+    assert main([str(tmp_path)]) == 2
+    generator = Generator(tiny_model)
+    folder = write(tmp_path, tiny_model, generator, generate(generator), versions=[])
+    assert main([str(folder)]) == 2
+    assert "audit.keep_versions=true" in capsys.readouterr().err
+    save_file(generator.states[0] | {"extra": torch.zeros(1)}, _versions(folder) / "000000.safetensors")
+    for version in (1, 2):
+        save_file(generator.states[version], _versions(folder) / f"{version:06d}.safetensors")
+    assert main([str(folder)]) == 2
+    assert "000000.safetensors does not fit the run's model" in capsys.readouterr().err
+    with pytest.raises(AuditError, match=r"alternative 'what' is none of late, .*layer\.K"):
+        run(folder, alternatives="late,what")
+
+
+def _versions(folder):
+    (folder / "versions").mkdir(exist_ok=True)
+    return folder / "versions"
+
+
+def test_a_limit_draws_the_same_rollouts_each_time(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    folder = write(tmp_path, tiny_model, generator, generate(generator))
+    first, second = run(folder, limit=3), run(folder, limit=3)
+    assert first.rollouts == 3
+    assert first.total == second.total
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def tagged(spans, prefills, prompt=3, length=4):
+    made = make_rollout(spans=spans, length=length, prefill_versions=[PrefillSpan(*each) for each in prefills])
+    return msgspec.structs.replace(made, prompt_ids=list(range(prompt)))
+
+
+@pytest.mark.parametrize(
+    ("spans", "prefills", "expected"),
+    [
+        ([(0, 5)], [(0, 0, 5)], [(0, 6, 5, 2)]),
+        ([(0, 5), (2, 6)], [(0, 0, 5)], [(0, 4, 5, 2), (4, 6, 6, 4)]),
+        ([(0, 6)], [(0, 0, 5), (0, 2, 6)], [(0, 2, 5, 2), (2, 6, 6, 2)]),
+        ([(0, 5)], [(0, 0, 4), (0, 0, 5)], [(0, 6, 5, 2)]),
+        ([(0, 5), (2, 6)], [(0, 0, 5), (2, 0, 6)], [(0, 4, 5, 2), (0, 6, 6, 4)]),
+        ([(0, 5)], [(0, 0, 5), (3, 0, 5)], [(0, 5, 5, 2), (0, 6, 5, 5)]),
+        ([(0, 5)], [(0, 0, 5), (3, 0, 4), (3, 4, 5)], [(0, 5, 5, 2), (0, 4, 4, 4), (4, 6, 5, 5)]),
+        ([(0, 5)], [(0, 0, 5), (4, 0, 6)], [(0, 6, 5, 2)]),
+    ],
+)
+def test_passes_that_tags_claim(spans, prefills, expected):
+    assert segments(tagged(spans, prefills)) == [Segment(*each) for each in expected]
+
+
+def test_a_pass_token_by_token():
+    assert Segment(0, 6, 5, 2).one_by_one() == [Segment(0, 3, 5, 2), *(Segment(n, n + 1, 5, n) for n in (3, 4, 5))]
+    assert Segment(0, 4, 4, 4).one_by_one() == [Segment(0, 4, 4, 4)]
+
+
+def test_a_prefill_that_leaves_a_gap_is_refused():
+    with pytest.raises(TagError, match="prefill from position 6"):
+        segments(tagged([(0, 5)], [(0, 0, 5), (3, 6, 5)]))
+
+
+@pytest.mark.parametrize(
+    ("name", "spans", "prefills"),
+    [
+        ("late", [(0, 1), (3, 2)], [(0, 0, 1)]),
+        ("early", [(0, 1), (1, 2)], [(0, 0, 1)]),
+        ("old", [(0, 1), (2, 1)], [(0, 0, 1)]),
+        ("prefix", None, None),
+    ],
+)
+def test_stories_about_tags(name, spans, prefills):
+    rollout = tagged([(0, 1), (2, 2)], [(0, 0, 1)])
+    told = by_name(name).retag(rollout, previous_of([1, 2]))
+    if spans is None:
+        assert told is None, "the first version has none before it"
+        return
+    assert told.turn.token_versions == [VersionSpan(*each) for each in spans]
+    assert told.turn.prefill_versions == [PrefillSpan(*each) for each in prefills]
+
+
+def test_the_story_of_an_old_prefix():
+    rollout = tagged([(0, 2)], [(0, 0, 2), (3, 0, 2)], prompt=9)
+    told = by_name("prefix").retag(rollout, previous_of([0, 2]))
+    assert told.turn.prefill_versions == [PrefillSpan(0, 0, 0), PrefillSpan(0, 8, 2), PrefillSpan(3, 0, 2)]
+
+
+def test_shifted_tags_leave_what_a_prefill_sampled():
+    rollout = tagged([(0, 1), (2, 2)], [(0, 0, 1), (2, 0, 2)])
+    assert by_name("late").retag(rollout, {}) is None, "token 2 was sampled by the prefill that its tag names"
+
+
+def estimates(truth, noise, tokens=2000, seed=0):
+    source = np.random.default_rng(seed)
+    tags = source.normal(-1, 0.5, tokens)
+    alternative = tags + source.normal(0, 0.02, tokens)
+    recorded = (alternative if truth else tags) + source.normal(0, noise, tokens)
+    return estimate(recorded, tags, alternative, np.arange(tokens) // 10)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
+def test_the_slope_tells_which_story_is_true(noise):
+    assert estimates(False, noise).verdict is Verdict.TAGS
+    assert estimates(True, noise).verdict is Verdict.ALTERNATIVE
+
+
+def test_too_much_noise_is_undecided_rather_than_wrong():
+    assert estimates(True, 2.0).verdict is Verdict.UNDECIDED
+    assert estimates(False, 0.01, tokens=40).verdict is Verdict.UNDECIDED, "four rollouts are too few"
+
+
+def test_the_error_of_the_slope_is_honest():
+    """Over many repetitions the estimate is about one standard error off."""
+    found = [estimates(False, 0.05, tokens=600, seed=seed) for seed in range(200)]
+    assert np.std([each.slope / each.error for each in found]) == pytest.approx(1.0, abs=0.15)
+
+
+def test_excess_compares_at_equal_confidence():
+    """Improbable tokens miss more; a version with fewer of them does not look better, nor the other way round."""
+    source = np.random.default_rng(0)
+
+    def misses(scale, mean, factor=1.0):
+        recorded = -np.abs(source.normal(mean, scale, 3000))
+        return Misses(np.abs(source.normal(0, 0.02 * (0.2 - recorded) * factor)), recorded, np.arange(3000) // 15)
+
+    baseline = misses(1.0, 1.5)
+    sharper = excess(misses(0.6, 0.8), baseline)
+    assert not sharper.suspicious
+    assert sharper.ratio == pytest.approx(1.0, abs=0.1)
+    broken = excess(misses(0.6, 0.8, factor=3.0), baseline)
+    assert broken.suspicious
+    assert broken.ratio == pytest.approx(3.0, abs=0.3)

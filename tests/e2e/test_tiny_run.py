@@ -73,6 +73,18 @@ def wait_for_steps(launcher: subprocess.Popen[str], run_dir: Path, steps: int) -
         time.sleep(0.5)
 
 
+def wait_for_engine(launcher: subprocess.Popen[str], run_dir: Path) -> list[psutil.Process]:
+    """All processes of the run once the generator has started its engine core."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and launcher.poll() is None:
+        everyone = psutil.Process(launcher.pid).children(recursive=True)
+        if any(process.name().startswith("VLLM::") for process in everyone if process.is_running()):
+            return everyone
+        time.sleep(0.2)
+    launcher.send_signal(signal.SIGTERM)
+    pytest.fail(f"no engine came\n{launcher.communicate(timeout=60)[0]}\n{logs(run_dir)}")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, str]:
     """A finished run and what its launcher printed."""
@@ -125,15 +137,44 @@ def test_no_process_is_left(run):
     assert not (run[0] / "bus").exists()
 
 
-def test_ctrl_c_leaves_nothing_behind(tmp_path):
+def assert_gone(everyone: list[psutil.Process], run_dir: Path) -> None:
+    assert still_alive(everyone) == []
+    assert processes_of(run_dir) == []
+    assert not (run_dir / "bus").exists()
+
+
+def test_ctrl_c_while_vllm_starts_leaves_nothing_behind(tmp_path):
+    run_dir = tmp_path / "run"
+    launcher = start(run_dir)
+    everyone = wait_for_engine(launcher, run_dir)
+    launcher.send_signal(signal.SIGINT)
+    output, _ = launcher.communicate(timeout=STOP_TIMEOUT_S)
+    assert launcher.returncode == 128 + signal.SIGINT, output
+    assert_gone(everyone, run_dir)
+
+
+def test_ctrl_c_while_it_trains_leaves_nothing_behind(tmp_path):
     run_dir = tmp_path / "run"
     launcher = start(run_dir, "trainer.steps=1000")
     wait_for_steps(launcher, run_dir, 1)
     everyone = psutil.Process(launcher.pid).children(recursive=True)
-    assert len(everyone) >= 4, "trainer, generator with its engine core, actor"
+    assert len(everyone) >= 5, "trainer, generator with its engine core and worker, actor"
     launcher.send_signal(signal.SIGINT)
     output, _ = launcher.communicate(timeout=STOP_TIMEOUT_S)
     assert launcher.returncode == 128 + signal.SIGINT, output
-    assert still_alive(everyone) == []
-    assert processes_of(run_dir) == []
+    assert_gone(everyone, run_dir)
     assert json.loads((run_dir / summary.SUMMARY_FILE).read_text())["steps"] >= 1
+
+
+def test_a_killed_worker_ends_the_run(tmp_path):
+    """The engine dies of it, the generator says so, the launcher shows it and stops the others."""
+    run_dir = tmp_path / "run"
+    launcher = start(run_dir, "trainer.steps=1000")
+    wait_for_steps(launcher, run_dir, 1)
+    everyone = psutil.Process(launcher.pid).children(recursive=True)
+    (worker,) = [process for process in everyone if "VLLM::Worker" in " ".join(process.cmdline())]
+    worker.kill()
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1, output
+    assert "g0 ended with code 1" in output or "trainer ended with code 1" in output
+    assert_gone(everyone, run_dir)

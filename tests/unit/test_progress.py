@@ -10,7 +10,6 @@ from rich.console import Console
 from inflight.launch import compose
 from inflight.progress import Progress, View, sparkline
 
-
 SHAPE = ["trainer.steps=8", "trainer.groups_per_step=2", "gate.max_lag=4"]
 
 

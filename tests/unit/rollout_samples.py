@@ -32,8 +32,11 @@ def make_group(group_id="g", size=2, **kwargs):
     return RolloutGroup(group_id=group_id, prompt_key=f"key of {group_id}", rollouts=rollouts)
 
 
-def make_config(run_dir, *, max_lag=1, step=2, size=2, concurrency=2, keep=False, max_token_lag=8, **rollout):
-    """A run whose capacity is (max_lag + 1) * step groups, over a bus that gives up quickly."""
+def make_config(
+    run_dir, *, max_lag=1, step=2, size=2, concurrency=2, keep=False, max_token_lag=8, dead_after_s=30.0, **rollout
+):
+    """A run whose capacity is (max_lag + 1) * step groups, on a bus that is patient: a loaded machine may starve a
+    thread for seconds. Tests of loss shorten `dead_after_s`."""
     return RunConfig(
         model=ModelConfig(name="tiny"),
         task=TaskConfig(name="addition"),
@@ -41,5 +44,5 @@ def make_config(run_dir, *, max_lag=1, step=2, size=2, concurrency=2, keep=False
         gate=GateConfig(max_lag=max_lag, max_token_lag=max_token_lag),
         trainer=TrainerConfig(groups_per_step=step),
         rollout=RolloutConfig(group_size=size, concurrency=concurrency, keep=keep, **rollout),
-        bus=BusConfig(heartbeat_s=0.05, dead_after_s=1.0),
+        bus=BusConfig(heartbeat_s=0.05, dead_after_s=dead_after_s),
     )

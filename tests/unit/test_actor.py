@@ -349,7 +349,7 @@ def test_the_actor_ends_when_the_buffer_is_gone(play):
         with pytest.raises(ActorError, match="the buffer is gone"):
             await asyncio.wait_for(room.running, LIMIT_S)
 
-    play(scene)
+    play(scene, dead_after_s=2.0)
 
 
 class Script:

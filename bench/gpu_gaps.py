@@ -141,4 +141,8 @@ def summarize(strategy: str, timeline: Timeline, updates: list[Update], baseline
         "recomputed": sum(update.recomputed for update in updates),
         "updates_raw": [asdict(update) for update in updates],
         "extra_gap_raw_ms": [round(value, 3) for value in extra],
+        "gaps_around_raw_ms": [
+            [round(1e3 * gap, 2) for gap in timeline.gaps(update.swap_began, timeline.following(update.ended, 3))]
+            for update in updates
+        ],
     }

@@ -38,6 +38,8 @@ def write_report(report: dict[str, Any], timelines: dict[str, tuple[Timeline, li
         import matplotlib
     except ImportError:
         return
+    if not timelines:
+        return
     matplotlib.use("Agg")
     _plot_gaps(timelines, out / "gaps.png")
     _plot_rate(timelines, out / "rate.png")
@@ -88,7 +90,7 @@ def _plot_rate(timelines: dict[str, tuple[Timeline, list[Update]]], path: Path) 
     figure, rows = pyplot.subplots(len(timelines), 1, figsize=(9, 1.9 * len(timelines)), squeeze=False)
     for (axes,), (name, (timeline, updates)) in zip(rows, timelines.items(), strict=True):
         shown = [update for update in updates if update.began < updates[0].began + 10]
-        start, stop, width = updates[0].began - 0.5, updates[0].began + 10, 0.02
+        start, stop, width = updates[0].began - 0.5, updates[0].began + 10, 0.05
         moments = [start + i * width for i in range(int((stop - start) / width))]
         axes.plot([m - start for m in moments], [timeline.rate(m, m + width) for m in moments], linewidth=0.7)
         for update in shown:

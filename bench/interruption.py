@@ -41,7 +41,7 @@ class Run:
         self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="interruption-"))
         self._version = 0
-        self._quiet: dict[int, float] = {}
+        self._quiet: dict[int, tuple[float, Timeline]] = {}
         self.timelines: dict[str, tuple[Timeline, list[Update]]] = {}
         endpoint = f"ipc://{self._folder / 'weights'}"
         trainer = TrainerProcess(self._trainer_options(endpoint), self._environment(config.trainer_devices))
@@ -121,41 +121,44 @@ class Run:
             bench.client.rpc("init_weight_transfer_engine", info)
             bench.trainer.answer()
 
-    def quiet_rate(self, batch: int, seconds: float) -> float:
-        """Tokens a second of a round without updates; measured once for a batch size, over its first cell's round."""
+    def quiet(self, batch: int) -> tuple[float, Timeline]:
+        """A round without updates: when its measured part began, and its arrivals. Once for a batch size."""
         if batch not in self._quiet:
             client = self._bench.client
-            client.timeline = Timeline()
+            client.timeline = timeline = Timeline()
             client.start(batch)
             time.sleep(self._config.settle_s)
             started = time.perf_counter()
-            time.sleep(seconds)
-            self._quiet[batch] = client.timeline.rate(started, time.perf_counter())
+            time.sleep(self._config.round_s)
             client.stop()
+            self._quiet[batch] = started, timeline
         return self._quiet[batch]
 
     def cell(self, cell: DictConfig) -> dict[str, Any]:
         """One strategy at one batch size."""
         back_to_back = cell.interval_s == 0
         seconds = self._config.round_s if back_to_back else min(self._config.round_s, cell.updates * cell.interval_s)
-        quiet = self.quiet_rate(cell.batch, seconds)
+        began, quiet = self.quiet(cell.batch)
         client = self._bench.client
         client.timeline = Timeline()
         client.copy_mode(cell.strategy == "inflight-copy")
         updates: list[Update] = []
-        rates: list[float] = []
+        kept: list[float] = []
         while len(updates) < cell.updates:
             fitting = cell.updates if back_to_back else int(seconds / cell.interval_s + 0.5)
             count = max(1, min(cell.updates - len(updates), fitting))
-            rates.append(self._round(cell, count, updates))
+            rate, length = self._round(cell, count, updates)
+            # Against the same part of the quiet round: steps get slower as the sequences grow.
+            kept.append(rate / quiet.rate(began, began + min(length, self._config.round_s)))
         for update, (waited, remap) in zip(updates, client.take_swaps(), strict=False):
             update.waited_s, update.remap_s = waited, remap
         self.timelines[f"{cell.strategy} x{cell.batch} every {cell.interval_s:g} s"] = (client.timeline, updates)
-        result = summarize(cell.strategy, client.timeline, updates, quiet)
-        kept = sum(rates) / len(rates) / quiet if quiet else 0.0
-        return {**result, "batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": round(kept, 4)}
+        result = summarize(cell.strategy, client.timeline, updates, quiet.rate(began, began + seconds))
+        share = round(sum(kept) / len(kept), 4)
+        return {**result, "batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": share}
 
-    def _round(self, cell: DictConfig, count: int, updates: list[Update]) -> float:
+    def _round(self, cell: DictConfig, count: int, updates: list[Update]) -> tuple[float, float]:
+        """Updates on fresh sequences; tokens a second from the first update on, and over how many seconds."""
         from bench.gpu_strategies import STRATEGIES
 
         client = self._bench.client
@@ -167,9 +170,10 @@ class Run:
             self._version += 1
             updates.append(STRATEGIES[cell.strategy](self._bench, self._version))
         time.sleep(max(0.0, started + count * cell.interval_s - time.perf_counter()))
-        rate = client.timeline.rate(started, time.perf_counter())
+        ended = time.perf_counter()
+        rate = client.timeline.rate(started, ended)
         client.stop()
-        return rate
+        return rate, ended - started
 
     def close(self) -> None:
         """Ends both processes."""
@@ -216,7 +220,7 @@ def main(config: DictConfig) -> None:
             print(json.dumps(shown), flush=True)
             write_report(report, run.timelines, out)
             if "error" in result:
-                break
+                raise SystemExit(f"{cell.strategy}: {result['error']}")
     finally:
         run.close()
 

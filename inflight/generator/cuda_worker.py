@@ -15,6 +15,7 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from inflight.generator import arena as arenas
+from inflight.generator.cuda_limits import hook_forward, refuse_unsupported
 from inflight.generator.cuda_plan import PlanError
 from inflight.generator.remap import (
     CopyShadow,
@@ -168,60 +169,3 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         taken = list(swaps)
         swaps.clear()
         return taken
-
-
-def hook_forward(runner: Any, before: Any) -> bool:
-    """Has `before()` called right before each forward pass is launched. False when this runner has no such place.
-
-    The V2 runner calls `kv_connector.pre_forward` there in every mode (full graph, piecewise, eager); the V1 runner
-    calls `_model_forward`.
-    """
-    if hasattr(runner, "kv_connector") and hasattr(runner.kv_connector, "pre_forward"):
-        runner.kv_connector = _BeforeForward(runner.kv_connector, before)
-        return True
-    if hasattr(runner, "_model_forward"):
-        forward = runner._model_forward
-
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            before()
-            return forward(*args, **kwargs)
-
-        runner._model_forward = hooked
-        return True
-    return False
-
-
-class _BeforeForward:
-    """A KV connector as it is, with a call before `pre_forward`."""
-
-    def __init__(self, connector: Any, before: Any) -> None:
-        self._connector = connector
-        self._before = before
-
-    def pre_forward(self, scheduler_output: Any) -> None:
-        self._before()
-        self._connector.pre_forward(scheduler_output)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._connector, name)
-
-
-def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises ValueError with one line for what a swap would leave half updated."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    offload = getattr(vllm_config, "offload_config", None)
-    uva = getattr(offload, "uva", None)
-    reasons = {
-        f"quantised weights ({model.quantization})": model.quantization is not None,
-        "mixture-of-experts models": bool(model.is_moe),
-        "multi-head latent attention": bool(model.use_mla),
-        "LoRA": vllm_config.lora_config is not None,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "expert parallelism": bool(parallel.enable_expert_parallel),
-        "sleep mode": bool(model.enable_sleep_mode),
-        "weights offloaded to the CPU": bool(getattr(uva, "cpu_offload_gb", 0)),
-        "multimodal models": bool(getattr(model, "is_multimodal_model", False)),
-    }
-    found = [reason for reason, there in reasons.items() if there]
-    if found:
-        raise ValueError(f"inflight can't update {', '.join(found)} on CUDA yet")

@@ -61,8 +61,7 @@ class _Group:
                 if time.monotonic() > deadline:
                     raise TransportError(f"{phase}: a broadcast did not end within {self._board.timeout_s:g} s")
                 time.sleep(_POLL_S)
-            if (failed := work.exception()) is not None:
-                raise TransportError(f"{phase}: {failed}")
+            work.wait()  # it is complete: this raises what went wrong, which can't be read otherwise
         except RuntimeError as error:
             self.abort()
             raise error if isinstance(error, TransportError) else TransportError(f"{phase}: {error}") from error

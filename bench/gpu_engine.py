@@ -44,7 +44,6 @@ class Client:
     def __init__(self, engine: Any, tokens: int, *, remaps: bool) -> None:
         self.engine = engine
         self._remaps = remaps
-        self._copies = False
         self.core = engine.engine_core
         self.timeline = Timeline()
         self._tokens = tokens
@@ -72,11 +71,10 @@ class Client:
         """A call on every rank; waits."""
         return self.call("collective_rpc", method, None, args)
 
-    def copy_mode(self, copies: bool) -> None:
-        """Whether the CUDA worker's remap is replaced by a copy, for comparison."""
-        if self._remaps and copies != self._copies:
-            self.rpc("copy_instead", copies)
-            self._copies = copies
+    def swap_by(self, way: str) -> None:
+        """How the CUDA worker swaps from now on: remap, held or copy."""
+        if self._remaps:
+            self.rpc("swap_by", way)
         self.take_swaps()
 
     def take_swaps(self) -> list[tuple[float, float]]:

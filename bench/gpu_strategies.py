@@ -146,14 +146,10 @@ def abort(bench: Bench, version: int) -> Update:
     return _paused(bench, "abort", packed=True)
 
 
-def copying(bench: Bench, version: int) -> Update:
-    """As inflight, but the shadow is copied over the live weights instead of mapped there."""
-    return inflight(bench, version)
-
-
 STRATEGIES: dict[str, Strategy] = {
     "inflight": inflight,
-    "inflight-copy": copying,
+    "inflight-copy": inflight,  # the worker copies the shadow over the live weights instead
+    "inflight-held": inflight,  # the worker keeps Python's lock from the wait to the launch
     "blocking": blocking,
     "vllm-packed": packed,
     "vllm-per-tensor": per_tensor,

@@ -141,7 +141,7 @@ class Run:
         began, quiet = self.quiet(cell.batch)
         client = self._bench.client
         client.timeline = Timeline()
-        client.copy_mode(cell.strategy == "inflight-copy")
+        client.swap_by({"inflight-copy": "copy", "inflight-held": "held"}.get(cell.strategy, "remap"))
         updates: list[Update] = []
         kept: list[float] = []
         while len(updates) < cell.updates:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from inflight.generator import held
 from inflight.weights.transport.cuda import CudaError, check
 
 
@@ -90,18 +91,25 @@ class Arena:
         """First byte of the live range; never changes."""
         return self._live
 
-    def remap(self) -> None:
+    def remap(self, *, hold: bool = False) -> None:
         """Moves the live range to the other set. The device must not be using the range.
 
-        Raises ArenaError when it failed with the old weights live, ArenaLost when nothing is mapped any more.
+        `hold`: with Python's lock held throughout (see held.py). Raises ArenaError when it failed with the old weights
+        live, ArenaLost when nothing is mapped any more.
         """
         target = 1 - self._current
         try:
-            check("cuMemUnmap", driver.cuMemUnmap(self._live, self.nbytes))
+            if hold:
+                held.unmap(self._live, self.nbytes)
+            else:
+                check("cuMemUnmap", driver.cuMemUnmap(self._live, self.nbytes))
         except CudaError as error:
             raise ArenaError(f"the live weights stay: {error}") from None
         try:
-            self._map(self._live, target)
+            if hold:
+                held.map_onto(self._live, self.nbytes, int(self._handles[target]), self.device.index)
+            else:
+                self._map(self._live, target)
         except CudaError as error:
             self._restore(error)
         self._current = target

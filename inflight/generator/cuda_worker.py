@@ -157,11 +157,12 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner
 
-    def copy_instead(self, copies: bool) -> None:
-        """RPC for benches: copy the shadow over the live weights instead of moving the range."""
-        if isinstance(self.inflight_shadow, RemapShadow):
-            self.inflight_shadow.settle()
-            self.inflight_shadow.copies = copies
+    def swap_by(self, way: str) -> None:
+        """RPC for benches: `remap`, `held` (remap with Python's lock held) or `copy` from the next swap on."""
+        shadow = self.inflight_shadow
+        if isinstance(shadow, RemapShadow):
+            shadow.settle()
+            shadow.copies, shadow.hold = way == "copy", way == "held"
 
     def take_swaps(self) -> list[tuple[float, float]]:
         """RPC: (seconds waited for the step in flight, seconds of the remap) of each swap since the last call."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from inflight.generator import held
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
 from inflight.messages import BucketMeta, Manifest
@@ -197,6 +198,8 @@ class RemapShadow(CudaShadow):
         self.late = False
         self.copies = False
         """Copy the other set over the live one instead of moving the range: for comparison."""
+        self.hold = False
+        """Keep Python's lock from the wait to the launch (see held.py)."""
         self.swaps: list[tuple[float, float]] = []
         """(seconds waited for the step in flight, seconds of the remap) of each swap since it was last taken."""
 
@@ -232,9 +235,12 @@ class RemapShadow(CudaShadow):
 
     def _remap(self) -> None:
         started = time.perf_counter()
-        torch.cuda.synchronize(self.device)
+        if self.hold:
+            held.synchronize()
+        else:
+            torch.cuda.synchronize(self.device)
         waited = time.perf_counter()
-        self._arena.remap()
+        self._arena.remap(hold=self.hold)
         self._armed = False
         self.swaps.append((waited - started, time.perf_counter() - waited))
 

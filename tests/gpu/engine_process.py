@@ -60,8 +60,8 @@ class Actions:
     def commit(self, version: int) -> list[Any]:
         return self.llm.collective_rpc("commit_weights", args=(version,))
 
-    def copy_instead(self, copies: bool) -> None:
-        self.llm.collective_rpc("copy_instead", args=(copies,))
+    def swap_by(self, way: str) -> None:
+        self.llm.collective_rpc("swap_by", args=(way,))
 
     def storm(self, batch: int, tokens: int, every: int = 0, version: int = 1000) -> dict[str, Any]:
         """Decodes with a commit of identical weights before every `every`-th step (0: none)."""

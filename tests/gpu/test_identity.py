@@ -74,9 +74,10 @@ def test_swapped_engine_equals_fresh_ones(tmp_path: Path, tied: bool, swap: str,
 
 def test_many_swaps_between_equal_sets_change_nothing(tmp_path: Path) -> None:
     folder, _ = save(tmp_path / "a", "tiny", 1, tied=False)
-    actions = [
-        {"do": "storm", "batch": 32, "tokens": 200},
-        {"do": "storm", "batch": 32, "tokens": 200, "every": 2},
-    ]
-    quiet, swapped = run({"model": folder, "swap": "remap", "engine": ENGINE, "actions": actions})
-    assert quiet["tokens"] == swapped["tokens"]
+    storm = {"do": "storm", "batch": 32, "tokens": 200}
+    actions: list[dict[str, Any]] = [storm, {**storm, "every": 2}]
+    for version, way in ((5000, "held"), (10000, "copy")):
+        actions += [{"do": "swap_by", "way": way}, {**storm, "every": 2, "version": version}]
+    results = run({"model": folder, "swap": "remap", "engine": ENGINE, "actions": actions})
+    quiet, *swapped = [result["tokens"] for result in results if result is not None]
+    assert all(tokens == quiet for tokens in swapped)

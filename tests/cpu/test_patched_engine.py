@@ -123,12 +123,12 @@ class Lab:
         self.core.model_executor.execute_model = witnessed
         self._number = 0
 
-    def add(self, prompt: int, tokens: int, first: int = 1, **sampling: Any) -> str:
-        """Queues a request of `prompt` tokens whose content `first` decides; returns its name."""
+    def add(self, prompt: int, tokens: int, first: int = 1, ids: list[int] | None = None, **sampling: Any) -> str:
+        """Queues a request of `prompt` tokens whose content `first` decides, or of `ids`; returns its name."""
         from vllm import SamplingParams
 
         self._number += 1
-        ids = [1 + (first + position) % 100 for position in range(prompt)]
+        ids = ids or [1 + (first + position) % 100 for position in range(prompt)]
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False, **sampling)
         self.engine.add_request(f"r{self._number}", {"prompt_token_ids": ids}, params)
         return f"r{self._number}"
@@ -317,6 +317,16 @@ def test_a_commit_within_a_chunked_prefill_is_told_by_position(lab: Lab, prompt:
     assert completion.token_versions == [(0, before + 2)]
 
 
+def test_a_pass_that_starts_anew_under_the_same_version_is_told(lab: Lab) -> None:
+    name, before = lab.add(100, 6, first=11), lab.witness.version
+    lab.step()
+    lab.commit()
+    lab.step(3)
+    lab.core.reset_prefix_cache(reset_running_requests=True)
+    completion = lab.check(lab.finish()[name])
+    assert completion.prefill_versions == [(0, 0, before), (0, CHUNK, before + 1), (3, 0, before + 1)]
+
+
 def test_a_preempted_request_is_prefilled_anew_under_the_version_of_its_return(lab: Lab) -> None:
     names = [lab.add(60, 110, first=20), lab.add(62, 112, first=70)]
     outputs: dict[str, Any] = {}
@@ -329,23 +339,26 @@ def test_a_preempted_request_is_prefilled_anew_under_the_version_of_its_return(l
 
 
 def test_a_prefix_is_found_only_under_the_version_that_computed_all_of_it(lab: Lab) -> None:
-    def cached(commit_after: int | None = None) -> int:
-        name = lab.add(100, 40, first=33)
+    def run(ids: list[int] | None = None, tokens: int = 40, commit_after: int | None = None) -> Any:
+        name = lab.add(40, tokens, first=33, ids=ids)
         if commit_after is not None:
             lab.step(commit_after)
             lab.commit()
         output = lab.finish()[name]
         lab.check(output)
-        return output.num_cached_tokens
+        return output
 
-    assert cached() == 0
-    assert cached() == 96
+    assert run().num_cached_tokens == 0
+    assert run().num_cached_tokens == BLOCK
     lab.commit()
-    assert cached() == 0
-    assert cached(commit_after=10) == 96
-    # That one's last blocks hold KV of both versions, and its first ones of the older.
-    assert cached() == 0
-    assert cached() == 96
+    assert run().num_cached_tokens == 0
+    both = run(commit_after=10)
+    assert both.num_cached_tokens == BLOCK
+    # Its first block is of the older version, and the second of both.
+    assert run(tokens=1).num_cached_tokens == 0
+    longer = [*both.prompt_token_ids, *both.outputs[0].token_ids]
+    assert run(longer).num_cached_tokens == BLOCK
+    assert run(longer).num_cached_tokens == 2 * BLOCK
 
 
 def test_deltas_and_children_carry_their_own_spans(lab: Lab) -> None:
@@ -354,20 +367,21 @@ def test_deltas_and_children_carry_their_own_spans(lab: Lab) -> None:
     stream = lab.add(20, 12, output_kind=RequestOutputKind.DELTA)
     twins = lab.add(24, 12, first=60, n=2, output_kind=RequestOutputKind.FINAL_ONLY)
     deltas, final = [], None
-    for _ in range(14):
+    for step in range(14):
         for output in lab.step():
             if output.request_id == stream:
                 deltas.append(output)
             else:
                 final = output
-        lab.commit()
+        if step % 2:
+            lab.commit()
     starts = [delta.outputs[0].token_versions[0][0] for delta in deltas]
     assert starts == list(range(12))
     assert all(not delta.outputs[0].prefill_versions for delta in deltas[:-1])
     merged = deltas[0]
     for delta in deltas[1:]:
         merged.add(delta, aggregate=True)
-    assert len(lab.check(merged).token_versions) == 12
+    assert [start for start, _ in lab.check(merged).token_versions] == [0, 2, 4, 6, 8, 10]
     assert final is not None
     for index in (0, 1):
         lab.check(final, name=f"{index}_{twins}", index=index)
@@ -415,6 +429,42 @@ def test_asynchronous_scheduling_stamps_at_dispatch(lab: Lab, reset: bool) -> No
         _assert_exact(witness, name, prompts[name], len(tokens), versions, prefills)
         preempted += sum(event[0] > 0 and event[1] == 0 for event in prefills)
     assert preempted
+
+
+def test_the_engine_core_keeps_each_steps_own_stamp_while_steps_overlap(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same through the engine core's queue of batches, up to the outputs a caller gets."""
+    core, scheduler = lab.core, _async_scheduler(lab)
+    scheduler.set_weight_version(lab.witness.version)
+    drawn: deque[Any] = deque()
+
+    def execute_model(output: Any, **kwargs: Any) -> Any:
+        sampling = lab.witness.dispatch(output, scheduler)
+        result = _drawn(output, sampling, token=lab.witness.version)
+        if not output.total_num_scheduled_tokens:
+            return _done(result)
+        drawn.append(result)
+        return _done(None)
+
+    monkeypatch.setattr(core, "scheduler", scheduler)
+    monkeypatch.setattr(core, "batch_queue_size", 2)
+    monkeypatch.setattr(core, "batch_queue", deque(maxlen=2))
+    monkeypatch.setattr(core, "step_fn", core.step_with_batch_queue)
+    monkeypatch.setattr(core.model_executor, "execute_model", execute_model)
+    monkeypatch.setattr(core.model_executor, "sample_tokens", lambda *_, **__: _done(drawn.popleft()))
+    lengths = {lab.add(60, 100, first=20): 100, lab.add(62, 101, first=70): 101, lab.add(150, 20): 20}
+    outputs: dict[str, Any] = {}
+    while lab.engine.has_unfinished_requests():
+        outputs.update({output.request_id: output for output in lab.step(5) if output.finished})
+        lab.commit()
+    for name, length in lengths.items():
+        completion = lab.check(outputs[name])
+        versions = [[v for start, v in completion.token_versions if start <= index][-1] for index in range(length)]
+        assert completion.token_ids == versions
+        for span in getattr(completion, "weight_versions", []):
+            tokens = set(completion.token_ids[span.start : span.end])
+            assert tokens == {0 if span.version == "default" else int(span.version)}
 
 
 def _async_scheduler(lab: Lab) -> Any:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, cast
 
 import zmq
 
@@ -68,6 +68,7 @@ class _Endpoint:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._outbox: collections.deque[tuple[str, bytes]] = collections.deque()
+        self._inbox: queue.Queue[Any] = queue.Queue()  # of AnyMessage in a Link, of Received and Lost in a Listener
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._broken: BaseException | None = None
@@ -95,7 +96,7 @@ class _Endpoint:
             while not self._closing.is_set():
                 reading = zmq.POLLIN if self._has_room() else 0
                 poller.register(self._socket, reading)
-                poller.poll(self._config.heartbeat_s * 250)
+                poller.poll(max(1, round(self._config.heartbeat_s * 250)))
                 with contextlib.suppress(BlockingIOError):
                     self._wake_out.recv(4096)
                 self._send_queued()
@@ -115,14 +116,13 @@ class _Endpoint:
         stuck: set[str] = set()
         kept: list[tuple[str, bytes]] = []
         for peer, frame in waiting:
-            if peer in stuck:
-                kept.append((peer, frame))
-                continue
-            try:
-                self._send_frame(peer, frame)
-            except zmq.Again:
-                stuck.add(peer)
-                kept.append((peer, frame))
+            if peer not in stuck:
+                try:
+                    self._send_frame(peer, frame)
+                    continue
+                except zmq.Again:
+                    stuck.add(peer)
+            kept.append((peer, frame))
         with self._lock:
             self._outbox.extendleft(reversed(kept))
 
@@ -156,7 +156,15 @@ class _Endpoint:
             raise BusError(f"bus thread ended: {self._broken!r}")
 
     def _has_room(self) -> bool:
-        raise NotImplementedError
+        return self._inbox.qsize() < MAX_QUEUED
+
+    def _take(self, timeout_s: float) -> Any:
+        """The oldest of what came in, or None when nothing did within `timeout_s`."""
+        self._check()
+        try:
+            return self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
+        except queue.Empty:
+            return None
 
     def _send_frame(self, peer: str, frame: bytes) -> None:
         raise NotImplementedError
@@ -176,7 +184,6 @@ class Listener(_Endpoint):
         super().__init__(zmq.ROUTER, config)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted process takes over its identity at once
-        self._inbox: queue.Queue[Received | Lost] = queue.Queue()
         self._seen: dict[str, float] = {}
         try:
             self._socket.bind(endpoint)
@@ -195,18 +202,11 @@ class Listener(_Endpoint):
 
     def receive(self, timeout_s: float) -> Received | Lost | None:
         """The next message or loss, or None when nothing came within `timeout_s`."""
-        self._check()
-        try:
-            return self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
-        except queue.Empty:
-            return None
+        return cast("Received | Lost | None", self._take(timeout_s))
 
     def peers(self) -> set[str]:
         """Identities that are alive as far as known."""
         return set(self._seen)
-
-    def _has_room(self) -> bool:
-        return self._inbox.qsize() < MAX_QUEUED
 
     def _send_frame(self, peer: str, frame: bytes) -> None:
         try:
@@ -235,13 +235,10 @@ class Listener(_Endpoint):
                 continue
             self._seen[peer] = time.monotonic()
             if isinstance(message, Heartbeat):
-                self._send_beat(peer)
+                with contextlib.suppress(zmq.Again):  # a peer with a full queue has enough to read
+                    self._send_frame(peer, encode(Heartbeat()))
             else:
                 self._inbox.put(Received(peer, message))
-
-    def _send_beat(self, peer: str) -> None:
-        with contextlib.suppress(zmq.Again):  # a peer with a full queue has enough to read
-            self._send_frame(peer, encode(Heartbeat()))
 
     def _tend(self, now: float) -> None:
         if not self._has_room():
@@ -253,13 +250,10 @@ class Listener(_Endpoint):
 class Link(_Endpoint):
     """The side that connects, under an identity such as `g0.r1`."""
 
-    def __init__(
-        self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S
-    ) -> None:
+    def __init__(self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S):
         """Connects in the background. Raises BusError for an identity or address that can't be used."""
         super().__init__(zmq.DEALER, config)
         self._endpoint = endpoint
-        self._inbox: queue.Queue[AnyMessage] = queue.Queue()
         self._next_beat = 0.0
         self._deadline = time.monotonic() + first_contact_s
         if not IDENTITY.fullmatch(identity):
@@ -274,21 +268,14 @@ class Link(_Endpoint):
 
     def send(self, message: AnyMessage) -> None:
         """Queues a message for the listener."""
-        self._check()
         self._queue(self._endpoint, encode(message))
 
     def receive(self, timeout_s: float) -> AnyMessage | None:
         """The next message, or None when nothing came within `timeout_s`. Raises PeerLost when the listener is gone."""
-        self._check()
-        try:
-            return self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
-        except queue.Empty:
-            if time.monotonic() > self._deadline:
-                raise PeerLost(f"nothing heard from {self._endpoint} for too long") from None
-            return None
-
-    def _has_room(self) -> bool:
-        return self._inbox.qsize() < MAX_QUEUED
+        message: AnyMessage | None = self._take(timeout_s)
+        if message is None and time.monotonic() > self._deadline:
+            raise PeerLost(f"nothing heard from {self._endpoint} for too long")
+        return message
 
     def _send_frame(self, peer: str, frame: bytes) -> None:
         self._socket.send(frame, zmq.NOBLOCK)

@@ -29,6 +29,8 @@ def token_logprobs(
     """
     hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, L, H]
     predicts = completion_mask[:, 1:]  # position t predicts token t + 1
-    logits = model.get_output_embeddings()(hidden[:, :-1][predicts]).float() / temperature  # [N, V]
+    logits = model.get_output_embeddings()(hidden[:, :-1][predicts]).float()  # [N, V]
+    if temperature != 1:
+        logits = logits / temperature  # two more passes over N x V, forward and back
     chosen = -F.cross_entropy(logits, input_ids[:, 1:][predicts], reduction="none")  # [N]
     return torch.zeros(input_ids.shape, device=chosen.device).masked_scatter(completion_mask, chosen)

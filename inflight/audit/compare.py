@@ -89,6 +89,7 @@ class Auditor:
             total=_row(tokens, None, None) if len(tokens.recorded) else None,
             versions=_rows(tokens),
             stories=[self._story(each, claims, tokens, previous) for each in alternatives],
+            same=sorted(self._replayer.same),
             contradictions=contradictions,
             missing=dict(sorted(missing.items())),
             unchecked=dict(unchecked),

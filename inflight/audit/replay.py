@@ -99,6 +99,9 @@ class Replayer:
         self._model.eval()
         self._output_name = _name_of(self._model, self._model.get_output_embeddings().weight)
         self._input_name = _name_of(self._model, self._model.get_input_embeddings().weight)
+        self._last: tuple[int, dict[str, torch.Tensor]] | None = None
+        self.same: set[tuple[int, int]] = set()
+        """Pairs of versions, loaded one after the other, that are bit for bit the same weights."""
 
     @torch.inference_mode()
     def replay(
@@ -129,14 +132,23 @@ class Replayer:
 
     def _load(self, version: int, stale: Stale | None) -> None:
         state = self._state(version)
+        self._compare(version, state)
         if stale is not None and version in stale.previous:
             older = self._state(stale.previous[version])
-            state |= {name: tensor for name, tensor in older.items() if stale.pattern.search(name)}
+            state = state | {name: tensor for name, tensor in older.items() if stale.pattern.search(name)}
         try:
             self._model.load_state_dict(state, strict=True)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:500]
             raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
+
+    def _compare(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        """Notes when this version can't be told from the one that was loaded before it."""
+        last, self._last = self._last, (version, state)
+        if last is None or last[0] >= version or last[1].keys() != state.keys():
+            return
+        if all(torch.equal(last[1][name], tensor) for name, tensor in state.items()):
+            self.same.add((last[0], version))
 
     def _state(self, version: int) -> dict[str, torch.Tensor]:
         state = self._kept.load(version)

@@ -66,6 +66,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """None when nothing could be replayed."""
     versions: list[VersionRow]
     stories: list[Story]
+    same: list[tuple[int, int]]
+    """Versions whose weights are bit for bit those of the one before: tags of the two can't be told apart."""
     contradictions: dict[str, str]
     """Rollout → what its tags say against themselves."""
     missing: dict[int, int]
@@ -140,6 +142,9 @@ def text(report: AuditReport) -> str:
             f"middle of sequences; {report.straddling_tokens / tokens:.0%} of the tokens are of such sequences, "
             f"{report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
         )
+    if report.same:
+        pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
+        lines.append(f"the same weights, so that their tags can't be told apart: {pairs}")
     for reason, count in sorted(report.unchecked.items()):
         lines.append(f"not checked: {count} tokens, {reason}")
     if report.torn_tail:

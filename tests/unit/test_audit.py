@@ -157,6 +157,7 @@ def test_every_token_of_an_honest_generator_is_confirmed(tmp_path, model_dir):
     assert [row.version for row in report.versions] == [0, 1, 2]
     assert report.swaps == 2 + 2 + 1 + 0 + 1 + 2 + 0 + 1
     assert report.straddling_tokens == 6 * LENGTH
+    assert report.same == []
     assert report.mixed_kv_tokens == 11 + 15 + 1 + 0 + 12 + 9 + 0 + 6
     assert json.loads((tmp_path / "audit.json").read_text())["rollouts"] == len(PLANS)
 
@@ -413,6 +414,15 @@ def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
 def _versions(folder):
     (folder / "versions").mkdir(exist_ok=True)
     return folder / "versions"
+
+
+def test_versions_that_can_not_be_told_apart_are_named(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    generator.states[2] = generator.states[1]
+    generator.live[2] = generator.live[1]
+    folder = write(tmp_path, tiny_model, generator, generate(generator))
+    assert main([str(folder)]) == 0
+    assert "tags can't be told apart: 1 and 2\n" in capsys.readouterr().out
 
 
 def test_a_limit_draws_the_same_rollouts_each_time(tmp_path, tiny_model):

@@ -3,6 +3,7 @@
 
 PY := .venv/bin/python
 READY := .venv/ready
+MACHINE := $(if $(shell command -v nvidia-smi),gpu,cpu)
 # Torch, OpenMP and vLLM's workers must not each take every core.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -23,7 +24,7 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard patches/*)
 setup: $(READY)
 
 demo: $(READY)
-	@$(PY) -m inflight.launch --config-name demo $(ARGS)
+	@$(PY) -m inflight.launch --config-name demo machine=$(MACHINE) $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(ARGS)
@@ -36,7 +37,7 @@ lint: $(READY)
 	$(PY) -m mypy
 
 bench: $(READY)
-ifeq ($(shell command -v nvidia-smi),)
+ifeq ($(MACHINE),cpu)
 	$(PY) -m bench.publish
 	$(PY) -m bench.interruption --config-name interruption_cpu $(ARGS)
 else

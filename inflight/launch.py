@@ -17,22 +17,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import cast
 
-import hydra
-from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from inflight import config as configuration
+from inflight import devices
 from inflight.bus import BusError, Listener, Received
+from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
 from inflight.processes import Command, Ended, Processes, last_lines
 from inflight.progress import Progress, View
-from inflight.resources import folder
 
 POLL_S = 0.2
 LOG_LINES = 20
@@ -83,30 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
 
 
-def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
-    """The configuration `name` with overrides, validated; `run_dir` becomes absolute and, unless given, a new name.
-
-    Raises ConfigError with one line for an unknown name, key or value.
-    """
-    ConfigStore.instance().store(name="schema", node=configuration.schema(), provider="inflight")
-    own = folder("configs")
-    asked = list(overrides)
-    if directory is not None:
-        asked.append(f"hydra.searchpath=[file://{own}]")
-    try:
-        GlobalHydra.instance().clear()
-        with hydra.initialize_config_dir(str((directory or own).resolve()), version_base="1.3"):
-            composed = hydra.compose(name, asked)
-        if OmegaConf.is_missing(composed, "run_dir"):
-            composed.run_dir = str(Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}")
-        config = cast(RunConfig, OmegaConf.to_object(composed))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from None
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
-    return replace(config, run_dir=str(config.path.expanduser().resolve()))
-
-
 def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
     """Runs a configuration to its end and returns the exit code. `commands` replaces the usual processes.
 
@@ -139,8 +110,12 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 
 
 def usual_commands(config: RunConfig) -> list[Command]:
-    """The trainer, the generators and an actor, with their logs, threads and cores."""
+    """The trainer, the generators and an actor, with their logs, threads, cores and GPUs.
+
+    Raises ConfigError when the machine has GPUs, but too few.
+    """
     run_dir = config.run_dir
+    seen = devices.assign(config, devices.available())
 
     def command(name: str, kind: str, arguments: Sequence[str], environment: dict[str, str]) -> Command:
         cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
@@ -149,7 +124,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
             kind=kind,
             argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
             log=config.path / "logs" / f"{name}.log",
-            environment=environment,
+            environment=environment | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
             cores=tuple(cores),
         )
 
@@ -277,17 +252,6 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         print(f"inflight launch: {outcome.failed}; its log: {command.log}", file=sys.stderr)
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
-
-
-def _one_line(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages without their explanations and decoration."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, OverrideParseException):
-        return f"can't read {error.override!r}: {lines[0]}"
-    cause = error.__cause__
-    if cause is not None and str(cause):
-        return f"{lines[0]} ({str(cause).splitlines()[0]})" if lines else str(cause).splitlines()[0]
-    return lines[0] if lines else type(error).__name__
 
 
 if __name__ == "__main__":

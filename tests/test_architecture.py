@@ -37,13 +37,15 @@ MAY_IMPORT = {
     "audit": {"types", "config", "models", "metrics", "rollout"},
     "summary": {"types", "metrics", "rollout"},
     "progress": {"config"},
+    "devices": {"config"},
+    "compose": {"config", "resources"},
 }
 UNBOUND = {"launch", "cli"}
 # Inside weights/: what is below must not know what is above.
 WEIGHTS_BELOW = {"source", "plan", "pack", "transport"}
 WEIGHTS_ABOVE = {"publisher", "receiver"}
 # Libraries that belong to one place alone.
-BELONGS_TO = {"zmq": r"bus", "vllm": r"generator\..*", "hydra": r"launch", "psutil": r"processes|generator\..*"}
+BELONGS_TO = {"zmq": r"bus", "vllm": r"generator\..*", "hydra": r"compose", "psutil": r"processes|generator\..*"}
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
 """Where the name on the package index differs from the module, or another declared package always brings it."""

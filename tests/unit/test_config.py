@@ -8,6 +8,7 @@ import re
 import pytest
 
 from inflight import config
+from inflight.compose import compose
 from inflight.config import (
     BusConfig,
     ConfigError,
@@ -17,7 +18,6 @@ from inflight.config import (
     RolloutConfig,
     TrainerConfig,
 )
-from inflight.launch import compose
 from inflight.resources import folder
 
 SHIPPED = sorted(path.stem for path in folder("configs").glob("*.yaml"))

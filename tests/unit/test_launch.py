@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from inflight import launch as launching
+from inflight.compose import compose
 from inflight.config import RunConfig
-from inflight.launch import LaunchError, compose, launch, usual_commands
+from inflight.launch import LaunchError, launch, usual_commands
 from inflight.processes import Command, last_lines
 
 LIVE_FOREVER = "import time; time.sleep(600)"
@@ -116,7 +117,8 @@ def test_what_ignores_sigterm_is_killed_and_named(config, capfd):
 LAUNCHER = """
 import sys
 from pathlib import Path
-from inflight.launch import compose, launch
+from inflight.compose import compose
+from inflight.launch import launch
 from inflight.processes import Command
 
 run_dir, trainer, generator = sys.argv[1:]

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from inflight.launch import compose
+from inflight.compose import compose
 from inflight.progress import Progress, View, sparkline
 
 SHAPE = ["trainer.steps=8", "trainer.groups_per_step=2", "gate.max_lag=4"]

@@ -1,0 +1,54 @@
+"""From the name of a configuration and overrides to a checked RunConfig; Hydra does the merging."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from inflight.config import ConfigError, RunConfig, schema
+from inflight.resources import folder
+
+
+def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
+    """The configuration `name` with overrides, validated; `run_dir` becomes absolute and, unless given, a new name.
+
+    Raises ConfigError with one line for an unknown name, key or value.
+    """
+    ConfigStore.instance().store(name="schema", node=schema(), provider="inflight")
+    own = folder("configs")
+    asked = list(overrides)
+    if directory is not None:
+        asked.append(f"hydra.searchpath=[file://{own}]")
+    try:
+        GlobalHydra.instance().clear()
+        with hydra.initialize_config_dir(str((directory or own).resolve()), version_base="1.3"):
+            composed = hydra.compose(name, asked)
+        if OmegaConf.is_missing(composed, "run_dir"):
+            composed.run_dir = str(Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}")
+        config = cast(RunConfig, OmegaConf.to_object(composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from None
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
+    return replace(config, run_dir=str(config.path.expanduser().resolve()))
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's and OmegaConf's messages without their explanations and decoration."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, OverrideParseException):
+        return f"can't read {error.override!r}: {lines[0]}"
+    cause = error.__cause__
+    if cause is not None and str(cause):
+        return f"{lines[0]} ({str(cause).splitlines()[0]})" if lines else str(cause).splitlines()[0]
+    return lines[0] if lines else type(error).__name__

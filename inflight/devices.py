@@ -1,0 +1,51 @@
+"""Which GPUs each process of a run sees, as values of CUDA_VISIBLE_DEVICES."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+from inflight.config import ConfigError, RunConfig
+
+QUERY_TIMEOUT_S = 30.0
+
+
+def available() -> list[str]:
+    """The GPUs that this process may hand out; [] on a machine without any."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [device for device in chosen.split(",") if device.strip()]
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
+    """Process name → CUDA_VISIBLE_DEVICES; {} without GPUs.
+
+    The trainer has the first, each generator as many of the next as it has ranks; a single GPU is shared by all. After
+    its own, a generator sees the trainer's too: it pulls weights from there over CUDA IPC.
+
+    Example: four GPUs, one generator of two ranks: {"trainer": "0", "g0": "1,2,0"}.
+
+    Raises ConfigError when there are too few.
+    """
+    if not devices:
+        return {}
+    names, ranks = config.generator_names(), config.generator.tensor_parallel_size
+    seen = {"trainer": devices[0]}
+    if len(devices) == 1 and ranks == 1:
+        return seen | dict.fromkeys(names, devices[0])
+    wanted = 1 + len(names) * ranks
+    if len(devices) < wanted:
+        raise ConfigError(
+            f"generator.count={len(names)} with generator.tensor_parallel_size={ranks} is not allowed: with the "
+            f"trainer's that takes {wanted} GPUs, there are {len(devices)}"
+        )
+    for index, name in enumerate(names):
+        own = devices[1 + index * ranks : 1 + (index + 1) * ranks]
+        seen[name] = ",".join([*own, devices[0]])
+    return seen

@@ -1,0 +1,43 @@
+"""Which GPUs each process of a run sees."""
+
+from __future__ import annotations
+
+import pytest
+
+from inflight.compose import compose
+from inflight.config import ConfigError
+from inflight.devices import assign, available
+
+
+def run(count: int = 1, ranks: int = 1):
+    return compose("tiny", [f"generator.count={count}", f"generator.tensor_parallel_size={ranks}"])
+
+
+def test_without_gpus_nothing_is_said():
+    assert assign(run(), []) == {}
+
+
+def test_a_single_gpu_is_shared():
+    assert assign(run(count=2), ["3"]) == {"trainer": "3", "g0": "3", "g1": "3"}
+
+
+def test_generators_see_their_own_first_and_then_the_trainers():
+    assert assign(run(), ["0", "1"]) == {"trainer": "0", "g0": "1,0"}
+    assert assign(run(count=2), ["4", "5", "6", "7"]) == {"trainer": "4", "g0": "5,4", "g1": "6,4"}
+    assert assign(run(ranks=2), ["0", "1", "2"]) == {"trainer": "0", "g0": "1,2,0"}
+
+
+@pytest.mark.parametrize("devices", [["0"], ["0", "1"]])
+def test_too_few_are_told(devices):
+    with pytest.raises(ConfigError, match="takes 3 GPUs, there are"):
+        assign(run(ranks=2), devices)
+
+
+def test_the_environment_limits_what_is_handed_out(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert available() == ["2", "5"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert available() == []
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")
+    assert available() == []

@@ -40,8 +40,7 @@ def check_coverage(template: torch.nn.Module, manifest: Manifest, tensor_paralle
             raise
         except Exception as error:  # loaders raise whatever they like, from AssertionError to KeyError
             raise CoverageError(f"{ledger.current} does not fit the engine: {error or type(error).__name__}") from error
-    if unread := [name for name in ledger.read if not ledger.read[name]]:
-        raise CoverageError(f"the engine has no use for {_some(unread)}")
+    ledger.check_sources(manifest)
     if missing := [name for name, param in parameters.items() if ledger.written[name] < param.numel()]:
         raise CoverageError(f"the manifest does not cover {_some(missing)} of the engine")
     if twice := [name for name, param in parameters.items() if ledger.written[name] > param.numel()]:
@@ -60,10 +59,15 @@ class _Ledger(TorchDispatchMode):
         super().__init__()
         self._tensor_parallel_size = tensor_parallel_size
         self._targets = {_storage(param): name for name, param in parameters.items()}
-        self._origins: dict[int, tuple[str, torch.Tensor]] = {}
+        self._origins: dict[int, str] = {}
+        """Storage → the source that its values come from."""
+        self._kept: list[torch.Tensor] = []
+        """Keeps storages alive: a freed one's identity could come back as another's."""
         self.written: dict[str, int] = defaultdict(int)
-        self.read: dict[str, bool] = {}
-        """Source name → whether the model read it."""
+        self._read: dict[str, int] = {}
+        """Source name → elements that the model read; absent: it did not read it at all."""
+        self._into: dict[str, str] = {}
+        """Source name → the parameter that it went to last."""
         self.current = "the first tensor"
 
     def sources(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,9 +75,23 @@ class _Ledger(TorchDispatchMode):
         for meta in (slot.meta for slot in manifest.slots):
             self.current = f"{meta.name} {list(meta.shape)}"
             tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-            self._origins[_storage(tensor)] = (meta.name, tensor)
-            self.read[meta.name] = False
+            self._origins[_storage(tensor)] = meta.name
+            self._kept.append(tensor)
             yield meta.name, tensor
+
+    def check_sources(self, manifest: Manifest) -> None:
+        """Raises CoverageError for a tensor that the model does not read, or not to its end.
+
+        Slices are cut by `narrow`, which takes the front of a tensor that is too long. A vocabulary is checked by its
+        loader, and a rank's slice of it may be empty.
+        """
+        if unread := [slot.meta.name for slot in manifest.slots if slot.meta.name not in self._read]:
+            raise CoverageError(f"the engine has no use for {_some(unread)}")
+        for meta in (slot.meta for slot in manifest.slots):
+            name = self._into[meta.name]
+            taken = self._read[meta.name] * self._tensor_parallel_size
+            if taken < meta.numel and not name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                raise CoverageError(f"{meta.name} {list(meta.shape)} is larger than {name} of the engine takes")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -85,7 +103,8 @@ class _Ledger(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and _storage(result) not in self._targets:
             for arg in args:
                 if isinstance(arg, torch.Tensor) and _storage(arg) in self._origins:
-                    self._origins.setdefault(_storage(result), (self._origins[_storage(arg)][0], result))
+                    self._origins.setdefault(_storage(result), self._origins[_storage(arg)])
+                    self._kept.append(result)
         return result
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -93,14 +112,10 @@ class _Ledger(TorchDispatchMode):
         if name is None or origin is None:
             return
         self.written[name] += target.numel()
-        self.read[origin[0]] = True
+        self._read[origin] = self._read.get(origin, 0) + source.numel()
+        self._into[origin] = name
         if target.dtype != source.dtype:
-            raise CoverageError(f"{origin[0]} is {source.dtype}, {name} of the engine is {target.dtype}")
-        # Slices are cut by `narrow`, which takes the front of a tensor that is too long. A vocabulary is checked by
-        # its loader, and its slice may be empty.
-        whole = source.numel() * self._tensor_parallel_size
-        if whole < origin[1].numel() and not name.endswith(("embed_tokens.weight", "lm_head.weight")):
-            raise CoverageError(f"{origin[0]} {list(origin[1].shape)} is larger than {name} of the engine takes")
+            raise CoverageError(f"{origin} is {source.dtype}, {name} of the engine is {target.dtype}")
 
 
 def _storage(tensor: torch.Tensor) -> int:

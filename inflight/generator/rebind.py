@@ -21,8 +21,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from inflight.generator.coverage import check_coverage
 from inflight.generator.template import (
     UnsupportedModel,
+    like,
     make_template,
-    materialise,
     refuse_config,
     refuse_model,
 )
@@ -132,7 +132,7 @@ class RebindShadow:
                     continue
                 param = made.get(id(prototype))
                 if param is None:
-                    param = made[id(prototype)] = materialise(prototype)
+                    param = made[id(prototype)] = like(prototype, "cpu")
                 layer.template._parameters[name] = param
 
     def _bindings(self) -> list[Binding]:

@@ -83,12 +83,19 @@ def make_template(vllm_config: VllmConfig) -> torch.nn.Module:
     for name, value in fresh.items():
         setattr(config.compilation_config, name, value)
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
-        return initialize_model(config)
+        template = initialize_model(config)
+    seen: dict[int, torch.nn.Parameter] = {}
+    for module in template.modules():
+        for name, param in module._parameters.items():
+            # vLLM's backend for transformers' own models allocates some parameters in spite of the context.
+            if param is not None and not param.is_meta:
+                module._parameters[name] = seen.setdefault(id(param), like(param, "meta"))
+    return template
 
 
-def materialise(prototype: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Uninitialised CPU memory for a meta parameter, with its class and attributes (weight loaders among them)."""
-    param = torch.nn.Parameter(torch.empty_like(prototype, device="cpu"), requires_grad=False)
+def like(prototype: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
+    """An uninitialised parameter on `device`, with the prototype's class and attributes, weight loaders among them."""
+    param = torch.nn.Parameter(torch.empty_like(prototype, device=device), requires_grad=False)
     param.__class__ = prototype.__class__
     param.__dict__ = prototype.__dict__.copy()
     return param

@@ -149,7 +149,7 @@ def abort(bench: Bench, version: int) -> Update:
 STRATEGIES: dict[str, Strategy] = {
     "inflight": inflight,
     "inflight-copy": inflight,  # the worker copies the shadow over the live weights instead
-    "inflight-held": inflight,  # the worker keeps Python's lock from the wait to the launch
+    "inflight-calls": inflight,  # a remap by four calls from Python
     "blocking": blocking,
     "vllm-packed": packed,
     "vllm-per-tensor": per_tensor,

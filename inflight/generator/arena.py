@@ -8,18 +8,23 @@
 One large handle a set matters: 32 handles take 4 ms, 512 take 50 ms. Each set also keeps a range of its own, so that a
 swap has no second range to move and a shadow's address never aliases the live weights.
 
-The live range must not be in use by the device while it is remapped: the caller synchronises first.
+The live range must not be in use by the device while it is remapped: `remap` waits for what is queued, and the caller
+queues nothing meanwhile.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import time
+from typing import Any, NoReturn
 
 import torch
 from cuda.bindings import driver
 
-from inflight.generator import held
+from inflight.generator.oneshot import NoCompiler, NotMoved, OneShot
 from inflight.weights.transport.cuda import CudaError, check
+
+logger = logging.getLogger("vllm.inflight")
 
 
 class ArenaError(RuntimeError):
@@ -64,10 +69,19 @@ class Arena:
         self._handles: list[Any] = []
         self._own: list[int] = []
         self._current = 0
+        self._oneshot = self._make_oneshot()
         self._add_set()
         self._live = self._reserve()
         self._map(self._live, 0)
         self.live = self._tensor(self._live)
+
+    @staticmethod
+    def _make_oneshot() -> OneShot | None:
+        try:
+            return OneShot()
+        except NoCompiler as error:
+            logger.warning("inflight: swaps take up to a millisecond longer: %s", error)
+            return None
 
     @staticmethod
     def _memory_of(device: torch.device) -> driver.CUmemLocation:
@@ -91,30 +105,41 @@ class Arena:
         """First byte of the live range; never changes."""
         return self._live
 
-    def remap(self, *, hold: bool = False) -> None:
-        """Moves the live range to the other set. The device must not be using the range.
+    def remap(self, *, in_one: bool = True) -> tuple[float, float]:
+        """Waits for the device and moves the live range to the other set; (seconds waited, seconds of the move).
 
-        `hold`: with Python's lock held throughout (see held.py). Raises ArenaError when it failed with the old weights
-        live, ArenaLost when nothing is mapped any more.
+        `in_one`: in one call (see oneshot.py), where that could be compiled. Raises ArenaError when it failed with the
+        old weights live, ArenaLost when nothing is mapped any more.
         """
         target = 1 - self._current
         try:
-            if hold:
-                held.unmap(self._live, self.nbytes)
+            if in_one and self._oneshot is not None:
+                handle = int(self._handles[target])
+                seconds = self._oneshot(self._live, self.nbytes, handle, self.device.index)
             else:
-                check("cuMemUnmap", driver.cuMemUnmap(self._live, self.nbytes))
-        except CudaError as error:
-            raise ArenaError(f"the live weights stay: {error}") from None
-        try:
-            if hold:
-                held.map_onto(self._live, self.nbytes, int(self._handles[target]), self.device.index)
-            else:
-                self._map(self._live, target)
-        except CudaError as error:
+                seconds = self._four_calls(target)
+        except NotMoved as error:
+            if not error.unmapped:
+                raise ArenaError(f"the live weights stay: {error}") from None
             self._restore(error)
         self._current = target
+        return seconds
 
-    def _restore(self, cause: CudaError) -> None:
+    def _four_calls(self, target: int) -> tuple[float, float]:
+        started = time.perf_counter()
+        torch.cuda.synchronize(self.device)
+        waited = time.perf_counter()
+        try:
+            check("cuMemUnmap", driver.cuMemUnmap(self._live, self.nbytes))
+        except CudaError as error:
+            raise NotMoved(str(error), unmapped=False) from None
+        try:
+            self._map(self._live, target)
+        except CudaError as error:
+            raise NotMoved(str(error), unmapped=True) from None
+        return waited - started, time.perf_counter() - waited
+
+    def _restore(self, cause: NotMoved) -> NoReturn:
         driver.cuMemUnmap(self._live, self.nbytes)  # it may have been mapped without access
         try:
             self._map(self._live, self._current)

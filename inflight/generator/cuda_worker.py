@@ -157,12 +157,18 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner
 
+    def commit_weights(self, version: int) -> dict[str, float]:
+        """As the mixin's. A remap is done after the answer, at the next forward pass, so `gap_s` is at least that of
+        the last one that was done; `copy` and `host` stand still on the device alone, which is not measured here."""
+        answer = super().commit_weights(version)
+        return {"gap_s": max(answer["gap_s"], getattr(self.inflight_shadow, "last_gap_s", 0.0))}
+
     def swap_by(self, way: str) -> None:
-        """RPC for benches: `remap`, `held` (remap with Python's lock held) or `copy` from the next swap on."""
+        """RPC for benches, from the next swap on: `remap` (in one call), `calls` (in four) or `copy`."""
         shadow = self.inflight_shadow
         if isinstance(shadow, RemapShadow):
             shadow.settle()
-            shadow.copies, shadow.hold = way == "copy", way == "held"
+            shadow.copies, shadow.in_one = way == "copy", way != "calls"
 
     def take_swaps(self) -> list[tuple[float, float]]:
         """RPC: (seconds waited for the step in flight, seconds of the remap) of each swap since the last call."""

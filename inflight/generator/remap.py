@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from inflight.generator import held
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
 from inflight.messages import BucketMeta, Manifest
@@ -198,8 +197,10 @@ class RemapShadow(CudaShadow):
         self.late = False
         self.copies = False
         """Copy the other set over the live one instead of moving the range: for comparison."""
-        self.hold = False
-        """Keep Python's lock from the wait to the launch (see held.py)."""
+        self.in_one = True
+        """Remap in one call, not in four: see oneshot.py."""
+        self.last_gap_s = 0.0
+        """Seconds of the last remap that was done."""
         self.swaps: list[tuple[float, float]] = []
         """(seconds waited for the step in flight, seconds of the remap) of each swap since it was last taken."""
 
@@ -230,19 +231,17 @@ class RemapShadow(CudaShadow):
 
     def settle(self) -> None:
         """Does a swap that no forward pass came to do (the engine is idle). Background thread."""
-        self.fire()
+        if self._armed:
+            cuda.bind(self.device)
+            with self._lock:
+                if self._armed:
+                    self._remap()
         self._copied.synchronize()
 
     def _remap(self) -> None:
-        started = time.perf_counter()
-        if self.hold:
-            held.synchronize()
-        else:
-            torch.cuda.synchronize(self.device)
-        waited = time.perf_counter()
-        self._arena.remap(hold=self.hold)
+        self.swaps.append(self._arena.remap(in_one=self.in_one))
         self._armed = False
-        self.swaps.append((waited - started, time.perf_counter() - waited))
+        self.last_gap_s = self.swaps[-1][1]
 
 
 class CopyShadow(CudaShadow):

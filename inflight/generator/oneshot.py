@@ -1,0 +1,84 @@
+"""Waiting for the device and moving the live range in one call without Python's lock.
+
+When the step in flight ends, the worker's output thread wakes as well and takes Python's lock to hand out the tokens.
+Four calls from Python would each have to wait for it while the device stands idle. One call (oneshot.c) asks for the
+lock once, when the move is done and the output thread is, too. It is compiled when a worker starts, by the C compiler
+that Triton needs anyway; without one the worker goes on with the four calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("oneshot.c")
+_STEPS = ("cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
+_COMPILE_S = 60.0
+
+
+class NoCompiler(RuntimeError):
+    """The call can't be made here; the text says why, in one line."""
+
+
+class NotMoved(RuntimeError):
+    """A driver call failed; `unmapped` says whether the range had lost its old memory by then."""
+
+    def __init__(self, reason: str, *, unmapped: bool) -> None:
+        super().__init__(reason)
+        self.unmapped = unmapped
+
+
+class _Driver(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in _STEPS)
+
+
+class OneShot:
+    """The compiled call, with the driver's functions. Raises NoCompiler."""
+
+    def __init__(self) -> None:
+        self._call = _compiled().wait_and_move
+        self._call.argtypes = [
+            ctypes.POINTER(_Driver), ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_int,
+            ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double),
+        ]  # fmt: skip
+        self._call.restype = ctypes.c_int
+        try:
+            library = ctypes.CDLL("libcuda.so.1")
+            found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _STEPS]
+        except (OSError, AttributeError) as error:
+            raise NoCompiler(f"the CUDA driver lacks what is needed: {error}") from None
+        self._driver = _Driver(*found)
+
+    def __call__(self, address: int, nbytes: int, handle: int, device: int) -> tuple[float, float]:
+        """Waits for the current context, then maps `[address, address + nbytes)` onto `handle`, readable and writable.
+
+        Returns (seconds waited, seconds of the move). Raises NotMoved.
+        """
+        step, seconds = ctypes.c_int(), (ctypes.c_double * 2)()
+        status = self._call(self._driver, address, nbytes, handle, device, step, seconds)
+        if status != 0:
+            call = _STEPS[step.value]
+            raise NotMoved(f"{call}: CUresult {status}", unmapped=call in ("cuMemMap", "cuMemSetAccess"))
+        return seconds[0], seconds[1]
+
+
+@functools.cache
+def _compiled() -> ctypes.CDLL:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        raise NoCompiler("no C compiler was found (CC, cc, gcc, clang)")
+    with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
+        library = Path(folder) / "oneshot.so"
+        command = [*compiler.split(), "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+            if done.returncode != 0:
+                raise NoCompiler(f"{compiler} failed: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
+            return ctypes.CDLL(str(library))
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoCompiler(f"{compiler} failed: {error}") from None

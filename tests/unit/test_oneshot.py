@@ -1,0 +1,80 @@
+"""The compiled call: the driver's functions in their order, times, and which one failed."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from inflight.generator import oneshot
+from inflight.generator.oneshot import NoCompiler, NotMoved, OneShot
+
+RANGE, BYTES, HANDLE, DEVICE = 0x7_0000_0000, 15 << 30, 0x1234_5678_9ABC, 3
+CALLS = ("cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
+
+
+class FakeDriver:
+    """Notes the calls with their arguments; the one named `failing` returns 999."""
+
+    def __init__(self, failing: str = "") -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        u64, size = ctypes.c_ulonglong, ctypes.c_size_t
+        arguments = ((), (u64, size), (u64, size, size, u64, u64), (u64, size, ctypes.POINTER(ctypes.c_int), size))
+
+        def fake(name: str) -> Any:
+            def call(*values: Any) -> int:
+                plain = [tuple(value[:3]) if hasattr(value, "contents") else value for value in values]
+                self.calls.append((name, *plain))
+                return 999 if name == failing else 0
+
+            return call
+
+        for name, given in zip(CALLS, arguments, strict=True):
+            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *given)(fake(name)))
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes a call over a fake driver."""
+    try:
+        compiled = oneshot._compiled()
+    except NoCompiler as error:
+        pytest.skip(str(error))
+
+    def make(driver: FakeDriver) -> OneShot:
+        monkeypatch.setattr(oneshot, "_compiled", lambda: compiled)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        return OneShot()
+
+    return make
+
+
+def test_waits_then_unmaps_maps_and_sets_access(made: Any) -> None:
+    driver = FakeDriver()
+    waited, moved = made(driver)(RANGE, BYTES, HANDLE, DEVICE)
+    assert driver.calls == [
+        ("cuCtxSynchronize",),
+        ("cuMemUnmap", RANGE, BYTES),
+        ("cuMemMap", RANGE, BYTES, 0, HANDLE, 0),
+        ("cuMemSetAccess", RANGE, BYTES, (1, DEVICE, 3), 1),
+    ]
+    assert waited > 0
+    assert moved > 0
+
+
+@pytest.mark.parametrize("failing", CALLS)
+def test_stops_at_the_call_that_fails_and_names_it(made: Any, failing: str) -> None:
+    driver = FakeDriver(failing)
+    with pytest.raises(NotMoved, match=f"{failing}: CUresult 999") as caught:
+        made(driver)(RANGE, BYTES, HANDLE, DEVICE)
+    assert [call[0] for call in driver.calls] == list(CALLS[: CALLS.index(failing) + 1])
+    assert caught.value.unmapped == (failing in ("cuMemMap", "cuMemSetAccess"))
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    oneshot._compiled.cache_clear()
+    monkeypatch.setenv("CC", "/nowhere/cc")
+    with pytest.raises(NoCompiler, match="/nowhere/cc"):
+        OneShot()
+    oneshot._compiled.cache_clear()

@@ -35,23 +35,48 @@ def unpack(manifest: Manifest, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     return views
 
 
-@torch.no_grad()
-def pack(source: WeightSource, manifest: Manifest, buffer: torch.Tensor) -> None:
-    """Casts and copies each parameter to its place in `buffer`, in place: no tensor is allocated for a plain module.
+SMALL_BYTES = 4 << 20
+"""On CUDA: smaller parameters go by one kernel a dtype, larger ones each by a copy at the memory's full rate."""
 
-    Returns when the bytes are there (on a GPU: queued on the current stream). Raises PackError when the source's
-    parameters are not the manifest's, SourceError when the module has changed.
-    """
-    views = unpack(manifest, buffer)
-    packed = 0
-    for (name, tensor), slot in zip(source, manifest.slots, strict=False):
-        if name != slot.meta.name or tuple(tensor.shape) != slot.meta.shape:
-            expected = f"{slot.meta.name} {slot.meta.shape}"
-            raise PackError(f"the manifest expects {expected}, got {name} {tuple(tensor.shape)}")
-        views[name].copy_(tensor)
-        packed += 1
-    if packed != len(manifest.slots) or packed != len(source.metas):
-        raise PackError(f"the source has {len(source.metas)} parameters, the manifest {len(manifest.slots)}")
+
+class Packer:
+    """Packs a source into one send buffer, version after version; the places in the buffer are worked out once."""
+
+    def __init__(self, manifest: Manifest, buffer: torch.Tensor) -> None:
+        """Raises PackError for a buffer that does not fit."""
+        self._slots = manifest.slots
+        self._views = list(unpack(manifest, buffer).values())
+        self._grouped = buffer.is_cuda
+
+    @torch.no_grad()
+    def pack(self, source: WeightSource) -> None:
+        """Casts and copies each parameter to its place, in place: no tensor is allocated for a plain module.
+
+        Returns when the bytes are there (on a GPU: queued on the current stream). Raises PackError when the source's
+        parameters are not the manifest's, SourceError when the module has changed.
+        """
+        packed = 0
+        small: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for (name, tensor), slot, view in zip(source, self._slots, self._views, strict=False):
+            if name != slot.meta.name or tensor.shape != slot.meta.shape:
+                expected = f"{slot.meta.name} {slot.meta.shape}"
+                raise PackError(f"the manifest expects {expected}, got {name} {tuple(tensor.shape)}")
+            if self._grouped and slot.meta.nbytes < SMALL_BYTES:
+                views, tensors = small.setdefault((view.dtype, tensor.dtype), ([], []))
+                views.append(view)
+                tensors.append(tensor)
+            else:
+                view.copy_(tensor)
+            packed += 1
+        for views, tensors in small.values():
+            torch._foreach_copy_(views, tensors)
+        if packed != len(self._slots) or packed != len(source.metas):
+            raise PackError(f"the source has {len(source.metas)} parameters, the manifest {len(self._slots)}")
+
+
+def pack(source: WeightSource, manifest: Manifest, buffer: torch.Tensor) -> None:
+    """Packs once; see Packer."""
+    Packer(manifest, buffer).pack(source)
 
 
 def checksums(manifest: Manifest, buffer: torch.Tensor) -> list[int]:

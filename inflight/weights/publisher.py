@@ -13,7 +13,7 @@ from inflight.config import PublishConfig
 from inflight.messages import Manifest
 from inflight.weights.delivery import Failure, State, Swap
 from inflight.weights.dispatch import Dispatch
-from inflight.weights.pack import pack
+from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import make_buffer, resolve
@@ -73,6 +73,7 @@ class Publisher:
         checksum = config.checksum if self.transport == "gloo" else "none"
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
+        self._packer = Packer(self.manifest, self._buffer)
         self._dispatch = Dispatch(
             listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks
         )
@@ -141,7 +142,7 @@ class Publisher:
         bound = self._config.transfer_timeout_s + self._config.commit_timeout_s + GRACE_S
         self._wait(self._dispatch.settled, bound, f"version {self.version} has no outcome")
         waited = time.monotonic()
-        pack(self._source, self.manifest, self._buffer)
+        self._packer.pack(self._source)
         if self._buffer.is_cuda:
             torch.cuda.current_stream(self._buffer.device).synchronize()  # the sending threads have other streams
         packed = time.monotonic()

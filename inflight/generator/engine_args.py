@@ -51,6 +51,8 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
         "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        # On CUDA a worker process even for one device: the engine core hands out tokens while the worker swaps.
+        **({"distributed_executor_backend": "mp"} if worker == CUDA_WORKER else {}),
         **generator.extra,
         "worker_cls": worker,
         "additional_config": settings.as_additional_config(),

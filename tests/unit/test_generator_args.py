@@ -52,7 +52,10 @@ def test_values_follow_the_configuration(model: str) -> None:
     assert values["kv_cache_memory_bytes"] == 1 << 28
     assert values["logprobs_mode"] == "processed_logprobs"
     assert values["enforce_eager"] is True
-    assert engine_values(config(model), "g0", CUDA_WORKER)["enforce_eager"] is False
+    assert "distributed_executor_backend" not in values
+    on_cuda = engine_values(config(model), "g0", CUDA_WORKER)
+    assert on_cuda["enforce_eager"] is False
+    assert on_cuda["distributed_executor_backend"] == "mp"
 
 
 def test_the_worker_finds_its_settings(model: str) -> None:

@@ -29,11 +29,10 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        enable_prefix_caching=False,
         disable_log_stats=True,
         worker_cls=worker,
         additional_config=settings.as_additional_config(),
-        **options,
+        **{"enable_prefix_caching": False, **options},
     )
     return LLMEngine.from_engine_args(arguments)
 
@@ -41,8 +40,9 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
 class Client:
     """Sequences that decode for ever, and what their owner sees of it."""
 
-    def __init__(self, engine: Any, tokens: int, *, remaps: bool) -> None:
+    def __init__(self, engine: Any, tokens: int, *, remaps: bool, prompt_tokens: int = 4) -> None:
         self.engine = engine
+        self._prompt = list(range(1, prompt_tokens + 1))
         self._remaps = remaps
         self.core = engine.engine_core
         self.timeline = Timeline()
@@ -72,7 +72,7 @@ class Client:
         return self.call("collective_rpc", method, None, args)
 
     def swap_by(self, way: str) -> None:
-        """How the CUDA worker swaps from now on: remap, held or copy."""
+        """How the CUDA worker swaps from now on: remap, calls or copy."""
         if self._remaps:
             self.rpc("swap_by", way)
         self.take_swaps()
@@ -91,7 +91,7 @@ class Client:
         self._last.clear()
         self._made.clear()
         for i in range(batch):
-            self._submit(f"s{i}", [1, 2, 3, 4 + i % 64])
+            self._submit(f"s{i}", [*self._prompt[:-1], 4 + i % 64])
         self._thread = threading.Thread(target=self._read, name="client", daemon=True)
         self._thread.start()
 
@@ -165,11 +165,11 @@ class Client:
             self._last.pop(name, None)
             self._made[name] = []
             if self._resubmit and not self._stop.is_set():
-                self._submit(name, [1, 2, 3, 4])
+                self._submit(name, self._prompt)
             return
         self.aborted += 1
         if self._resubmit and not self._stop.is_set():
-            prompt = [1, 2, 3, 4, *self._made[name]]
+            prompt = [*self._prompt, *self._made[name]]
             self.recomputed += len(prompt)
             self._submit(name, prompt)
 

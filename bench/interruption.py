@@ -86,7 +86,9 @@ class Run:
         model = write_config(config.shape, self._folder / "model")
         settings = Settings(endpoint=endpoint, generator="g0", swap=config.swap)
         worker = CUDA_WORKER if config.device == "cuda" else CPU_WORKER
-        return Client(start_engine(str(model), options, settings, worker), config.tokens, remaps=config.swap == "remap")
+        engine = start_engine(str(model), options, settings, worker)
+        remaps = config.swap == "remap"
+        return Client(engine, config.tokens, remaps=remaps, prompt_tokens=config.prompt_tokens)
 
     def _wants_native(self) -> bool:
         return any(cell.strategy in NATIVE for cell in self._config.cells)
@@ -141,7 +143,7 @@ class Run:
         began, quiet = self.quiet(cell.batch)
         client = self._bench.client
         client.timeline = Timeline()
-        client.swap_by({"inflight-copy": "copy", "inflight-held": "held"}.get(cell.strategy, "remap"))
+        client.swap_by(cell.strategy.removeprefix("inflight-"))
         updates: list[Update] = []
         kept: list[float] = []
         while len(updates) < cell.updates:
@@ -162,7 +164,7 @@ class Run:
         from bench.gpu_strategies import STRATEGIES
 
         client = self._bench.client
-        client.start(cell.batch, resubmit=cell.strategy in ("abort", "drain"))
+        client.start(cell.batch, resubmit=cell.strategy in ("abort", "drain") or cell.get("churn", False))
         time.sleep(self._config.settle_s)
         started = time.perf_counter()
         for i in range(count):

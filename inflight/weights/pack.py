@@ -52,8 +52,9 @@ class Packer:
     def pack(self, source: WeightSource) -> None:
         """Casts and copies each parameter to its place, in place: no tensor is allocated for a plain module.
 
-        Returns when the bytes are there (on a GPU: queued on the current stream). Raises PackError when the source's
-        parameters are not the manifest's, SourceError when the module has changed.
+        Returns when the bytes are there (on a GPU: queued on the current stream). On CUDA the small parameters come
+        last, together; of a sharded module those are held until then (0.2 GB for 7B). Raises PackError when the
+        source's parameters are not the manifest's, SourceError when the module has changed.
         """
         packed = 0
         small: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}

@@ -11,7 +11,7 @@ from torch import nn
 
 from inflight.messages import BucketMeta, Manifest
 from inflight.types import ParamMeta
-from inflight.weights.pack import ChecksumError, PackError, checksums, content_digest, pack, unpack, verify
+from inflight.weights.pack import ChecksumError, Packer, PackError, checksums, content_digest, pack, unpack, verify
 from inflight.weights.plan import ALIGNMENT, ManifestError, check, digest, plan
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
@@ -137,6 +137,26 @@ def test_packing_writes_in_place_and_views_share_the_buffer():
         model.weight.add_(1)
     pack(source, manifest, buffer)
     assert torch.equal(views["weight"], model.weight.detach().bfloat16())
+
+
+def test_small_parameters_packed_together_are_those_packed_one_by_one(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 64).bfloat16(), nn.LayerNorm(64))
+    source = WeightSource(model, "bfloat16")
+    manifest = plan(source.metas, {}, 64, "none")
+    alone, together = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
+    pack(source, manifest, alone)
+    monkeypatch.setattr("inflight.weights.pack.SMALL_BYTES", 200)  # weights are larger, biases and norms are not
+    packer = Packer(manifest, together)
+    packer._grouped = True  # as on CUDA
+    packer.pack(source)
+    assert torch.equal(alone, together)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    packer.pack(source)
+    assert not torch.equal(alone, together)
+    pack(source, manifest, alone)
+    assert torch.equal(alone, together)
 
 
 def test_changed_bytes_are_found_and_the_bucket_named():

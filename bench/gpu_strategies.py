@@ -149,7 +149,7 @@ def abort(bench: Bench, version: int) -> Update:
 STRATEGIES: dict[str, Strategy] = {
     "inflight": inflight,
     "inflight-copy": inflight,  # the worker copies the shadow over the live weights instead
-    "inflight-calls": inflight,  # a remap by four calls from Python
+    "inflight-calls": inflight,  # the worker remaps by four calls from Python, not in one
     "blocking": blocking,
     "vllm-packed": packed,
     "vllm-per-tensor": per_tensor,

@@ -15,7 +15,7 @@ from inflight.weights.plan import plan
 
 
 class Fused(nn.Module):
-    """Loads as vLLM does: q and k fused, rows sliced by rank, the vocabulary padded, `head` transposed on the way."""
+    """Loads as vLLM does: q and k fused, rows sliced by rank, the vocabulary padded, `head` transposed, in parts."""
 
     def __init__(self, tensor_parallel_size: int = 1) -> None:
         super().__init__()
@@ -38,7 +38,9 @@ class Fused(nn.Module):
                 self.embed_tokens.weight[:11].data.copy_(tensor)
                 self.embed_tokens.weight[11:].data.fill_(0)
             elif name == "head":
-                self.head.data.copy_(tensor.t().contiguous())
+                columns = tensor.t().contiguous()
+                self.head.data[:, :2].copy_(columns[:, :2])
+                self.head.data[:, 2:].copy_(columns[:, 2:6])
             elif name == "norm":
                 assert tensor.shape == self.norm.shape
                 self.norm.data.copy_(tensor)
@@ -71,6 +73,7 @@ def test_a_whole_manifest_passes_and_allocates_nothing(tensor_parallel_size: int
         ({"extra": (3,)}, r"extra \[3\] does not fit the engine"),
         ({"rotary.inv_freq": (3,)}, r"has no use for rotary.inv_freq"),
         ({"q": (16, 4)}, r"q \[16, 4\] is larger than qk"),
+        ({"head": (7, 4)}, r"head \[7, 4\] is larger than head"),
         ({"q": (7, 4)}, r"q \[7, 4\] does not fit"),
         ({"norm": (5,)}, r"norm \[5\] does not fit"),
         ({"embed": (12, 4)}, r"embed \[12, 4\] does not fit"),

@@ -42,6 +42,7 @@ class FakeActor:
                 message = link.receive(0.05)
                 if isinstance(message, Finish):
                     self.finish = message
+                    self.kept = [each.name for each in (self.config.path / "checkpoints").glob("step-*")]
                 elif isinstance(message, Grant):
                     while self._made < message.groups:
                         link.send(GroupDone(group=self._group(f"q{self._made}")))
@@ -158,6 +159,8 @@ def test_a_whole_run(make_run):
     figures = summary.summarize(run.folder)
     assert (figures.steps, figures.swaps, figures.swaps_while_running, figures.swaps_failed) == (4, 4, 4, 0)
     assert run.actor.finish.reason == "all 4 steps are done"
+    eventually(lambda: Finish(reason="all 4 steps are done") in run.generator.heard, "the engine hearing of the end")
+    assert "step-000004" in run.actor.kept, "the result is kept before the others end"
     last = run.read_statuses()[-1].values
     assert (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -73,12 +74,22 @@ def wait_for_steps(launcher: subprocess.Popen[str], run_dir: Path, steps: int) -
         time.sleep(0.5)
 
 
-def wait_for_engine(launcher: subprocess.Popen[str], run_dir: Path) -> list[psutil.Process]:
-    """All processes of the run once the generator has started its engine core."""
+def titled(processes: list[psutil.Process], title: str) -> list[psutil.Process]:
+    """Those that live and have set a title (their whole command line) that begins so."""
+    found = []
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith(title):
+                found.append(process)
+    return found
+
+
+def wait_for_engine(launcher: subprocess.Popen[str], run_dir: Path, title: str = "VLLM::") -> list[psutil.Process]:
+    """All processes of the run once one of vLLM's, whose command line begins with `title`, is among them."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline and launcher.poll() is None:
         everyone = psutil.Process(launcher.pid).children(recursive=True)
-        if any(process.name().startswith("VLLM::") for process in everyone if process.is_running()):
+        if titled(everyone, title):
             return everyone
         time.sleep(0.2)
     launcher.send_signal(signal.SIGTERM)
@@ -171,8 +182,8 @@ def test_a_killed_worker_ends_the_run(tmp_path):
     run_dir = tmp_path / "run"
     launcher = start(run_dir, "trainer.steps=1000")
     wait_for_steps(launcher, run_dir, 1)
-    everyone = psutil.Process(launcher.pid).children(recursive=True)
-    (worker,) = [process for process in everyone if "VLLM::Worker" in " ".join(process.cmdline())]
+    everyone = wait_for_engine(launcher, run_dir, "VLLM::Worker")
+    (worker,) = titled(everyone, "VLLM::Worker")
     worker.kill()
     output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode == 1, output

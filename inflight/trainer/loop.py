@@ -105,16 +105,16 @@ class Trainer:
         self._reporter.phase("training")
 
     def _finish(self) -> None:
-        """Ends the actors, sees the last version in, ends the generators, keeps the result."""
+        """Keeps the result, sees the last version in, ends the actors and the generators."""
         stopped = self._stop.is_set()
         reason = "the trainer was stopped" if stopped else f"all {self.steps_done} steps are done"
+        if self.steps_done:
+            self.checkpoint()  # before anyone is told: once others are gone, the launcher does not wait for long
         self._reporter.phase("finishing")
-        self._buffer.finish(reason, 0.0 if stopped else FINISH_S)
         if not stopped:
             self._publisher.flush(self._config.publish.transfer_timeout_s + self._config.publish.commit_timeout_s)
+        self._buffer.finish(reason, 0.0 if stopped else FINISH_S)
         self._publisher.finish(reason)
-        if self.steps_done:
-            self.checkpoint()
         self._reporter.phase("done")
 
 

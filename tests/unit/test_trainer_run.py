@@ -178,18 +178,24 @@ def test_kept_versions_are_the_bytes_that_were_published(make_run, tiny_model):
     assert any(not torch.equal(first[name], kept[name]) for name in first)
 
 
-def test_a_version_is_kept_before_it_is_published(make_run, monkeypatch):
+def test_the_order_of_things(make_run, monkeypatch):
+    """A version is kept before it is published, the result before anyone is sent home."""
     run = make_run(steps=2)
     events = []
+    from inflight.rollout.buffer import Buffer
     from inflight.trainer import loop
     from inflight.weights.publisher import Publisher
 
     keep, publish = loop.keep_version, Publisher.publish
     monkeypatch.setattr(loop, "keep_version", lambda s, v, path: (keep(s, v, path), events.append(("keep", v))))
+    save, finish = loop.save_checkpoint, Buffer.finish
+    monkeypatch.setattr(loop, "save_checkpoint", lambda *a: (save(*a), events.append("checkpoint")))
+    monkeypatch.setattr(Buffer, "finish", lambda self, *a: (events.append("finish"), finish(self, *a))[1])
     monkeypatch.setattr(Publisher, "publish", lambda self, v: (events.append(("publish", v)), publish(self, v))[1])
     run.start()
     assert train(run) == 0
-    assert events == [("keep", 0), ("keep", 1), ("publish", 1), ("keep", 2), ("publish", 2)]
+    steps = [("keep", 0), ("keep", 1), ("publish", 1), ("keep", 2), ("publish", 2)]
+    assert events == [*steps, "checkpoint", "finish"]
 
 
 def test_checkpoints_can_be_started_from(make_run):

@@ -29,8 +29,8 @@ from inflight.weights.rank_state import State
 BUS = BusConfig(heartbeat_s=1.0, dead_after_s=60.0)
 BATCH = 8
 CONTEXT = 1024
-IDLE_BEFORE = 12
-"""Steps between a swap and the next publish, at least: their median is the base."""
+IDLE_STEPS = 12
+"""Steps between a swap and the next publish: their median is the base. The engine answers Commit only after them."""
 JOIN_S = 120.0
 WARM_UP = 2
 
@@ -47,8 +47,8 @@ class Steps:
     """From the first bytes to ready."""
 
 
-def publish(name: str, endpoint: str, versions: int, pause_s: float) -> None:
-    """The other process: publishes, waits until the version is live, lets the engine be idle, and again."""
+def publish(name: str, endpoint: str, versions: int) -> None:
+    """The other process: publishes, waits until the engine says that the version is live, and again."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -63,7 +63,6 @@ def publish(name: str, endpoint: str, versions: int, pause_s: float) -> None:
         publisher = Publisher(source, listener, config, version=0, ranks={"g0": 1})
         publisher.wait_joined(JOIN_S)
         for version in range(1, versions + 1):
-            time.sleep(pause_s)
             publisher.publish(version)
             publisher.flush(config.transfer_timeout_s)
         stats = publisher.stats()
@@ -83,6 +82,7 @@ class Watch:
         self._idle: list[float] = []
         self._busy: list[float] = []
         self._busy_since: float | None = None
+        self._answer: Committed | None = None
         self.version = 0
 
     def run(self) -> Steps:
@@ -109,21 +109,24 @@ class Watch:
             self._busy.append(seconds)
         elif after is State.IDLE:
             self._idle.append(seconds)
+            if self._answer and len(self._idle) >= IDLE_STEPS:
+                self._link.send(self._answer)
+                self._answer = None
 
     def _commit(self, version: int, steps: Steps) -> None:
         now = time.perf_counter()
         gap = self._decoder.engine.commit_weights(version)[0]["gap_s"]
-        self._link.send(Committed(version=version, gap_s=gap, running=BATCH))
+        self._answer = Committed(version=version, gap_s=gap, running=BATCH)
         self.version = version
-        if version > WARM_UP and len(self._idle) >= IDLE_BEFORE and self._busy_since is not None:
-            base = statistics.median(self._idle[-IDLE_BEFORE:])
+        if version > WARM_UP and self._busy_since is not None:
+            base = statistics.median(self._idle[-IDLE_STEPS:])
             steps.gap.append(gap)
             steps.lost.append(sum(self._busy) - base * len(self._busy))
             steps.beside.append(now - self._busy_since)
         self._idle, self._busy, self._busy_since = [], [], None
 
 
-def measure(name: str, versions: int, pause_s: float) -> Steps:
+def measure(name: str, versions: int) -> Steps:
     """Runs both sides."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         endpoint = f"ipc://{folder}/w"
@@ -131,7 +134,7 @@ def measure(name: str, versions: int, pause_s: float) -> Steps:
         decoder = Decoder(prepare(name), name, BATCH, CONTEXT, settings)
         decoder.start()
         command = [sys.executable, "-m", "bench.receive", "--model", name, "--publish", endpoint]
-        process = subprocess.Popen([*command, "--versions", str(versions + WARM_UP), "--pause", str(pause_s)])
+        process = subprocess.Popen([*command, "--versions", str(versions + WARM_UP)])
         try:
             with Link(endpoint, "g0.engine", BUS) as link:
                 link.send(EngineHello(generator="g0", world_size=1, version=0, url="none"))
@@ -147,14 +150,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="one engine a process: run it once for each")
     parser.add_argument("--versions", type=int, default=30)
-    parser.add_argument("--pause", type=float, default=1.5, help="seconds of idle decoding between versions")
     parser.add_argument("--publish", metavar="ENDPOINT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.publish:
-        publish(options.model, options.publish, options.versions, options.pause)
+        publish(options.model, options.publish, options.versions)
         return
     where = machine()
-    steps = measure(options.model, options.versions, options.pause)
+    steps = measure(options.model, options.versions)
     rates = {name: BATCH / statistics.median(found) for name, found in steps.by_state.items()}
     lines = [
         f"| {name} | {len(found)} | {spread(found)} | {rates[name]:.0f} | {rates[name] / rates['idle']:.0%} |"

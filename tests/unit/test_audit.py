@@ -66,9 +66,10 @@ class Generator:
         self.live[version].load_state_dict(stale, strict=False)
 
     @torch.no_grad()
-    def rollout(self, name, prompt, swaps, *, preempt=(), chunk=None, prefix=None, length=LENGTH):
-        """`swaps` is the version by token. `preempt`: tokens before which all KV is computed anew. `chunk`: (position,
-        version) up to which and under which a first chunk of the prompt was computed. `prefix`: the same, but secretly.
+    def rollout(self, name, prompt, swaps, *, preempt=(), redo=None, chunk=None, prefix=None, length=LENGTH):
+        """`swaps` is the version by token. `preempt`: tokens before which all KV is computed anew. `redo`: (token,
+        position) before and from which it is. `chunk`: (position, version) up to which and under which a first chunk of
+        the prompt was computed. `prefix`: the same, but secretly.
         """
         tokens, kv = list(prompt), DynamicCache()
         logprobs, events = [], []
@@ -76,6 +77,9 @@ class Generator:
             version = swaps[index]
             if index in preempt:
                 kv = DynamicCache()
+            if redo is not None and index == redo[0]:
+                kv.crop(redo[1] - kv.get_seq_length())
+                events.append(PrefillSpan(*redo, version))
             if index == 0 or index in preempt:
                 events.append(PrefillSpan(index, 0, version))
             for part in (chunk, prefix) if index == 0 else ():
@@ -186,6 +190,7 @@ def test_preemption_and_chunks_over_a_swap_are_honoured(tmp_path, tiny_model):
         generator.rollout(0, PROMPTS[0], at(0, 5, 9), preempt={3, 5, 12}),
         generator.rollout(1, PROMPTS[2], [1] * 8 + [2] * 8, chunk=(4, 0)),
         generator.rollout(2, PROMPTS[2], [2] * LENGTH, chunk=(9, 0), preempt={1}),
+        generator.rollout(3, PROMPTS[2], at(0, 5, 9), redo=(11, 7)),
     ]
     report = run(write(tmp_path, tiny_model, generator, made), tolerance=EXACT)
     assert report.passed, report.faults
@@ -398,6 +403,9 @@ def test_tags_that_contradict_themselves_are_a_fault(tmp_path, tiny_model, chang
 
 def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
     assert main([str(tmp_path)]) == 2
+    for option in ("--limit=-1", "--limit=0", "--threads=0", "--tolerance=nan"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path), option])
     generator = Generator(tiny_model)
     folder = write(tmp_path, tiny_model, generator, generate(generator), versions=[])
     assert main([str(folder)]) == 2

@@ -5,6 +5,7 @@ A required field has no default (Hydra reports it as missing). Bad values are re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,15 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
     """Raises ConfigError naming the value, where it was set and what is allowed."""
     if not ok:
         raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def _require_fields(config: object, section: str, names: str, *, least: float | None = None) -> None:
+    """Requires the fields to be finite and `least` or more; without `least` above 0."""
+    for name in names.split():
+        value = getattr(config, name)
+        fits = value > 0 if least is None else value >= least
+        allowed = "above 0" if least is None else f"{least:g} or more"
+        require(fits and value < math.inf, f"{section}.{name}", value, allowed)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,8 @@ class GeneratorConfig:
     """Passed to vLLM's engine arguments as they are."""
 
     def __post_init__(self) -> None:
-        require(self.count >= 1, "generator.count", self.count, "1 or more")
+        _require_fields(self, "generator", "count tensor_parallel_size max_model_len max_num_seqs threads", least=1)
+        _require_fields(self, "generator", "kv_cache_gib start_timeout_s")
         require(
             self.swap in ("auto", "remap", "copy", "host", "rebind", "blocking"),
             "generator.swap", self.swap, "auto, remap, copy, host, rebind, blocking",
@@ -90,7 +101,10 @@ class RolloutConfig:
 
     def __post_init__(self) -> None:
         require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
-        require(self.temperature > 0, "rollout.temperature", self.temperature, "above 0")
+        _require_fields(self, "rollout", "max_tokens concurrency", least=1)
+        _require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s")
+        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
+        _require_fields(self, "rollout", "top_k", least=0)
 
 
 @dataclass(frozen=True)
@@ -134,8 +148,10 @@ class TrainerConfig:
     batch_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "groups_per_step", "micro_batch"):
-            require(getattr(self, name) >= 1, f"trainer.{name}", getattr(self, name), "1 or more")
+        _require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
+        names = "learning_rate weight_decay warmup_steps clip_low clip_high checkpoint_every"
+        _require_fields(self, "trainer", names, least=0)
+        _require_fields(self, "trainer", "grad_clip batch_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -154,6 +170,7 @@ class PublishConfig:
         require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
         require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
         require(self.checksum in ("crc32", "none"), "publish.checksum", self.checksum, "crc32, none")
+        _require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,11 @@ class RunConfig:
     bus: BusConfig = field(default_factory=BusConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        limit = self.generator.max_model_len - 1  # a prompt has a token at least
+        fits = self.rollout.max_tokens <= limit
+        require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
 
     @property
     def path(self) -> Path:

@@ -126,11 +126,26 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         (config.PublishConfig, {"transport": "pigeon"}),
         (config.PublishConfig, {"bucket_bytes": 1}),
         (config.LaunchConfig, {"stop_grace_s": 60}),
+        *((GeneratorConfig, {name: 0}) for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs")),
+        (GeneratorConfig, {"threads": 0}),
+        *((GeneratorConfig, {name: -1.0}) for name in ("kv_cache_gib", "start_timeout_s")),
+        *((RolloutConfig, {name: 0}) for name in ("max_tokens", "concurrency", "request_timeout_s", "top_p")),
+        (RolloutConfig, {"reward_timeout_s": float("inf")}),
+        (RolloutConfig, {"temperature": float("nan")}),
+        (RolloutConfig, {"top_k": -1}),
+        *((TrainerConfig, {name: 0}) for name in ("threads", "grad_clip", "batch_timeout_s")),
+        *((TrainerConfig, {name: -1}) for name in ("learning_rate", "warmup_steps", "clip_low", "checkpoint_every")),
+        *((config.PublishConfig, {f"{name}_timeout_s": 0}) for name in ("join", "transfer", "commit")),
     ],
 )
 def test_a_bad_value_is_refused_where_it_is_made(kind, values):
     with pytest.raises(ConfigError, match="is not allowed"):
         kind(**values)
+
+
+def test_an_answer_must_fit_into_the_context():
+    with pytest.raises(ConfigError, match=r"rollout\.max_tokens=256 .* 255 or less"):
+        compose("tiny", ["rollout.max_tokens=256", "generator.max_model_len=256"])
 
 
 def test_capacity_follows_from_lag_and_step():

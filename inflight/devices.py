@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,14 +13,21 @@ QUERY_TIMEOUT_S = 30.0
 
 
 def available() -> list[str]:
-    """The GPUs that this process may hand out; [] on a machine without any."""
+    """The GPUs that this process may hand out; [] on a machine without any.
+
+    Raises ConfigError when the driver does not answer.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [device for device in chosen.split(",") if device.strip()]
+        devices = [device.strip() for device in chosen.split(",")]
+        return list(itertools.takewhile(lambda device: device not in ("", "-1"), devices))  # as CUDA reads it
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"can't ask for GPUs: {error}; set CUDA_VISIBLE_DEVICES, empty for none") from None
     return done.stdout.split() if done.returncode == 0 else []
 
 

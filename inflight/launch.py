@@ -32,7 +32,7 @@ from inflight.progress import Progress, View
 POLL_S = 0.2
 LOG_LINES = 20
 FAREWELL_S = 30.0
-"""How long others may be gone before the trainer, which writes its last checkpoint meanwhile, follows."""
+"""How long others may be gone before the trainer, which has told them that the run is over, follows."""
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 
@@ -112,9 +112,10 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 def usual_commands(config: RunConfig) -> list[Command]:
     """The trainer, the generators and an actor, with their logs, threads, cores and GPUs.
 
-    Raises ConfigError when the machine has GPUs, but too few.
+    Raises ConfigError when the machine has GPUs, but too few, or lacks a core.
     """
     run_dir = config.run_dir
+    _require_cores(config)
     seen = devices.assign(config, devices.available())
 
     def command(name: str, kind: str, arguments: Sequence[str], environment: dict[str, str]) -> Command:
@@ -136,6 +137,15 @@ def usual_commands(config: RunConfig) -> list[Command]:
     ]
 
 
+def _require_cores(config: RunConfig) -> None:
+    allowed = os.sched_getaffinity(0)
+    known = {"trainer", "generator", "actor", "a0", *config.generator_names()}
+    for name, cores in config.launch.affinity.items():
+        place = f"launch.affinity.{name}"
+        configuration.require(name in known, place, list(cores), f"the names are {', '.join(sorted(known))}")
+        configuration.require(set(cores) <= allowed, place, list(cores), f"this machine has {sorted(allowed)}")
+
+
 def _environment(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -147,9 +157,11 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _ready_to_start(config: RunConfig) -> RunConfig:
-    """Checks the patch and prepares the model; the result names the model by its directory."""
-    from inflight import models, patching
+    """Checks the task and the patch and prepares the model; the result names the model by its directory."""
+    from inflight import models, patching, tasks
 
+    if ":" not in config.task.name:  # one of the user's own may be importable in the actor's process alone
+        tasks.make(config.task, config.seed)
     try:
         state = patching.check()
         directory = models.prepare(config.model.name)
@@ -189,7 +201,7 @@ def _remove_sockets(config: RunConfig) -> None:
 
 
 class _Interrupt:
-    """Notes Ctrl-C and SIGTERM instead of dying of them, while it is entered."""
+    """Notes Ctrl-C, SIGTERM and SIGHUP instead of dying of them, while it is entered."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -198,7 +210,10 @@ class _Interrupt:
         self.received = signal.Signals(number)
 
     def __enter__(self) -> _Interrupt:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+            numbers.append(signal.SIGHUP)  # the terminal was closed
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -237,14 +252,10 @@ def _read_status(listener: Listener, view: View) -> None:
 
 
 def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
-    from inflight import summary
-
     for name in late:
         print(f"inflight launch: {name} did not stop within {config.launch.stop_grace_s} s, killed", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
-        result = summary.summarize(config.path)
-        summary.write(config.path, result)
-        print(summary.table(result), flush=True)
+        _summarize(config)
     if outcome.failed is not None:
         command = outcome.failed.command
         for line in last_lines(command.log, LOG_LINES):
@@ -252,6 +263,18 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         print(f"inflight launch: {outcome.failed}; its log: {command.log}", file=sys.stderr)
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
+
+
+def _summarize(config: RunConfig) -> None:
+    """Says so when it can't: a run that failed may have left damaged files, and why it failed must still be told."""
+    from inflight import summary
+
+    try:
+        result = summary.summarize(config.path)
+        summary.write(config.path, result)
+        print(summary.table(result), flush=True)
+    except (ValueError, OSError) as error:
+        print(f"inflight launch: no summary: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from inflight import devices
 from inflight.compose import compose
 from inflight.config import ConfigError
 from inflight.devices import assign, available
@@ -25,6 +26,22 @@ def test_generators_see_their_own_first_and_then_the_trainers():
     assert assign(run(), ["0", "1"]) == {"trainer": "0", "g0": "1,0"}
     assert assign(run(count=2), ["4", "5", "6", "7"]) == {"trainer": "4", "g0": "5,4", "g1": "6,4"}
     assert assign(run(ranks=2), ["0", "1", "2"]) == {"trainer": "0", "g0": "1,2,0"}
+
+
+@pytest.mark.parametrize(("value", "seen"), [("", []), ("-1", []), ("0, 1", ["0", "1"]), ("2,-1,3", ["2"])])
+def test_visible_devices_are_read_as_cuda_reads_them(monkeypatch, value, seen):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert available() == seen
+
+
+def test_a_driver_that_hangs_is_one_line(monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(devices, "QUERY_TIMEOUT_S", 0.2)
+    with pytest.raises(ConfigError, match="set CUDA_VISIBLE_DEVICES"):
+        available()
 
 
 @pytest.mark.parametrize("devices", [["0"], ["0", "1"]])

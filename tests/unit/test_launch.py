@@ -16,7 +16,7 @@ import pytest
 
 from inflight import launch as launching
 from inflight.compose import compose
-from inflight.config import RunConfig
+from inflight.config import ConfigError, RunConfig
 from inflight.launch import LaunchError, launch, usual_commands
 from inflight.processes import Command, last_lines
 
@@ -226,6 +226,43 @@ def test_cores_are_given_to_the_process(config):
     core = min(os.sched_getaffinity(0))
     assert launch(config, [dataclasses.replace(probe, cores=(core,))]) == 0
     assert last_lines(probe.log, 1) == [f"cores {core}"]
+
+
+@pytest.mark.parametrize("affinity", ["{trainer: [4095]}", "{trainr: [0]}"])
+def test_cores_that_are_not_there_are_refused(tmp_path, affinity):
+    config = compose("tiny", [f"run_dir={tmp_path}", f"launch.affinity={affinity}"])
+    with pytest.raises(ConfigError, match=r"launch\.affinity\.train.* is not allowed"):
+        usual_commands(config)
+
+
+def test_an_unknown_task_is_refused_before_anything_starts(tmp_path, capsys):
+    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", "task.name=nope"]) == 2
+    assert capsys.readouterr().err.startswith("inflight launch: task.name='nope' is not known: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_damaged_files_do_not_hide_why_a_run_failed(config, capfd):
+    damage = """
+    import os, pathlib
+    run = pathlib.Path(os.environ["RUN_DIR"])
+    (run / "metrics.jsonl").touch()
+    (run / "rollouts").mkdir()
+    (run / "rollouts" / "rollouts.msgpack").touch()
+    raise SystemExit("no space left on device")
+    """
+    assert launch(config, [command(config, "trainer", damage)]) == 1
+    error = capfd.readouterr().err
+    assert "no summary: " in error
+    assert "trainer | no space left on device" in error
+
+
+def test_a_closed_terminal_stops_all(config):
+    code = "import os, signal, time; time.sleep(0.5); os.kill(os.getppid(), signal.SIGHUP); time.sleep(600)"
+    before = signal.signal(signal.SIGHUP, signal.default_int_handler)
+    try:
+        assert launch(config, [command(config, "trainer", code)]) == 128 + signal.SIGHUP
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_bad_input_is_one_line_and_code_2(capsys):

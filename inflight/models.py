@@ -43,7 +43,8 @@ class ModelError(ValueError):
 def prepare(name: str, cache: Path | None = None) -> Path:
     """The directory of a model, made first when the cache has none; safe to call from several processes at once.
 
-    Raises ModelError for an unknown name, a directory without config.json, or a missing or damaged GGUF.
+    Raises ModelError for an unknown name, a directory without config.json, a missing or damaged GGUF, or a cache that
+    can't be written.
     """
     if name not in _BUILDERS:
         return _existing(name)
@@ -51,10 +52,13 @@ def prepare(name: str, cache: Path | None = None) -> Path:
     root = (cache or cache_dir()).resolve()
     target = root / folder
     if not target.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{folder}.lock"):
-            if not target.is_dir():
-                _build_whole(target, build)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with _locked(root / f"{folder}.lock"):
+                if not target.is_dir():
+                    _build_whole(target, build)
+        except OSError as error:
+            raise ModelError(f"model {name!r} can't be made in {root}: {error}; set INFLIGHT_CACHE") from None
     return target
 
 

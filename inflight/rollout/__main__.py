@@ -136,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(work(config, name, index, arguments.actors, tokens))
     except (ConfigError, ModelError) as error:
         return _end(name, error, 2)
-    except (ActorError, NoGenerator, BusError, ValueError) as error:
+    except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no tokenizer, a full disk
         return _end(name, error, 1)
     except KeyboardInterrupt:
         return _end(name, "interrupted", 130)
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(name: str, error: object, code: int) -> int:
-    print(f"inflight actor {name}: {error}", file=sys.stderr)
+    print(f"inflight actor {name}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
     return code
 
 

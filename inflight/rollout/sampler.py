@@ -20,6 +20,9 @@ from inflight.types import Rollout, RolloutGroup, Turn
 ATTEMPTS = 3
 """Requests for one sample before its group is given up."""
 
+MAX_KEY = 512
+"""Characters of a question's key: what a types.Name holds."""
+
 T = TypeVar("T")
 
 
@@ -67,6 +70,8 @@ class Sampler:
             item = await asyncio.to_thread(self._task.item, index)  # a generated puzzle may take its time
         except Exception as error:  # a task is foreign code
             raise GroupLost(f"task error: {type(error).__name__}", str(error)) from error
+        if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not read such a group
+            raise GroupLost("task error: key", f"question {index}: a key is text of 1 to {MAX_KEY} characters")
         prompt_ids = self._tokens.encode(item.prompt)
         rollouts = await _all(
             [self._rollout(group_id, sample, item, prompt_ids) for sample in range(self._config.group_size)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -60,7 +61,10 @@ def load_policy(directory: Path, *, bfloat16: bool, device: torch.device) -> Pol
 
     def load(dtype: torch.dtype) -> PreTrainedModel:
         # From the files, not by casting: that would round the rotary frequencies, which stay float32.
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+        except SafetensorError as error:
+            raise ValueError(f"{directory} can't be loaded: {error}") from None
         require_plain_logits(model)
         return model.eval().to(device)  # eval: dropout would be noise in the ratio
 

@@ -298,6 +298,20 @@ def test_a_question_that_fails_is_counted(play):
     play(scene, task=Broken(seed=0))
 
 
+@pytest.mark.parametrize("key", ["", "k" * 513, 7])
+def test_a_key_that_the_buffer_could_not_read_is_counted(play, key):
+    class Odd(Addition):
+        def item(self, index):
+            item = super().item(index)
+            return replace(item, key=key) if index == 0 else item
+
+    async def scene(room):
+        await room.failed("task error: key")
+        await room.take(2)
+
+    play(scene, task=Odd(seed=0))
+
+
 def test_too_many_failures_in_a_row_end_the_actor(play, monkeypatch):
     monkeypatch.setattr(actor_module, "MAX_FAILURES", 4)
 

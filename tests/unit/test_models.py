@@ -50,6 +50,13 @@ def test_a_prepared_model_is_not_made_again(tmp_path, monkeypatch):
     assert prepare("tiny", tmp_path) == first
 
 
+def test_a_cache_that_cant_be_written_is_told_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match="set INFLIGHT_CACHE") as error:
+        prepare("tiny", tmp_path / "file" / "cache")
+    assert "\n" not in str(error.value)
+
+
 def test_a_failed_build_leaves_nothing(tmp_path, monkeypatch):
     def fail(directory):
         (directory / "config.json").write_text("{}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -53,17 +53,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `main`."""
     parser.add_argument("run_dir", type=Path, help="a run that kept its versions (audit.keep_versions=true)")
     parser.add_argument(
-        "--tolerance", type=float, help=f"largest difference allowed, in nats (float32 runs: {EXACT_TOLERANCE:g})"
+        "--tolerance",
+        type=_above(0.0, float),
+        help=f"largest difference allowed, in nats (float32 runs: {EXACT_TOLERANCE:g})",
     )
     parser.add_argument(
         "--alternatives", help="stories to test, such as late,old,layer.3, or none (default: all but for float32 runs)"
     )
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="what the replay computes in")
-    parser.add_argument("--limit", type=int, help="replay this many rollouts, drawn at random with a fixed seed")
+    parser.add_argument(
+        "--limit", type=_above(0, int), help="replay this many rollouts, drawn at random with a fixed seed"
+    )
     parser.add_argument(
         "--token-by-token", action="store_true", help="a forward pass for each token, as an engine does"
     )
-    parser.add_argument("--threads", type=int, help="CPU threads")
+    parser.add_argument("--threads", type=_above(0, int), help="CPU threads")
+
+
+def _above(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
+    """An argument's type: a finite number above `least`."""
+
+    def read(text: str) -> float:
+        number = kind(text)
+        if not least < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above {least:g} and finite")
+        return number
+
+    read.__name__ = kind.__name__  # argparse names it for what is no number
+    return read
 
 
 def run(

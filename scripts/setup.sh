@@ -25,7 +25,8 @@ if [ -z "${INFLIGHT_DEVICE:-}" ] && command -v nvidia-smi >/dev/null && nvidia-s
 fi
 case $device in cpu | gpu) ;; *) fail "INFLIGHT_DEVICE=$device is not allowed: cpu, gpu" ;; esac
 
-if ! suitable .venv/bin/python; then
+# Where the venv module lacks ensurepip, it fails but leaves an interpreter without pip.
+if ! suitable .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
   python=$(find_python)
   say "making .venv with $("$python" --version)"
   rm -rf .venv

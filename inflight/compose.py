@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, OverrideParseException
@@ -22,7 +23,7 @@ from inflight.resources import folder
 def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
     """The configuration `name` with overrides, validated; `run_dir` becomes absolute and, unless given, a new name.
 
-    Raises ConfigError with one line for an unknown name, key or value.
+    Raises ConfigError with one line for an unknown name, key or value and for a damaged file.
     """
     ConfigStore.instance().store(name="schema", node=schema(), provider="inflight")
     own = folder("configs")
@@ -38,6 +39,8 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
         config = cast(RunConfig, OmegaConf.to_object(composed))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}.yaml, or what it builds on, is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
     return replace(config, run_dir=str(config.path.expanduser().resolve()))

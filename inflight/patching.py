@@ -170,7 +170,7 @@ def _version(root: Path, given: str | None) -> str:
     allowed = ", ".join(supported_versions())
     if version is None:
         source = root / "vllm" / "_version.py"
-        match = _VERSION.search(source.read_text()) if source.is_file() else None
+        match = _VERSION.search(source.read_text(errors="replace")) if source.is_file() else None
         if match is None:
             raise PatchError(f"{source} does not tell the version; give --vllm-version, one of {allowed}")
         version, origin = match[1], str(source)

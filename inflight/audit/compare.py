@@ -42,6 +42,8 @@ class _Tokens:
     names: list[str]
     """Rollout ids that `rollout` counts into."""
     rollout: np.ndarray
+    prompt: np.ndarray
+    """Tokens of one prompt depend on each other: its samples share contexts, which an engine rounds alike."""
     index: np.ndarray
     version: np.ndarray
     recorded: np.ndarray
@@ -51,7 +53,7 @@ class _Tokens:
         """Of the chosen tokens (bool [N]), those with finite differences."""
         chosen = chosen & np.isfinite(self.recorded - self.replayed)
         size = np.abs(self.recorded - self.replayed)[chosen]
-        return Misses(size, self.recorded[chosen], self.rollout[chosen])
+        return Misses(size, self.recorded[chosen], self.prompt[chosen])
 
 
 class Auditor:
@@ -127,9 +129,12 @@ class Auditor:
     def _replay(self, claims: Sequence[_Claim]) -> _Tokens:
         replayed = self._logprobs(claims)
         lengths = [len(claim.versions) for claim in claims]
+        prompts: dict[tuple[int, ...], int] = {}
+        numbers = [prompts.setdefault(tuple(claim.rollout.prompt_ids), len(prompts)) for claim in claims]
         return _Tokens(
             names=[claim.rollout.rollout_id for claim in claims],
             rollout=np.repeat(np.arange(len(claims)), lengths),
+            prompt=np.repeat(np.array(numbers, dtype=int), lengths),
             index=np.concatenate([np.arange(length) for length in lengths] or [np.zeros(0, dtype=int)]),
             version=np.array([version for claim in claims for version in claim.versions], dtype=int),
             recorded=np.array([value for claim in claims for value in claim.rollout.turn.logprobs], dtype=float),
@@ -152,7 +157,7 @@ class Auditor:
             other[tokens.rollout == number] = logprobs
 
         def over(chosen: np.ndarray) -> Slope:
-            return estimate(tokens.recorded[chosen], tokens.replayed[chosen], other[chosen], tokens.rollout[chosen])
+            return estimate(tokens.recorded[chosen], tokens.replayed[chosen], other[chosen], tokens.prompt[chosen])
 
         by_version = {int(v): over(tokens.version == v) for v in np.unique(tokens.version)}
         return Story(

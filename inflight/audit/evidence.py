@@ -6,9 +6,11 @@ replays are exact (float32), so all noise is in x: how the engine rounds. Then
     x - r0 = slope * (r1 - r0) + noise
 
 has slope 0 when the tags are right and slope 1 when the alternative is. Least squares over all tokens that the two
-stories tell apart estimates it; its standard error takes the tokens of a rollout as dependent, those of different
-rollouts as independent. The noise may be far larger than what a version changes in a single token: that only takes
-more tokens. Tokens that the stories don't tell apart weigh nothing.
+stories tell apart estimates it, each weighed by how little tokens of its confidence miss. Its standard error is the
+jackknife's over prompts: the tokens of one depend on each other (its samples share contexts, which an engine rounds
+alike), and an estimate that hangs on a few prompts gets the large error that it deserves. The noise may be far larger
+than what a version changes in a single token: that only takes more tokens. Tokens that the stories don't tell apart
+weigh nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ import numpy as np
 STANDARD_ERRORS = 4.0
 """What an estimate must lie off the middle between the stories to count: chance does that once in 30,000 times, and
 some hundred estimates (alternatives by versions) are made in an audit."""
-MIN_ROLLOUTS = 5
+MIN_PROMPTS = 20
 """Fewer say nothing about their spread."""
+MAX_SHARE = 0.5
+"""When one prompt holds more of the evidence than all others, their spread says nothing about it."""
+MIN_NOISE = 0.02
+"""Of the overall size of misses: no token weighs more than by this noise, however sure the model is of it."""
 EXCESS_LIMIT = 1.5
 CONFIDENCE_BINS = 8
 
@@ -54,16 +60,22 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
         return Verdict.TAGS if self.slope < 0.5 else Verdict.ALTERNATIVE
 
 
-def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, rollout: np.ndarray) -> Slope:
-    """All [N] float64, `rollout` [N] int: which rollout a token belongs to."""
+def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
+    """All [N] float64, `prompt` [N] int: which prompt a token's sequence begins with."""
     difference, miss = alternative - tags, recorded - tags
     telling = np.isfinite(difference) & np.isfinite(miss) & (difference != 0)
-    difference, miss, rollout = difference[telling], miss[telling], rollout[telling]
+    difference, miss, prompt = difference[telling], miss[telling], prompt[telling]
+    weights = _precision(tags[telling], miss)
+    difference, miss = difference * weights, miss * weights
     weight = float(difference @ difference)
-    if weight == 0 or len(np.unique(rollout)) < MIN_ROLLOUTS:
+    if weight == 0 or len(np.unique(prompt)) < MIN_PROMPTS:
         return Slope(slope=0.0, error=math.inf, tokens=int(telling.sum()))
     slope = float(difference @ miss) / weight
-    error = _cluster_error(difference * (miss - slope * difference), rollout) / weight
+    share = _sums(difference**2, prompt) / weight  # of the evidence that a prompt holds
+    if share.max() > MAX_SHARE:
+        return Slope(slope=slope, error=math.inf, tokens=int(telling.sum()))
+    shifts = _sums(difference * (miss - slope * difference), prompt) / (1 - share) / weight
+    error = math.sqrt(float(shifts @ shifts) * (len(shifts) - 1) / len(shifts))
     return Slope(slope=slope, error=error, tokens=int(telling.sum()))
 
 
@@ -75,13 +87,26 @@ class Misses:
     """[N] float64, absolute differences."""
     recorded: np.ndarray
     """[N] float64, recorded log-probabilities."""
-    rollout: np.ndarray
-    """[N] int, which rollout a token belongs to."""
+    prompt: np.ndarray
+    """[N] int, which prompt a token's sequence begins with."""
 
     @property
-    def rollouts(self) -> int:
-        """Rollouts that have a token here."""
-        return len(np.unique(self.rollout))
+    def prompts(self) -> int:
+        """Prompts that have a token here."""
+        return len(np.unique(self.prompt))
+
+
+def _precision(replayed: np.ndarray, miss: np.ndarray) -> np.ndarray:
+    """[N] one by the size of misses among tokens that are about as probable; improbable ones miss far more."""
+    overall = math.sqrt(float(miss @ miss) / max(len(miss), 1))
+    if overall == 0:
+        return np.ones_like(miss)
+    edges = np.quantile(replayed, np.linspace(0, 1, CONFIDENCE_BINS + 1)[1:-1])
+    bins = np.searchsorted(edges, replayed)
+    counts = np.bincount(bins, minlength=CONFIDENCE_BINS)
+    sizes = np.sqrt(np.bincount(bins, weights=miss**2, minlength=CONFIDENCE_BINS) / np.maximum(counts, 1))
+    weights: np.ndarray = overall / np.maximum(sizes, MIN_NOISE * overall)[bins]
+    return weights
 
 
 class Excess(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +128,7 @@ def excess(tokens: Misses, baseline: Misses) -> Excess:
     An engine's rounding shows more in improbable tokens, and training makes a model more confident, so tokens are
     compared with those of the baseline whose recorded log-probability is alike (CONFIDENCE_BINS quantiles).
     """
-    if min(tokens.rollouts, baseline.rollouts) < MIN_ROLLOUTS or baseline.size.sum() == 0:
+    if min(tokens.prompts, baseline.prompts) < MIN_PROMPTS or baseline.size.sum() == 0:
         return Excess(ratio=1.0, error=math.inf)
     edges = np.quantile(baseline.recorded, np.linspace(0, 1, CONFIDENCE_BINS + 1)[1:-1])
     bins = np.searchsorted(edges, baseline.recorded)
@@ -116,13 +141,18 @@ def excess(tokens: Misses, baseline: Misses) -> Excess:
 
 
 def _ratio(tokens: Misses, expected: np.ndarray) -> tuple[float, float]:
-    """Sum of sizes by sum of expected ones, and its error over rollouts."""
+    """Sum of sizes by sum of expected ones, and its error over prompts."""
     total = float(expected.sum())
     ratio = float(tokens.size.sum()) / total
-    return ratio, _cluster_error(tokens.size - ratio * expected, tokens.rollout) / total
+    return ratio, _cluster_error(tokens.size - ratio * expected, tokens.prompt) / total
 
 
-def _cluster_error(values: np.ndarray, rollout: np.ndarray) -> float:
-    """Standard error of a sum of values with mean 0 that are dependent within a rollout."""
-    sums = np.bincount(np.unique(rollout, return_inverse=True)[1], weights=values)
+def _cluster_error(values: np.ndarray, prompt: np.ndarray) -> float:
+    """Standard error of a sum of values with mean 0 that are dependent within a prompt."""
+    sums = _sums(values, prompt)
     return math.sqrt(float(sums @ sums) * len(sums) / (len(sums) - 1))
+
+
+def _sums(values: np.ndarray, prompt: np.ndarray) -> np.ndarray:
+    """[R] sum of the values of each prompt."""
+    return np.bincount(np.unique(prompt, return_inverse=True)[1], weights=values)

@@ -433,6 +433,14 @@ def test_versions_that_can_not_be_told_apart_are_named(tmp_path, tiny_model, cap
     assert "tags can't be told apart: 1 and 2\n" in capsys.readouterr().out
 
 
+def test_each_version_is_loaded_once(tmp_path, tiny_model, monkeypatch):
+    loaded, load = [], KeptVersions.load
+    monkeypatch.setattr(KeptVersions, "load", lambda self, v: (loaded.append(v), load(self, v))[1])
+    generator = Generator(tiny_model)
+    run(write(tmp_path, tiny_model, generator, generate(generator, preempt={6})))
+    assert loaded == [0, 1, 2]
+
+
 def test_a_limit_draws_the_same_rollouts_each_time(tmp_path, tiny_model):
     generator = Generator(tiny_model)
     folder = write(tmp_path, tiny_model, generator, generate(generator))
@@ -529,6 +537,20 @@ def test_the_error_of_the_slope_is_honest():
     """Over many repetitions the estimate is about one standard error off."""
     found = [estimates(False, 0.05, tokens=600, seed=seed) for seed in range(200)]
     assert np.std([each.slope / each.error for each in found]) == pytest.approx(1.0, abs=0.15)
+
+
+def test_an_estimate_that_hangs_on_a_few_rollouts_claims_no_more_than_they_can_say():
+    """One rollout in twenty tells the stories apart ten times better than the others: errors stay honest."""
+    found = []
+    for seed in range(300):
+        source = np.random.default_rng(seed)
+        rollout = np.arange(400) // 10
+        difference = source.normal(0, 0.02, 400) * np.where(rollout % 20 == 0, 10, 1)
+        noise = source.normal(0, 0.05, 400) + source.normal(0, 0.05, 40)[rollout]
+        found.append(estimate(noise, np.zeros(400), difference, rollout))
+    scores = np.array([each.slope / each.error for each in found if np.isfinite(each.error)])
+    assert len(scores) > 100
+    assert np.std(scores) < 1.25
 
 
 def test_excess_compares_at_equal_confidence():

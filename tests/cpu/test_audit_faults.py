@@ -19,7 +19,7 @@ pytest.importorskip("vllm.inflight_patch", reason="needs a patched vLLM: infligh
 from swap_engine import WORKER, weights_file  # sets vLLM's environment before anything of it is imported
 
 from inflight.audit import AuditReport, run
-from inflight.audit.evidence import Verdict
+from inflight.audit.evidence import MIN_PROMPTS, Verdict
 from inflight.config import AuditConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
@@ -168,11 +168,13 @@ def test_it_is_confirmed_token_by_token_too(engine: Engine) -> None:
     assert report.passed, report.faults
 
 
-def accuse(engine: Engine, plant: Callable[[pytest.MonkeyPatch], None], **options: Any) -> AuditReport:
+def accuse(
+    engine: Engine, plant: Callable[[pytest.MonkeyPatch], None], requests: int = 6, **options: Any
+) -> AuditReport:
     """What the audit says of a batch served with the fault; the engine is whole again afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
-        outputs = engine.serve(6, every=4)
+        outputs = engine.serve(requests, every=4)
     engine.commit()
     report = engine.audit(outputs, **options)
     print(f"\nlargest difference {report.total.max:.2e}")
@@ -216,7 +218,7 @@ def test_fault_a_tags_that_are_a_step_late(engine: Engine) -> None:
         patch.setattr(scheduler, "set_weight_version", waiting.append)
         patch.setattr(scheduler, "schedule", schedule_then_stamp)
 
-    report = accuse(engine, plant, alternatives="early,late")
+    report = accuse(engine, plant, requests=MIN_PROMPTS + 4, alternatives="early,late")
     verdicts = {story.name: story.overall.verdict for story in report.stories}
     assert verdicts["early"] is Verdict.ALTERNATIVE, "swaps took effect earlier than the tags say"
     assert verdicts["late"] is not Verdict.ALTERNATIVE

@@ -121,7 +121,8 @@ def table(summary: Summary) -> str:
     lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
     rows = [
         ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
-        ("reward", f"{_text(summary.reward_first)} (first {EDGE_STEPS} steps) to {_text(summary.reward_last)} (last {EDGE_STEPS})"),
+        ("reward", f"{_text(summary.reward_first)} (first {EDGE_STEPS} steps) to "
+                   f"{_text(summary.reward_last)} (last {EDGE_STEPS})"),
         ("swaps", f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
                   f"{summary.swaps_failed} failed"),
         ("gap of a swap", _spread_text(summary.gap_ms)),

@@ -5,7 +5,6 @@ A required field has no default (Hydra reports it as missing). Bad values are re
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -14,24 +13,29 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from inflight.config.checks import ConfigError, require, require_fields
+from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
+from inflight.config.trainer import TrainerConfig
 
-class ConfigError(ValueError):
-    """A configuration value that can't be used; the text names it, its place and what is allowed."""
-
-
-def require(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Raises ConfigError naming the value, where it was set and what is allowed."""
-    if not ok:
-        raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
-
-
-def _require_fields(config: object, section: str, names: str, *, least: float | None = None) -> None:
-    """Requires the fields to be finite and `least` or more; without `least` above 0."""
-    for name in names.split():
-        value = getattr(config, name)
-        fits = value > 0 if least is None else value >= least
-        allowed = "above 0" if least is None else f"{least:g} or more"
-        require(fits and value < math.inf, f"{section}.{name}", value, allowed)
+__all__ = [
+    "CONFIG_FILE",
+    "AuditConfig",
+    "BusConfig",
+    "ConfigError",
+    "GateConfig",
+    "GeneratorConfig",
+    "LaunchConfig",
+    "ModelConfig",
+    "PublishConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TaskConfig",
+    "TrainerConfig",
+    "load",
+    "require",
+    "save",
+    "schema",
+]
 
 
 @dataclass(frozen=True)
@@ -66,92 +70,12 @@ class GeneratorConfig:
     """Passed to vLLM's engine arguments as they are."""
 
     def __post_init__(self) -> None:
-        _require_fields(self, "generator", "count tensor_parallel_size max_model_len max_num_seqs threads", least=1)
-        _require_fields(self, "generator", "kv_cache_gib start_timeout_s")
+        require_fields(self, "generator", "count tensor_parallel_size max_model_len max_num_seqs threads", least=1)
+        require_fields(self, "generator", "kv_cache_gib start_timeout_s")
         require(
             self.swap in ("auto", "remap", "copy", "host", "rebind", "blocking"),
             "generator.swap", self.swap, "auto, remap, copy, host, rebind, blocking",
         )
-
-
-@dataclass(frozen=True)
-class TaskConfig:
-    """What is asked and how answers are scored. `name` is a module of inflight.tasks; `options` go to it."""
-
-    name: str
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RolloutConfig:
-    """Sampling and the actor."""
-
-    group_size: int = 8
-    max_tokens: int = 64
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all tokens."""
-    concurrency: int = 4
-    """Groups an actor keeps in flight at the most."""
-    request_timeout_s: float = 300.0
-    reward_timeout_s: float = 30.0
-    keep: bool = True
-    """Write every rollout to the run folder (needed by the audit)."""
-
-    def __post_init__(self) -> None:
-        require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
-        _require_fields(self, "rollout", "max_tokens concurrency", least=1)
-        _require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s")
-        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
-        _require_fields(self, "rollout", "top_k", least=0)
-
-
-@dataclass(frozen=True)
-class GateConfig:
-    """What old tokens may still do (see rollout/gate.py)."""
-
-    max_lag: int = 4
-    """Groups admitted ahead: the buffer holds at most (max_lag + 1) steps' worth, counting those being generated."""
-    max_token_lag: int = 8
-    """Tokens older than this many versions are masked, but stay as context."""
-    min_trained_share: float = 0.25
-    """A sequence with a smaller share of unmasked tokens is dropped."""
-
-    def __post_init__(self) -> None:
-        require(self.max_lag >= 0, "gate.max_lag", self.max_lag, "0 or more")
-        require(self.max_token_lag >= 0, "gate.max_token_lag", self.max_token_lag, "0 or more")
-        require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """Optimization."""
-
-    steps: int = 40
-    groups_per_step: int = 4
-    micro_batch: int = 8
-    """Sequences per forward pass."""
-    learning_rate: float = 1e-5
-    weight_decay: float = 0.0
-    warmup_steps: int = 0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    grad_clip: float = 1.0
-    advantage_std: bool = False
-    """Divide advantages by the group's standard deviation (GRPO); else only the mean is taken off (Dr. GRPO)."""
-    autocast: bool = True
-    """Forward and backward in bfloat16, on a twin of the weights; master weights and optimizer stay float32."""
-    threads: int = 1
-    checkpoint_every: int = 0
-    """Steps between checkpoints; 0 writes one at the end only."""
-    batch_timeout_s: float = 600.0
-
-    def __post_init__(self) -> None:
-        _require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
-        names = "learning_rate weight_decay warmup_steps clip_low clip_high checkpoint_every"
-        _require_fields(self, "trainer", names, least=0)
-        _require_fields(self, "trainer", "grad_clip batch_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -170,7 +94,7 @@ class PublishConfig:
         require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
         require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
         require(self.checksum in ("crc32", "none"), "publish.checksum", self.checksum, "crc32, none")
-        _require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s")
+        require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,58 @@
+"""What is asked, how answers are sampled, and what old ones may still do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.config.checks import require, require_fields
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """What is asked and how answers are scored. `name` is a module of inflight.tasks; `options` go to it."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """Sampling and the actor."""
+
+    group_size: int = 8
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    concurrency: int = 4
+    """Groups an actor keeps in flight at the most."""
+    request_timeout_s: float = 300.0
+    reward_timeout_s: float = 30.0
+    keep: bool = True
+    """Write every rollout to the run folder (needed by the audit)."""
+
+    def __post_init__(self) -> None:
+        require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
+        require_fields(self, "rollout", "max_tokens concurrency", least=1)
+        require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s")
+        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
+        require_fields(self, "rollout", "top_k", least=0)
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """What old tokens may still do (see rollout/gate.py)."""
+
+    max_lag: int = 4
+    """Groups admitted ahead: the buffer holds at most (max_lag + 1) steps' worth, counting those being generated."""
+    max_token_lag: int = 8
+    """Tokens older than this many versions are masked, but stay as context."""
+    min_trained_share: float = 0.25
+    """A sequence with a smaller share of unmasked tokens is dropped."""
+
+    def __post_init__(self) -> None:
+        require(self.max_lag >= 0, "gate.max_lag", self.max_lag, "0 or more")
+        require(self.max_token_lag >= 0, "gate.max_token_lag", self.max_token_lag, "0 or more")
+        require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")

@@ -21,6 +21,7 @@ from inflight.types import Rollout
 SUMMARY_FILE = "summary.json"
 EDGE_STEPS = 5
 """Steps that the first and the last reward are averaged over."""
+_PUBLISHING = ("publish_wait_s", "pack_s", "guard_s")
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     gap_ms: Spread | None
     """How long a swap held up the engine's step loop."""
     publish_wait_ms: Spread | None
-    """What a publish cost the trainer: waiting for a free buffer, and packing."""
+    """What a publish cost the trainer: waiting for a free buffer, packing, and the optimizer's wait for it to end."""
     rollouts: int
     aborted: int
     """Sequences that came back with finish_reason `abort`."""
@@ -86,7 +87,7 @@ def summarize(run_dir: Path) -> Summary:
         swaps_while_running=sum(swap["running"] > 0 for swap in done),
         swaps_failed=len(swaps) - len(done),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
-        publish_wait_ms=_spread(1e3 * (step["publish_wait_s"] + step["pack_s"]) for step in steps),
+        publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
         rollouts=len(rollouts),
         aborted=sum(rollout.turn.finish_reason == "abort" for rollout in rollouts),
         groups_failed=dict(last.get("groups_failed", {})),

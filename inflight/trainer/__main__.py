@@ -51,6 +51,7 @@ def _run(config: RunConfig) -> None:
     from inflight.trainer.loop import Trainer
     from inflight.trainer.policy import load_policy
     from inflight.trainer.report import Reporter
+    from inflight.weights.guard import ReadGuard
     from inflight.weights.publisher import Publisher
     from inflight.weights.source import WeightSource
 
@@ -66,11 +67,13 @@ def _run(config: RunConfig) -> None:
         policy = load_policy(model_dir, bfloat16=config.trainer.autocast, device=accelerator.device)
         source = WeightSource(policy.master, config.model.dtype)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
-        publisher = Publisher(source, weights, config.publish, version=0, ranks=_ranks(config))
+        guard = ReadGuard(source.device)
+        publisher = Publisher(source, weights, config.publish, version=0, ranks=_ranks(config), guard=guard)
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
         buffer = stack.enter_context(Buffer(rollouts, config))
         learner = Learner(policy, config, accelerator)
+        guard.hold(learner.optimizer.optimizer)
         trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop)
         trainer.keep(0)
         reporter.follow(publisher)

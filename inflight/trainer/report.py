@@ -1,9 +1,10 @@
 """What the trainer tells: a line a step, a line a swap, and a status each second.
 
 metrics.jsonl, beyond what its names say: `log_ratio_mean` is signed, `log_ratio_max` and `log_ratio_by_lag` are
-absolute; `lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the
-wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `tokens_per_s` is
-sampled tokens of the batch by the time since the last step ended.
+absolute; `lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the wait
+for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part of
+`train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens of
+the batch by the time since the last step ended.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dic
     return {
         "publish_wait_s": report.wait_s,
         "pack_s": report.pack_s,
+        "guard_s": report.guard_s,
         "committed": publisher.committed,
         "swaps": publisher.stats()["swaps"],
         "buffer": counts.buffered,

@@ -76,9 +76,17 @@ class Dispatch:
         """Whether no version's outcome is open, so that nothing reads the send buffer for a version that counts."""
         return all(delivery.state not in UNSETTLED for delivery in self.roster.deliveries.values())
 
-    def release(self, version: int) -> None:
-        """Takes what lies in the send buffer to every generator that is IDLE; for the others a failure is recorded."""
-        sums = _Once(functools.partial(checksums, self._manifest, self._buffer))
+    def release(self, version: int, wait_packed: Callable[[], None]) -> None:
+        """Takes what lies in the send buffer to every generator that is IDLE; for the others a failure is recorded.
+
+        `wait_packed` returns when the bytes are there; a sending thread calls it before it reads them.
+        """
+
+        def packed_checksums() -> list[int]:
+            wait_packed()
+            return checksums(self._manifest, self._buffer)
+
+        sums = _Once(packed_checksums)
         with self.changed:
             self.version = version
             for delivery in self.roster.deliveries.values():

@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.messages import Manifest
 from inflight.weights.delivery import Failure, State, Swap
 from inflight.weights.dispatch import Dispatch
+from inflight.weights.guard import ReadGuard
 from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
 from inflight.weights.source import WeightSource
@@ -34,7 +33,9 @@ class PublishReport:
     wait_s: float
     """Until the version before had been committed or had failed everywhere."""
     pack_s: float
-    """Casting and copying into the send buffer."""
+    """Casting and copying into the send buffer; on CUDA with a guard that holds an optimizer: queueing that."""
+    guard_s: float
+    """In the optimizer steps since the publish before, until the parameters were read (weights/guard.py)."""
 
 
 class Publisher:
@@ -60,13 +61,23 @@ class Publisher:
     """
 
     def __init__(
-        self, source: WeightSource, listener: Listener, config: PublishConfig, *, version: int, ranks: dict[str, int]
+        self,
+        source: WeightSource,
+        listener: Listener,
+        config: PublishConfig,
+        *,
+        version: int,
+        ranks: dict[str, int],
+        guard: ReadGuard | None = None,
     ) -> None:
         """Begins to listen. `version` is what the module holds now, `ranks` generator name → world size.
 
-        The listener stays the caller's, who closes it after the publisher.
+        With a `guard` that holds the optimizer, packing on CUDA goes on beside the trainer's next forward and backward
+        pass; otherwise `publish` returns when all is packed. The listener stays the caller's, who closes it after the
+        publisher.
         """
         self._source, self._config = source, config
+        self._guard = guard or ReadGuard(source.device)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
         # The CUDA transports put bytes where they belong on the device; a checksum would take them to the host.
@@ -142,12 +153,12 @@ class Publisher:
         bound = self._config.transfer_timeout_s + self._config.commit_timeout_s + GRACE_S
         self._wait(self._dispatch.settled, bound, f"version {self.version} has no outcome")
         waited = time.monotonic()
-        self._packer.pack(self._source)
-        if self._buffer.is_cuda:
-            torch.cuda.current_stream(self._buffer.device).synchronize()  # the sending threads have other streams
+        with self._guard.reading():
+            self._packer.pack(self._source)
         packed = time.monotonic()
-        self._dispatch.release(version)
-        return PublishReport(version, wait_s=waited - started, pack_s=packed - waited)
+        self._dispatch.release(version, self._guard.wait_read)
+        guard_s = self._guard.take_waited_s()
+        return PublishReport(version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s)
 
     def flush(self, timeout_s: float) -> None:
         """Waits until the last version is committed or has failed everywhere. Raises PublishError when it is not."""

@@ -37,7 +37,7 @@ def run(tmp_path):
         for step in range(1, 8):
             metrics.write({
                 "step": step, "version": step, "time_s": 100 + step * 2.0, "reward": step / 10,
-                "wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.001 * step, "pack_s": 0.001,
+                "wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.001 * step, "pack_s": 0.001, "guard_s": 0.0004,
                 "tokens_trained": 10, "tokens_masked": 1,
                 "lag_counts": {0: 6, 1: 4}, "groups_dropped": {"old": step}, "groups_failed": {"actor lost": 1},
             })  # fmt: skip
@@ -61,8 +61,8 @@ def test_every_figure(run):
     assert (got.steps, got.version, got.seconds) == (7, 7, pytest.approx(12 + 1.75 + 0.002))
     assert (got.swaps, got.swaps_while_running, got.swaps_failed) == (3, 2, 1)
     assert got.gap_ms == Spread(median=2.0, max=4.0)
-    assert got.publish_wait_ms.median == pytest.approx(5.0)
-    assert got.publish_wait_ms.max == pytest.approx(8.0)
+    assert got.publish_wait_ms.median == pytest.approx(5.4)
+    assert got.publish_wait_ms.max == pytest.approx(8.4)
     assert (got.rollouts, got.aborted, got.tokens) == (4, 1, 16)
     assert got.tokens_per_s == pytest.approx(16 / 5)
     assert (got.mixed_rollouts, got.max_versions) == (2, 3)

@@ -153,7 +153,7 @@ def test_a_whole_run(make_run):
         assert line["lag_max"] <= run.config.gate.max_lag + 2  # a group may start before the commit of the last step
     wanted = (
         "time_s loss log_ratio_mean log_ratio_max clip_share lag_mean groups_dropped buffer wait_s train_s "
-        "publish_wait_s pack_s committed swaps tokens_per_s"
+        "publish_wait_s pack_s guard_s committed swaps tokens_per_s"
     )
     assert set(wanted.split()) <= lines[-1].keys()
     figures = summary.summarize(run.folder)

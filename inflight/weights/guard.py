@@ -1,0 +1,66 @@
+"""Reading parameters beside the trainer's own work, without the optimizer overwriting what is not read yet."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class ReadGuard:
+    """Reads parameters on a CUDA stream of its own, and makes the next optimizer step wait until they are read.
+
+    That is the only place where the trainer has to wait: forward and backward passes read parameters too. While no
+    optimizer is held, `reading` itself waits instead, so nothing can go wrong. On a CPU, what is inside `reading` has
+    been done when it is left, and nobody ever waits.
+
+    Example:
+        guard = ReadGuard(device)
+        guard.hold(optimizer)
+        with guard.reading():
+            ...                  # copies of the parameters are queued here
+        loss.backward()          # goes on beside them
+        optimizer.step()         # begins when they are done
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` is where the parameters are."""
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._read: torch.cuda.Event | None = None
+        self._holds = False
+        self._waited_s = 0.0
+
+    def hold(self, optimizer: torch.optim.Optimizer) -> None:
+        """From now on this optimizer, the only one that changes the parameters, waits before each of its steps."""
+        optimizer.register_step_pre_hook(lambda *_: self._wait())
+        self._holds = True
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """What is queued inside comes after all that the current stream holds, on the guard's stream."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        self._read = self._stream.record_event()
+        if not self._holds:
+            self.wait_read()
+
+    def wait_read(self) -> None:
+        """Returns when all is read that `reading` was left with; from any thread."""
+        if self._read is not None:
+            self._read.synchronize()
+
+    def take_waited_s(self) -> float:
+        """Seconds that optimizer steps have waited since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        self.wait_read()
+        self._waited_s += time.monotonic() - started

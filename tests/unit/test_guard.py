@@ -1,0 +1,46 @@
+"""The optimizer does not write what is still being read. (Streams themselves: tests/gpu/test_fsdp.py.)"""
+
+from __future__ import annotations
+
+import torch
+
+from inflight.weights.guard import ReadGuard
+
+
+class Event:
+    """Stands for a CUDA event: notes what the parameter was when somebody waited for it."""
+
+    def __init__(self, parameter):
+        self.parameter, self.seen = parameter, []
+
+    def synchronize(self):
+        self.seen.append(self.parameter.item())
+
+
+def optimizer_of_one():
+    parameter = torch.nn.Parameter(torch.tensor(1.0))
+    parameter.grad = torch.tensor(1.0)
+    return parameter, torch.optim.SGD([parameter], lr=0.5)
+
+
+def test_a_step_waits_before_it_writes():
+    parameter, optimizer = optimizer_of_one()
+    guard = ReadGuard(torch.device("cpu"))
+    guard.hold(optimizer)
+    guard._read = event = Event(parameter)
+    optimizer.step()
+    assert event.seen == [1.0]
+    assert parameter.item() == 0.5
+    assert guard.take_waited_s() > 0
+    assert guard.take_waited_s() == 0
+
+
+def test_on_a_cpu_nobody_waits():
+    parameter, optimizer = optimizer_of_one()
+    guard = ReadGuard(torch.device("cpu"))
+    guard.hold(optimizer)
+    with guard.reading():
+        packed = parameter.detach().clone()
+    assert guard._read is None
+    optimizer.step()
+    assert packed.item() == 1.0

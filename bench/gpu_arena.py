@@ -36,7 +36,7 @@ def main() -> None:
             graph.replay()
             torch.cuda.synchronize()
             seen.append(int(total) >> 20)
-            seconds.append(arena.remap(in_one=in_one)[1])
+            seconds.append(arena.remap(in_one=in_one).move)
         assert seen == [1, 2] * 10, seen
         result |= {f"{way}_median_ms": 1e3 * statistics.median(seconds), f"{way}_max_ms": 1e3 * max(seconds)}
     arena.shadow.fill_(7)  # set 1: the live one is set 0 again

@@ -11,8 +11,11 @@ import time
 from typing import Any
 
 from bench.gpu_gaps import Timeline
+from bench.gpu_soak import Tags
 from inflight.bus import Link, PeerLost
 from inflight.config import BusConfig
+from inflight.generator.engine_args import CUDA_WORKER
+from inflight.generator.plugin import hand_over_often
 from inflight.generator.settings import Settings
 from inflight.messages import Commit, Committed, EngineHello, Failed
 
@@ -20,10 +23,13 @@ POLL_S = 0.05
 
 
 def start_engine(model: str, options: dict[str, Any], settings: Settings, worker: str) -> Any:
-    """vLLM's engine with random weights and our worker."""
+    """vLLM's engine with random weights and our worker, its processes set up as a generator's are."""
     from vllm import EngineArgs
+    from vllm.utils.gc_utils import freeze_gc_heap
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if worker == CUDA_WORKER:
+        hand_over_often()
     arguments = EngineArgs(
         model=model,
         load_format="dummy",
@@ -34,7 +40,9 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
         additional_config=settings.as_additional_config(),
         **{"enable_prefix_caching": False, **options},
     )
-    return LLMEngine.from_engine_args(arguments)
+    engine = LLMEngine.from_engine_args(arguments)
+    freeze_gc_heap()  # as vLLM's server does
+    return engine
 
 
 class Client:
@@ -46,6 +54,7 @@ class Client:
         self._remaps = remaps
         self.core = engine.engine_core
         self.timeline = Timeline()
+        self.tags: Tags | None = None
         self._tokens = tokens
         self._sending = threading.Lock()
         self._last: dict[str, float] = {}
@@ -60,6 +69,15 @@ class Client:
                 return send(*args)
 
         self.core._send_input = serialised
+        self._made_at = 0.0
+        get_output = self.core.get_output
+
+        def timed() -> Any:
+            outputs = get_output()
+            self._made_at = outputs.timestamp
+            return outputs
+
+        self.core.get_output = timed
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -72,13 +90,17 @@ class Client:
         return self.call("collective_rpc", method, None, args)
 
     def swap_by(self, way: str) -> None:
-        """How the CUDA worker swaps from now on: remap, calls or copy."""
+        """How the CUDA worker swaps from now on: remap, calls, idle or copy."""
         if self._remaps:
             self.rpc("swap_by", way)
         self.take_swaps()
 
-    def take_swaps(self) -> list[tuple[float, float]]:
-        """(wait, remap) of each swap since the last call, the slowest rank's."""
+    def watch(self, on: bool) -> None:
+        """Checks version tags from now on, or no more."""
+        self.tags = Tags(self.call("weight_version")) if on else None
+
+    def take_swaps(self) -> list[tuple[float, ...]]:
+        """(wait, unmap, map, access) of each swap since the last call, the slowest rank's of each."""
         if not self._remaps:
             return []
         ranks = self.rpc("take_swaps")
@@ -145,6 +167,8 @@ class Client:
             self._note(outputs, time.perf_counter())
 
     def _note(self, outputs: list[Any], now: float) -> None:
+        if self.tags is not None:
+            self.tags.step(outputs)
         longest, tokens = 0.0, 0
         for output in outputs:
             name = output.request_id.partition("#")[0]
@@ -158,7 +182,7 @@ class Client:
             if output.finished:
                 self._ended(name, output.outputs[0].finish_reason)
         if tokens:
-            self.timeline.add(now, tokens, longest)
+            self.timeline.add(now, tokens, longest, self._made_at)
 
     def _ended(self, name: str, reason: str | None) -> None:
         if reason != "abort":
@@ -219,6 +243,8 @@ class Agent:
 
     def _commit(self, version: int) -> None:
         told = time.perf_counter()
+        if (tags := self._client.tags) is not None:
+            tags.told(version)
         try:
             commit = self._client.call if self._patched else self._client.rpc
             ranks = commit("commit_weights", version)
@@ -227,6 +253,8 @@ class Agent:
             self._fail(f"commit of version {version}: {error}")
             return
         gap = max(rank["gap_s"] for rank in ranks)
+        if tags is not None:
+            tags.answered(version)
         self._link.send(Committed(version=version, gap_s=gap, running=self._client.running))
         with self._changed:
             self.commits[version] = (told, time.perf_counter(), gap)

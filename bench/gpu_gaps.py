@@ -26,17 +26,25 @@ class Timeline:
     tokens: array[int] = field(default_factory=lambda: array("l"))
     gap: array[float] = field(default_factory=lambda: array("d"))
     """The longest time that any sequence of this step had waited since its last token; 0 when all are new."""
+    made: array[float] = field(default_factory=lambda: array("d"))
+    """When the engine core had the step's outputs, by its own clock, which is the same one on one machine."""
 
-    def add(self, at: float, tokens: int, gap: float) -> None:
+    def add(self, at: float, tokens: int, gap: float, made: float = 0.0) -> None:
         """One step's arrival."""
         self.at.append(at)
         self.tokens.append(tokens)
         self.gap.append(gap)
+        self.made.append(made)
 
     def gaps(self, start: float, stop: float) -> list[float]:
         """Longest gaps of the steps that arrived in `[start, stop)`, without first tokens."""
         low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
         return [gap for gap in self.gap[low:high] if gap > 0]
+
+    def made_gaps(self, start: float, stop: float) -> list[float]:
+        """Times between outputs in the engine core, for the steps that arrived in `[start, stop)`."""
+        low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
+        return [self.made[i] - self.made[i - 1] for i in range(max(1, low), high)]
 
     def following(self, moment: float, steps: int) -> float:
         """When the `steps`-th step after `moment` arrived; the last one's time when there are fewer."""
@@ -60,6 +68,8 @@ class Update:
     trainer_blocked_s: float = 0.0
     transfer_s: float = 0.0
     remap_s: float = 0.0
+    remap_parts_s: tuple[float, ...] = ()
+    """Unmap, map, access; the slowest rank's of each."""
     waited_s: float = 0.0
     """For the step in flight, before the remap: useful work."""
     aborted: int = 0
@@ -75,6 +85,8 @@ class Judged:
     """The longest gap around the swap, less the median gap before the update began."""
     during_s: float
     """Sum over the whole update of what gaps were longer than the base."""
+    core_extra_s: float
+    """As `extra_s`, between outputs in the engine core: without their way to the client."""
 
 
 SETTLE_STEPS = 3
@@ -90,7 +102,10 @@ def judge(timeline: Timeline, update: Update) -> Judged:
         raise RuntimeError("the load ended before an update did: raise tokens or shorten round_s")
     base = statistics.median(before)
     during = timeline.gaps(update.began, stop)
-    return Judged(base, max(around) - base, sum(gap - base for gap in during))
+    made_before = timeline.made_gaps(update.began - BASE_S, update.began)
+    made_around = timeline.made_gaps(update.swap_began, stop)
+    core = max(made_around) - statistics.median(made_before) if made_before and made_around else 0.0
+    return Judged(base, max(around) - base, sum(gap - base for gap in during), core)
 
 
 def control(timeline: Timeline, updates: list[Update]) -> list[float]:
@@ -126,12 +141,17 @@ def summarize(strategy: str, timeline: Timeline, updates: list[Update], baseline
         "updates": len(updates),
         "extra_gap_ms": spread(extra),
         "control_gap_ms": spread(quiet),
+        "core_extra_gap_ms": spread([1e3 * one.core_extra_s for one in judged]),
         "gap_ms": spread(gaps),
         "base_gap_ms": round(1e3 * statistics.median([one.base_s for one in judged]), 3) if judged else 0.0,
         "decode_time_lost_ms": spread([1e3 * one.during_s for one in judged]),
         "update_ms": spread([1e3 * (update.ended - update.began) for update in updates]),
         "transfer_ms": spread([1e3 * update.transfer_s for update in updates]),
         "remap_ms": spread([1e3 * update.remap_s for update in updates]),
+        "remap_parts_ms": [
+            spread([1e3 * part for part in parts])
+            for parts in zip(*(update.remap_parts_s for update in updates if update.remap_parts_s), strict=True)
+        ],
         "trainer_blocked_ms": spread([1e3 * update.trainer_blocked_s for update in updates]),
         "tokens_per_s_without": round(baseline_rate, 1),
         "tokens_lost_per_update": round(
@@ -143,6 +163,10 @@ def summarize(strategy: str, timeline: Timeline, updates: list[Update], baseline
         "extra_gap_raw_ms": [round(value, 3) for value in extra],
         "gaps_around_raw_ms": [
             [round(1e3 * gap, 2) for gap in timeline.gaps(update.swap_began, timeline.following(update.ended, 3))]
+            for update in updates
+        ],
+        "core_gaps_around_raw_ms": [
+            [round(1e3 * gap, 2) for gap in timeline.made_gaps(update.swap_began, timeline.following(update.ended, 3))]
             for update in updates
         ],
     }

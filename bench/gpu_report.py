@@ -15,6 +15,7 @@ _COLUMNS = (
     ("every s", lambda c: c["interval_s"]),
     ("extra gap ms p50 / p99 / max", lambda c: _spread(c["extra_gap_ms"])),
     ("control p50 / p99 / max", lambda c: _spread(c["control_gap_ms"])),
+    ("in the engine core p50 / p99 / max", lambda c: _spread(c["core_extra_gap_ms"])),
     ("base gap ms", lambda c: c["base_gap_ms"]),
     ("decode time lost ms p50", lambda c: c["decode_time_lost_ms"]["p50"]),
     ("update ms p50", lambda c: c["update_ms"]["p50"]),

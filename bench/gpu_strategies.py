@@ -149,7 +149,8 @@ def abort(bench: Bench, version: int) -> Update:
 STRATEGIES: dict[str, Strategy] = {
     "inflight": inflight,
     "inflight-copy": inflight,  # the worker copies the shadow over the live weights instead
-    "inflight-calls": inflight,  # the worker remaps by four calls from Python, not in one
+    "inflight-calls": inflight,  # the worker remaps by several calls from Python, not in one
+    "inflight-idle": inflight,  # the worker waits until the device is idle, not only behind the last use of weights
     "blocking": blocking,
     "vllm-packed": packed,
     "vllm-per-tensor": per_tensor,

@@ -26,9 +26,9 @@ from omegaconf import DictConfig, OmegaConf
 from bench.gpu_gaps import Timeline, Update, summarize
 from bench.gpu_report import write_report
 from bench.gpu_shapes import write_config
+from bench.gpu_soak import memory
+from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER
 
-CUDA_WORKER = "inflight.generator.cuda_worker.InflightCUDAWorker"
-CPU_WORKER = "inflight.generator.worker.InflightCPUWorker"
 NATIVE = {"vllm-packed", "vllm-per-tensor", "drain", "abort"}
 
 
@@ -41,7 +41,7 @@ class Run:
         self._config = config
         self._folder = Path(tempfile.mkdtemp(prefix="interruption-"))
         self._version = 0
-        self._quiet: dict[int, tuple[float, Timeline]] = {}
+        self._quiet: dict[tuple[int, bool], tuple[float, Timeline]] = {}
         self.timelines: dict[str, tuple[Timeline, list[Update]]] = {}
         endpoint = f"ipc://{self._folder / 'weights'}"
         trainer = TrainerProcess(self._trainer_options(endpoint), self._environment(config.trainer_devices))
@@ -123,43 +123,49 @@ class Run:
             bench.client.rpc("init_weight_transfer_engine", info)
             bench.trainer.answer()
 
-    def quiet(self, batch: int) -> tuple[float, Timeline]:
-        """A round without updates: when its measured part began, and its arrivals. Once for a batch size."""
-        if batch not in self._quiet:
+    def quiet(self, batch: int, churn: bool) -> tuple[float, Timeline]:
+        """A round without updates: when its measured part began, and its arrivals. Once for each kind of load."""
+        if (batch, churn) not in self._quiet:
             client = self._bench.client
             client.timeline = timeline = Timeline()
-            client.start(batch)
+            client.start(batch, resubmit=churn)
             time.sleep(self._config.settle_s)
             started = time.perf_counter()
             time.sleep(self._config.round_s)
             client.stop()
-            self._quiet[batch] = started, timeline
-        return self._quiet[batch]
+            self._quiet[batch, churn] = started, timeline
+        return self._quiet[batch, churn]
 
     def cell(self, cell: DictConfig) -> dict[str, Any]:
         """One strategy at one batch size."""
         back_to_back = cell.interval_s == 0
         seconds = self._config.round_s if back_to_back else min(self._config.round_s, cell.updates * cell.interval_s)
-        began, quiet = self.quiet(cell.batch)
+        began, quiet = self.quiet(cell.batch, cell.get("churn", False))
         client = self._bench.client
         client.timeline = Timeline()
+        client.watch(bool(cell.get("watch")))
+        memory_seen: list[dict[str, Any]] = []
         client.swap_by(cell.strategy.removeprefix("inflight-"))
         updates: list[Update] = []
         kept: list[float] = []
         while len(updates) < cell.updates:
             fitting = cell.updates if back_to_back else int(seconds / cell.interval_s + 0.5)
             count = max(1, min(cell.updates - len(updates), fitting))
-            rate, length = self._round(cell, count, updates)
+            rate, length = self._round(cell, count, updates, memory_seen)
             # Against the same part of the quiet round: steps get slower as the sequences grow.
             kept.append(rate / quiet.rate(began, began + min(length, self._config.round_s)))
-        for update, (waited, remap) in zip(updates, client.take_swaps(), strict=False):
-            update.waited_s, update.remap_s = waited, remap
+        for update, (waited, *parts) in zip(updates, client.take_swaps(), strict=False):
+            update.waited_s, update.remap_s, update.remap_parts_s = waited, sum(parts), tuple(parts)
         self.timelines[f"{cell.strategy} x{cell.batch} every {cell.interval_s:g} s"] = (client.timeline, updates)
         result = summarize(cell.strategy, client.timeline, updates, quiet.rate(began, began + seconds))
         share = round(sum(kept) / len(kept), 4)
-        return {**result, "batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": share}
+        result |= {"batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": share}
+        watched = {"tags": client.tags.summary(), "memory": memory_seen} if client.tags else {}
+        return result | watched
 
-    def _round(self, cell: DictConfig, count: int, updates: list[Update]) -> tuple[float, float]:
+    def _round(
+        self, cell: DictConfig, count: int, updates: list[Update], memory_seen: list[dict[str, Any]]
+    ) -> tuple[float, float]:
         """Updates on fresh sequences; tokens a second from the first update on, and over how many seconds."""
         from bench.gpu_strategies import STRATEGIES
 
@@ -170,9 +176,13 @@ class Run:
         for i in range(count):
             time.sleep(max(0.0, started + i * cell.interval_s - time.perf_counter()))
             self._version += 1
+            if cell.get("watch") and len(updates) % cell.watch == 0:
+                memory_seen.append(memory(len(updates)))
             updates.append(STRATEGIES[cell.strategy](self._bench, self._version))
         time.sleep(max(0.0, started + count * cell.interval_s - time.perf_counter()))
         ended = time.perf_counter()
+        if cell.get("watch"):
+            memory_seen.append(memory(len(updates)))
         rate = client.timeline.rate(started, ended)
         client.stop()
         return rate, ended - started

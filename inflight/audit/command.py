@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit=arguments.limit,
             token_by_token=arguments.token_by_token,
             threads=arguments.threads,
+            device=arguments.device,
         )
     except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
         print(f"inflight audit: {' '.join(str(error).split())}", file=sys.stderr)
@@ -68,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-by-token", action="store_true", help="a forward pass for each token, as an engine does"
     )
     parser.add_argument("--threads", type=_above(0, int), help="CPU threads")
+    parser.add_argument("--device", default="cpu", help="where the replay runs: cpu (default), cuda, cuda:1, …")
 
 
 def _above(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -92,6 +94,7 @@ def run(
     limit: int | None = None,
     token_by_token: bool = False,
     threads: int | None = None,
+    device: str = "cpu",
 ) -> AuditReport:
     """Audits a run folder and leaves the report there as audit.json.
 
@@ -107,7 +110,7 @@ def run(
         raise AuditError(f"{kept.folder} holds no versions: the run must be started with audit.keep_versions=true")
     sampling = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
     model_dir = prepare(config.model.name)
-    replayer = Replayer(model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token)
+    replayer = Replayer(model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device)
     report = Auditor(replayer, kept).audit(
         rollouts,
         run=str(run_dir),

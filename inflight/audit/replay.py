@@ -86,16 +86,19 @@ class Replayer:
         *,
         dtype: torch.dtype = torch.float32,
         token_by_token: bool = False,
+        device: str = "cpu",
     ) -> None:
-        """`dtype` is what is computed in; weights are cast to it from their wire dtype."""
+        """`dtype` is what is computed in; weights are cast to it from their wire dtype. Raises AuditError for a device
+        that is not there."""
         self._kept, self._sampling, self._token_by_token = kept, sampling, token_by_token
+        self._device = _usable(device)
         config = AutoConfig.from_pretrained(model_dir)
         self._tied = bool(config.get_text_config().tie_word_embeddings)
         # Never tied here: a stale output layer over fresh embeddings is one of the faults that are looked for.
         config.tie_word_embeddings = False
         self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager"
-        )
+        ).to(self._device)
         self._model.eval()
         self._output_name = _name_of(self._model, self._model.get_output_embeddings().weight)
         self._input_name = _name_of(self._model, self._model.get_input_embeddings().weight)
@@ -162,10 +165,10 @@ class Replayer:
         if beyond := job.cache.get_seq_length() - segment.start:
             job.cache.crop(-beyond)
         scored = segment.end - segment.scored
-        ids = torch.tensor([job.tokens[segment.start : segment.end]])
+        ids = torch.tensor([job.tokens[segment.start : segment.end]], device=self._device)
         output = self._model(ids, past_key_values=job.cache, use_cache=True, logits_to_keep=max(scored, 1))
         if scored:
-            targets = torch.tensor(job.tokens[segment.scored + 1 : segment.end + 1])
+            targets = torch.tensor(job.tokens[segment.scored + 1 : segment.end + 1], device=self._device)
             logprobs = processed_logprobs(output.logits[0], self._sampling)
             job.logprobs.extend(logprobs.gather(1, targets[:, None])[:, 0].tolist())
 
@@ -186,6 +189,16 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor
         cut[:, -1] = False
         logits = logits.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf"))
     return logits.log_softmax(dim=-1)
+
+
+def _usable(device: str) -> torch.device:
+    """The device by its name, as torch writes it."""
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        raise AuditError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from None
+    return found
 
 
 def _name_of(model: PreTrainedModel, parameter: torch.Tensor) -> str:

@@ -8,8 +8,8 @@
 One large handle a set matters: 32 handles take 4 ms, 512 take 50 ms. Each set also keeps a range of its own, so that a
 swap has no second range to move and a shadow's address never aliases the live weights.
 
-The live range must not be in use by the device while it is remapped: `remap` waits for what is queued, and the caller
-queues nothing meanwhile.
+The live range must not be in use by the device while it is remapped: `remap` waits for what is queued, or for an event
+behind the last use, and the caller queues nothing meanwhile that uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from cuda.bindings import driver
 
-from inflight.generator.oneshot import NoCompiler, NotMoved, OneShot
+from inflight.generator.oneshot import Moved, NoCompiler, NotMoved, OneShot
 from inflight.weights.transport.cuda import CudaError, check
 
 logger = logging.getLogger("vllm.inflight")
@@ -105,39 +105,45 @@ class Arena:
         """First byte of the live range; never changes."""
         return self._live
 
-    def remap(self, *, in_one: bool = True) -> tuple[float, float]:
-        """Waits for the device and moves the live range to the other set; (seconds waited, seconds of the move).
+    def remap(self, *, behind: torch.cuda.Event | None = None, in_one: bool = True) -> Moved:
+        """Waits for the last use of the live range, then moves it to the other set.
 
-        `in_one`: in one call (see oneshot.py), where that could be compiled. Raises ArenaError when it failed with the
-        old weights live, ArenaLost when nothing is mapped any more.
+        `behind` was recorded after the last use; None waits for all that the device has to do. `in_one`: in one call
+        (see oneshot.py), where that could be compiled. Raises ArenaError when it failed with the old weights live,
+        ArenaLost when nothing is mapped any more.
         """
         target = 1 - self._current
         try:
             if in_one and self._oneshot is not None:
                 handle = int(self._handles[target])
-                seconds = self._oneshot(self._live, self.nbytes, handle, self.device.index)
+                event = int(behind.cuda_event) if behind is not None else 0
+                moved = self._oneshot(self._live, self.nbytes, handle, self.device.index, event)
             else:
-                seconds = self._four_calls(target)
+                moved = self._calls(target, behind)
         except NotMoved as error:
             if not error.unmapped:
                 raise ArenaError(f"the live weights stay: {error}") from None
             self._restore(error)
         self._current = target
-        return seconds
+        return moved
 
-    def _four_calls(self, target: int) -> tuple[float, float]:
+    def _calls(self, target: int, behind: torch.cuda.Event | None) -> Moved:
         started = time.perf_counter()
-        torch.cuda.synchronize(self.device)
+        if behind is not None:
+            behind.synchronize()
+        else:
+            torch.cuda.synchronize(self.device)
         waited = time.perf_counter()
         try:
             check("cuMemUnmap", driver.cuMemUnmap(self._live, self.nbytes))
         except CudaError as error:
             raise NotMoved(str(error), unmapped=False) from None
+        unmapped = time.perf_counter()
         try:
             self._map(self._live, target)
         except CudaError as error:
             raise NotMoved(str(error), unmapped=True) from None
-        return waited - started, time.perf_counter() - waited
+        return Moved(waited - started, unmapped - waited, 0.0, time.perf_counter() - unmapped)
 
     def _restore(self, cause: NotMoved) -> NoReturn:
         driver.cuMemUnmap(self._live, self.nbytes)  # it may have been mapped without access

@@ -1,4 +1,4 @@
-"""What the CUDA worker must know of vLLM: which engines it can't update yet, and where a forward pass begins."""
+"""What the CUDA worker must know of vLLM: which engines it can't update yet, and where a step uses its weights."""
 
 from __future__ import annotations
 
@@ -24,6 +24,21 @@ def hook_forward(runner: Any, before: Any) -> bool:
         runner._model_forward = hooked
         return True
     return False
+
+
+def hook_logits(model: Any, after: Any) -> None:
+    """Has `after()` called when a step's logits are queued: both runners call `model.compute_logits`, and nothing that
+    follows in a step (sampling, copies, the next step's inputs) reads weights. Without it no step ends early."""
+    compute = getattr(model, "compute_logits", None)
+    if compute is None:
+        return
+
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        logits = compute(*args, **kwargs)
+        after()
+        return logits
+
+    model.compute_logits = hooked
 
 
 class _BeforeForward:

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from inflight.generator import arena as arenas
-from inflight.generator.cuda_limits import hook_forward, refuse_unsupported
+from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
 from inflight.generator.cuda_plan import PlanError
 from inflight.generator.remap import (
     CopyShadow,
@@ -139,8 +139,10 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's; then the swap moves to the head of the forward pass and the receiver starts."""
         times = super().compile_or_warm_up_model()
-        if isinstance(self.inflight_shadow, RemapShadow):
-            self.inflight_shadow.late = hook_forward(self.model_runner, self.inflight_shadow.fire)
+        if isinstance(shadow := self.inflight_shadow, RemapShadow):
+            shadow.late = hook_forward(self.model_runner, shadow.launch)
+            if shadow.late:
+                hook_logits(self.model_runner.get_model(), shadow.used)
         settings = Settings.of(self.vllm_config)
         if settings.endpoint:
             self.inflight_receiver = self._start_receiver(settings)
@@ -164,15 +166,16 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         return {"gap_s": max(answer["gap_s"], getattr(self.inflight_shadow, "last_gap_s", 0.0))}
 
     def swap_by(self, way: str) -> None:
-        """RPC for benches, from the next swap on: `remap` (in one call), `calls` (in four) or `copy`."""
+        """RPC for benches, from the next swap on: `remap`, remap in several `calls`, remap of an `idle` device, or
+        `copy`."""
         shadow = self.inflight_shadow
         if isinstance(shadow, RemapShadow):
             shadow.settle()
-            shadow.copies, shadow.in_one = way == "copy", way != "calls"
+            shadow.copies, shadow.in_one, shadow.idle = way == "copy", way != "calls", way == "idle"
 
-    def take_swaps(self) -> list[tuple[float, float]]:
-        """RPC: (seconds waited for the step in flight, seconds of the remap) of each swap since the last call."""
+    def take_swaps(self) -> list[tuple[float, float, float, float]]:
+        """RPC: what oneshot.Moved holds, for each swap since the last call."""
         swaps = getattr(self.inflight_shadow, "swaps", [])
-        taken = list(swaps)
+        taken = [tuple(swap) for swap in swaps]
         swaps.clear()
         return taken

@@ -1,4 +1,4 @@
-/* Waits for the device and moves a range to another allocation, in one call from Python: see oneshot.py.
+/* Waits for the last use of a range and moves it to another allocation, in one call from Python: see oneshot.py.
 
    The driver's functions come as pointers, so that neither its headers nor its library are needed to compile this. */
 
@@ -8,7 +8,8 @@
 typedef unsigned long long address_t;
 
 struct driver {
-    int (*synchronize)(void);                                        /* cuCtxSynchronize */
+    int (*wait_all)(void);                                           /* cuCtxSynchronize */
+    int (*wait_event)(void *);                                       /* cuEventSynchronize */
     int (*unmap)(address_t, size_t);                                 /* cuMemUnmap */
     int (*map)(address_t, size_t, size_t, address_t, address_t);     /* cuMemMap */
     int (*access)(address_t, size_t, const void *, size_t);          /* cuMemSetAccess */
@@ -17,7 +18,7 @@ struct driver {
 struct access { int type, device, flags; };                          /* CUmemAccessDesc */
 
 enum { ON_DEVICE = 1, READ_WRITE = 3 };
-enum { WAIT, UNMAP, MAP, ACCESS };
+enum { WAIT_ALL, WAIT_EVENT, UNMAP, MAP, ACCESS };
 
 static double now(void) {
     struct timespec time;
@@ -25,19 +26,23 @@ static double now(void) {
     return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-/* CUresult; `step` says which call returned it, `seconds` how long the wait and the move took. */
-int wait_and_move(const struct driver *driver, address_t address, size_t nbytes, address_t handle, int device,
-                  int *step, double seconds[2]) {
+/* Waits for `event`, without one for the whole device. Returns a CUresult; `step` says which call returned it,
+   `seconds` how long the wait, unmap, map and access took. */
+int wait_and_move(const struct driver *driver, void *event, address_t address, size_t nbytes, address_t handle,
+                  int device, int *step, double seconds[4]) {
     const struct access access = {ON_DEVICE, device, READ_WRITE};
-    const double started = now();
+    double at[5];
     int status;
-    *step = WAIT;
-    status = driver->synchronize();
-    const double waited = now();
+    at[0] = now();
+    *step = event ? WAIT_EVENT : WAIT_ALL;
+    status = event ? driver->wait_event(event) : driver->wait_all();
+    at[1] = now();
     if (status == 0) { *step = UNMAP; status = driver->unmap(address, nbytes); }
+    at[2] = now();
     if (status == 0) { *step = MAP; status = driver->map(address, nbytes, 0, handle, 0); }
+    at[3] = now();
     if (status == 0) { *step = ACCESS; status = driver->access(address, nbytes, &access, 1); }
-    seconds[0] = waited - started;
-    seconds[1] = now() - waited;
+    at[4] = now();
+    for (int i = 0; i < 4; i++) seconds[i] = at[i + 1] - at[i];
     return status;
 }

@@ -1,4 +1,4 @@
-"""Waiting for the device and moving the live range in one call without Python's lock.
+"""Waiting for the last use of the live range and moving it, in one call without Python's lock.
 
 When the step in flight ends, the worker's output thread wakes as well and takes Python's lock to hand out the tokens.
 Four calls from Python would each have to wait for it while the device stands idle. One call (oneshot.c) asks for the
@@ -15,9 +15,10 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 _SOURCE = Path(__file__).with_name("oneshot.c")
-_STEPS = ("cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
+_STEPS = ("cuCtxSynchronize", "cuEventSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
 _COMPILE_S = 60.0
 
 
@@ -33,6 +34,21 @@ class NotMoved(RuntimeError):
         self.unmapped = unmapped
 
 
+class Moved(NamedTuple):
+    """Seconds that each part of a remap took."""
+
+    wait: float
+    """For the step in flight: useful work."""
+    unmap: float
+    map: float
+    access: float
+
+    @property
+    def move(self) -> float:
+        """The remap itself, for which the device stands still."""
+        return self.unmap + self.map + self.access
+
+
 class _Driver(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in _STEPS)
 
@@ -43,8 +59,8 @@ class OneShot:
     def __init__(self) -> None:
         self._call = _compiled().wait_and_move
         self._call.argtypes = [
-            ctypes.POINTER(_Driver), ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_ulonglong, ctypes.c_int,
-            ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double),
+            ctypes.POINTER(_Driver), ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_ulonglong,
+            ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double),
         ]  # fmt: skip
         self._call.restype = ctypes.c_int
         try:
@@ -54,17 +70,17 @@ class OneShot:
             raise NoCompiler(f"the CUDA driver lacks what is needed: {error}") from None
         self._driver = _Driver(*found)
 
-    def __call__(self, address: int, nbytes: int, handle: int, device: int) -> tuple[float, float]:
-        """Waits for the current context, then maps `[address, address + nbytes)` onto `handle`, readable and writable.
+    def __call__(self, address: int, nbytes: int, handle: int, device: int, event: int = 0) -> Moved:
+        """Waits, then maps `[address, address + nbytes)` onto `handle`, readable and writable. Raises NotMoved.
 
-        Returns (seconds waited, seconds of the move). Raises NotMoved.
+        `event` is a CUevent that was recorded behind the last use of the range; 0 waits for all of the current context.
         """
-        step, seconds = ctypes.c_int(), (ctypes.c_double * 2)()
-        status = self._call(self._driver, address, nbytes, handle, device, step, seconds)
+        step, seconds = ctypes.c_int(), (ctypes.c_double * 4)()
+        status = self._call(self._driver, event or None, address, nbytes, handle, device, step, seconds)
         if status != 0:
             call = _STEPS[step.value]
             raise NotMoved(f"{call}: CUresult {status}", unmapped=call in ("cuMemMap", "cuMemSetAccess"))
-        return seconds[0], seconds[1]
+        return Moved(*seconds)
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import torch
 
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
+from inflight.generator.oneshot import Moved
 from inflight.messages import BucketMeta, Manifest
 from inflight.weights.transport import cuda
 from inflight.weights.transport.landing import DirectReceiver, Landing
@@ -181,8 +182,9 @@ class DirectTransport:
 class RemapShadow(CudaShadow):
     """The default: a second physical set, which the live range is moved to.
 
-    With `late=True` a swap only arms: `fire`, called at the head of the next forward pass, does it. By then the step's
-    inputs are prepared while the step before still runs, so the device waits for the remap alone.
+    With `late=True` a swap only arms: `launch`, called at the head of the next forward pass, does it. Inputs of that
+    pass are prepared by then while the step before still runs, so the device waits for the remap alone. And for less
+    than that: what a step does after its last use of weights (`used`), sampling and copies, goes on beside the remap.
     """
 
     def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
@@ -194,15 +196,19 @@ class RemapShadow(CudaShadow):
         self._lock = threading.Lock()
         self._copied = torch.cuda.Event()
         self._armed = False
+        self._last_use = torch.cuda.Event()
+        self._last_use_known = False
         self.late = False
         self.copies = False
         """Copy the other set over the live one instead of moving the range: for comparison."""
         self.in_one = True
-        """Remap in one call, not in four: see oneshot.py."""
+        """Remap in one call, not in several: see oneshot.py."""
+        self.idle = False
+        """Wait until the device is idle, not only behind the last use of weights: for comparison."""
         self.last_gap_s = 0.0
         """Seconds of the last remap that was done."""
-        self.swaps: list[tuple[float, float]] = []
-        """(seconds waited for the step in flight, seconds of the remap) of each swap since it was last taken."""
+        self.swaps: list[Moved] = []
+        """Each swap since they were last taken."""
 
     def target(self) -> torch.Tensor:
         return self._arena.shadow
@@ -222,12 +228,18 @@ class RemapShadow(CudaShadow):
             self._remap()
         return time.perf_counter() - started
 
-    def fire(self) -> None:
+    def launch(self) -> None:
         """Does an armed swap. The step loop's thread, right before a forward pass is launched."""
         if self._armed:
             with self._lock:
                 if self._armed:
-                    self._remap()
+                    self._remap(behind=self._last_use if self._last_use_known and not self.idle else None)
+        self._last_use_known = False
+
+    def used(self) -> None:
+        """All that uses the weights in this step is queued on the current stream. The step loop's thread."""
+        self._last_use.record(torch.cuda.current_stream(self.device))
+        self._last_use_known = True
 
     def settle(self) -> None:
         """Does a swap that no forward pass came to do (the engine is idle). Background thread."""
@@ -238,10 +250,10 @@ class RemapShadow(CudaShadow):
                     self._remap()
         self._copied.synchronize()
 
-    def _remap(self) -> None:
-        self.swaps.append(self._arena.remap(in_one=self.in_one))
+    def _remap(self, behind: torch.cuda.Event | None = None) -> None:
+        self.swaps.append(self._arena.remap(behind=behind, in_one=self.in_one))
         self._armed = False
-        self.last_gap_s = self.swaps[-1][1]
+        self.last_gap_s = self.swaps[-1].move
 
 
 class CopyShadow(CudaShadow):

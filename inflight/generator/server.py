@@ -25,6 +25,7 @@ from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
+from inflight.generator.plugin import hand_over_often
 from inflight.messages import EngineHello, Status
 
 STATUS_EVERY_S = 1.0
@@ -52,6 +53,8 @@ async def serve(config: RunConfig, name: str) -> None:
     vllm = _entrypoints()
     parser = vllm["make_arg_parser"](FlexibleArgumentParser())
     worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
+    if worker == CUDA_WORKER:
+        hand_over_often()
     arguments = server_arguments(parser, engine_values(config, name, worker))
     url_file = config.path / "bus" / f"{name}.url"
     with socket.socket() as listening:

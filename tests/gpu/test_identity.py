@@ -24,7 +24,7 @@ def run(spec: dict[str, Any], timeout_s: float = 400) -> list[Any]:
     """The results of the actions; fails with the process's log when one failed."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(spec)],
-        capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ},
+        capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ, **spec.get("env", {})},
     )  # fmt: skip
     results = [json.loads(line[len(PREFIX) :]) for line in process.stdout.splitlines() if line.startswith(PREFIX)]
     errors = [result["error"] for result in results if "error" in result]
@@ -43,23 +43,31 @@ def save(folder: Path, shape: str, seed: int, *, tied: bool) -> tuple[str, str]:
     return str(folder), str(folder / "model.safetensors")
 
 
+EAGER = {"enforce_eager": True}
+V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+
+
 @pytest.mark.parametrize(
-    ("tied", "swap", "ranks", "eager"),
+    ("tied", "swap", "options", "env"),
     [
-        (False, "remap", 1, False),
-        (True, "remap", 1, False),
-        (False, "copy", 1, True),
-        (False, "host", 1, True),
-        (False, "remap", 2, False),
+        pytest.param(False, "remap", {}, {}, id="untied"),
+        pytest.param(True, "remap", {}, {}, id="tied"),
+        pytest.param(False, "copy", EAGER, {}, id="copy"),
+        pytest.param(False, "host", EAGER, {}, id="host"),
+        pytest.param(False, "remap", {"tensor_parallel_size": 2}, {}, id="tp2"),
+        pytest.param(False, "remap", {"pipeline_parallel_size": 2}, {}, id="pp2"),
+        pytest.param(False, "remap", {}, V1_RUNNER, id="v1"),
     ],
 )
-def test_swapped_engine_equals_fresh_ones(tmp_path: Path, tied: bool, swap: str, ranks: int, eager: bool) -> None:
+def test_swapped_engine_equals_fresh_ones(
+    tmp_path: Path, tied: bool, swap: str, options: dict[str, Any], env: dict[str, str]
+) -> None:
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     folder_a, file_a = save(tmp_path / "a", "tiny", 1, tied=tied)
     folder_b, file_b = save(tmp_path / "b", "tiny", 2, tied=tied)
-    engine = {**ENGINE, "tensor_parallel_size": ranks, "enforce_eager": eager}
-    fresh = {"swap": swap, "engine": engine, "actions": [{"do": "generate"}]}
+    fresh = {"swap": swap, "engine": {**ENGINE, **options}, "env": env, "actions": [{"do": "generate"}]}
     (b,) = run({**fresh, "model": folder_b})
     actions = [{"do": "generate"}]
     for version, file in enumerate([file_b, file_a, file_b], start=1):

@@ -410,6 +410,11 @@ def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
     folder = write(tmp_path, tiny_model, generator, generate(generator), versions=[])
     assert main([str(folder)]) == 2
     assert "audit.keep_versions=true" in capsys.readouterr().err
+    for version in range(3):
+        save_file(generator.states[version], _versions(folder) / f"{version:06d}.safetensors")
+    for device in ("cuda:99", "nowhere"):
+        assert main([str(folder), "--device", device]) == 2
+        assert f"device '{device}' can't be used: " in capsys.readouterr().err
     save_file(generator.states[0] | {"extra": torch.zeros(1)}, _versions(folder) / "000000.safetensors")
     for version in (1, 2):
         save_file(generator.states[version], _versions(folder) / f"{version:06d}.safetensors")

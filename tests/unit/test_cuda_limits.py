@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inflight.generator.cuda_limits import hook_forward, refuse_unsupported
+from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
 
 
 def engine(**changes: Any) -> SimpleNamespace:
@@ -73,3 +73,12 @@ def test_hook_on_the_older_runner() -> None:
 
 def test_a_runner_without_a_place_for_it_swaps_at_the_commit() -> None:
     assert not hook_forward(SimpleNamespace(), lambda: None)
+
+
+def test_hook_after_the_logits() -> None:
+    calls: list[str] = []
+    model = SimpleNamespace(compute_logits=lambda hidden: calls.append(f"logits of {hidden}") or "logits")
+    hook_logits(model, lambda: calls.append("used"))
+    assert model.compute_logits("hidden") == "logits"
+    assert calls == ["logits of hidden", "used"]
+    hook_logits(SimpleNamespace(), lambda: None)  # a model that has none

@@ -54,3 +54,15 @@ def test_summary_counts_tokens_lost() -> None:
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.001, 1)])
 def test_percentile_is_a_value_that_was_seen(share: float, expected: float) -> None:
     assert percentile([float(i) for i in range(1, 101)], share) == expected
+
+
+def test_a_late_way_to_the_client_is_not_the_engines() -> None:
+    made, last = Timeline(), 10.0
+    for index in range(1, 800):
+        now = 10.0 + 0.005 * index
+        seen = now + (0.003 if index == 410 else 0.0)
+        made.add(seen, 64, seen - last, now)
+        last = seen
+    judged = judge(made, Update(began=12.0, ended=12.06, swap_began=12.04))
+    assert judged.extra_s == pytest.approx(0.003)
+    assert judged.core_extra_s == pytest.approx(0.0, abs=1e-9)

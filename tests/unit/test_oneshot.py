@@ -11,7 +11,9 @@ from inflight.generator import oneshot
 from inflight.generator.oneshot import NoCompiler, NotMoved, OneShot
 
 RANGE, BYTES, HANDLE, DEVICE = 0x7_0000_0000, 15 << 30, 0x1234_5678_9ABC, 3
-CALLS = ("cuCtxSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
+WAITS = ("cuCtxSynchronize", "cuEventSynchronize")
+CALLS = (*WAITS, "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
+EVENT = 0x5555_0000_1111
 
 
 class FakeDriver:
@@ -20,7 +22,8 @@ class FakeDriver:
     def __init__(self, failing: str = "") -> None:
         self.calls: list[tuple[Any, ...]] = []
         u64, size = ctypes.c_ulonglong, ctypes.c_size_t
-        arguments = ((), (u64, size), (u64, size, size, u64, u64), (u64, size, ctypes.POINTER(ctypes.c_int), size))
+        waits, access = ((), (u64,)), (u64, size, ctypes.POINTER(ctypes.c_int), size)
+        arguments = (*waits, (u64, size), (u64, size, size, u64, u64), access)
 
         def fake(name: str) -> Any:
             def call(*values: Any) -> int:
@@ -52,23 +55,31 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_waits_then_unmaps_maps_and_sets_access(made: Any) -> None:
     driver = FakeDriver()
-    waited, moved = made(driver)(RANGE, BYTES, HANDLE, DEVICE)
+    moved = made(driver)(RANGE, BYTES, HANDLE, DEVICE)
     assert driver.calls == [
         ("cuCtxSynchronize",),
         ("cuMemUnmap", RANGE, BYTES),
         ("cuMemMap", RANGE, BYTES, 0, HANDLE, 0),
         ("cuMemSetAccess", RANGE, BYTES, (1, DEVICE, 3), 1),
     ]
-    assert waited > 0
-    assert moved > 0
+    assert min(moved) > 0
+    assert moved.move == pytest.approx(sum(moved) - moved.wait)
+
+
+def test_waits_for_the_event_that_it_is_given(made: Any) -> None:
+    driver = FakeDriver()
+    made(driver)(RANGE, BYTES, HANDLE, DEVICE, EVENT)
+    assert [call[0] for call in driver.calls] == ["cuEventSynchronize", *CALLS[2:]]
+    assert driver.calls[0] == ("cuEventSynchronize", EVENT)
 
 
 @pytest.mark.parametrize("failing", CALLS)
 def test_stops_at_the_call_that_fails_and_names_it(made: Any, failing: str) -> None:
     driver = FakeDriver(failing)
     with pytest.raises(NotMoved, match=f"{failing}: CUresult 999") as caught:
-        made(driver)(RANGE, BYTES, HANDLE, DEVICE)
-    assert [call[0] for call in driver.calls] == list(CALLS[: CALLS.index(failing) + 1])
+        made(driver)(RANGE, BYTES, HANDLE, DEVICE, EVENT if failing == "cuEventSynchronize" else 0)
+    before = ["cuCtxSynchronize", *CALLS[2 : CALLS.index(failing)]] if failing not in WAITS else []
+    assert [call[0] for call in driver.calls] == [*before, failing]
     assert caught.value.unmapped == (failing in ("cuMemMap", "cuMemSetAccess"))
 
 

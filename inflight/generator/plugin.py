@@ -1,0 +1,41 @@
+"""What vLLM loads into each of its processes, as its plugin: how often Python's lock changes hands there.
+
+In every process of vLLM one thread computes, or waits for the next step by asking for it all the time, while another
+hands tokens on: the worker's output thread, the engine core's, the client's. A thread that wants Python's lock asks for
+it after `sys.getswitchinterval()`, 5 ms by default, which is about as long as a step. Mostly it gets the lock sooner,
+when the other thread happens to let go, but a swap changes that rhythm: tokens then come up to some milliseconds early
+or late. With a short interval they come alike.
+
+The engine core and the workers are children of vLLM's own, so the interval reaches them by an environment variable,
+which vLLM's plugin mechanism (entry point `vllm.general_plugins`) lets us read there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+VARIABLE = "INFLIGHT_SWITCH_INTERVAL"
+"""Seconds; absent: Python's own."""
+INTERVAL_S = 1e-4
+LONGEST_S = 1.0
+
+
+def hand_over_often() -> None:
+    """Sets the interval in this process and in those that it starts, unless the user has set one."""
+    os.environ.setdefault(VARIABLE, str(INTERVAL_S))
+    register()
+
+
+def register() -> None:
+    """vLLM calls it in each process, possibly more than once. Raises ValueError for a variable that is no interval."""
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= LONGEST_S:
+        raise ValueError(f"{VARIABLE}={text} is not allowed: seconds above 0, at most {LONGEST_S:g}")
+    sys.setswitchinterval(seconds)

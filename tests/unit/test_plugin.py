@@ -1,0 +1,58 @@
+"""The switch interval reaches a process by the environment, and nothing else does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inflight.generator import plugin
+
+
+@pytest.fixture(autouse=True)
+def interval(monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
+    """Python's own, put back afterwards."""
+    monkeypatch.delenv(plugin.VARIABLE, raising=False)
+    before = sys.getswitchinterval()
+    yield before
+    sys.setswitchinterval(before)
+
+
+def test_nothing_is_set_that_was_not_asked_for(interval: float) -> None:
+    plugin.register()
+    assert sys.getswitchinterval() == interval
+
+
+def test_a_generator_sets_it_for_itself_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "")  # so that it is restored
+    monkeypatch.delenv(plugin.VARIABLE)
+    plugin.hand_over_often()
+    assert sys.getswitchinterval() == pytest.approx(plugin.INTERVAL_S)
+    sys.setswitchinterval(0.005)
+    plugin.register()  # as in a child
+    assert sys.getswitchinterval() == pytest.approx(plugin.INTERVAL_S)
+
+
+def test_a_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, "0.002")
+    plugin.hand_over_often()
+    assert sys.getswitchinterval() == pytest.approx(0.002)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "2", "nan"])
+def test_what_is_no_interval_is_refused(monkeypatch: pytest.MonkeyPatch, text: str, interval: float) -> None:
+    monkeypatch.setenv(plugin.VARIABLE, text)
+    with pytest.raises(ValueError, match=f"INFLIGHT_SWITCH_INTERVAL={text} is not allowed"):
+        plugin.register()
+    assert sys.getswitchinterval() == interval
+
+
+def test_vllm_finds_it() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"]["vllm.general_plugins"].items()
+    point = importlib.metadata.EntryPoint(name, value, "vllm.general_plugins")
+    assert point.load() is plugin.register

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from inflight.types import Count, Digest, Name, ParamMeta, RolloutGroup, Version
 
-SCHEMA = 1
+SCHEMA = 2
 MAX_FRAME_BYTES = 64 << 20
 """A rollout group of 4,096 samples of 1,000 tokens fits; weights never travel here."""
 
@@ -212,8 +212,24 @@ class Status(Message, tag=True):
 
 
 AnyMessage = (
-    Heartbeat | Refused | RankHello | EngineHello | Welcome | Prepare | Ready | Failed | Commit | Committed | Abort
-    | ActorHello | Grant | GroupDone | GroupFailed | GroupAck | Finish | Status
+    Heartbeat
+    | Refused
+    | RankHello
+    | EngineHello
+    | Welcome
+    | Prepare
+    | Ready
+    | Failed
+    | Commit
+    | Committed
+    | Abort
+    | ActorHello
+    | Grant
+    | GroupDone
+    | GroupFailed
+    | GroupAck
+    | Finish
+    | Status
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -73,7 +73,24 @@ class ParamMeta(Record):
         return self.numel * DTYPE_BYTES[self.dtype]
 
 
-class Turn(Record):
+class RoutedExperts(Record):
+    """Which experts a mixture-of-experts model sent each token of a sequence to, as the engine recorded it.
+
+    `data` holds `shape` = [tokens of prompt and completion, as many as the engine has run; layers; experts a token]
+    unsigned integers of `bytes_each` bytes, little endian, in row order.
+    """
+
+    shape: tuple[Count, Count, Count]
+    bytes_each: Annotated[int, Meta(ge=1, le=2)]
+    data: Annotated[bytes, Meta(max_length=1 << 28)]
+
+    def __post_init__(self) -> None:
+        tokens, layers, each = self.shape
+        if tokens * layers * each * self.bytes_each != len(self.data):
+            raise ValueError(f"{len(self.data)} bytes are not {self.shape} integers of {self.bytes_each} bytes")
+
+
+class Turn(Record, omit_defaults=True):
     """One sampled completion of a prompt: tokens with what the engine knew when it sampled them."""
 
     token_ids: TokenIds
@@ -82,9 +99,19 @@ class Turn(Record):
     token_versions: Annotated[list[VersionSpan], Meta(max_length=1 << 16)]
     prefill_versions: Annotated[list[PrefillSpan], Meta(max_length=1 << 16)]
     finish_reason: Annotated[str, Meta(max_length=64)]
+    kept: Annotated[list[TokenIds], Meta(max_length=1 << 20)] | None = None
+    """[T] the tokens that top-k and top-p left to draw each token from; an empty set is one that was not recorded."""
+    routed_experts: RoutedExperts | None = None
 
 
-class Rollout(Record):
+class StepReward(msgspec.Struct, frozen=True, array_like=True):
+    """A process reward: what the step that ends with completion token `index` has earned."""
+
+    index: Count
+    reward: float
+
+
+class Rollout(Record, omit_defaults=True):
     """A finished, scored sample: everything the gate, the loss and the audit need."""
 
     rollout_id: Name
@@ -98,6 +125,10 @@ class Rollout(Record):
     finished: float
     first_token_s: Annotated[float, Meta(ge=0)]
     """Seconds from submission to the first token; 0 when the interface does not tell."""
+    step_rewards: Annotated[list[StepReward], Meta(max_length=1 << 20)] = []
+    """Process rewards, ascending by index; none: the reward is for the whole."""
+    teacher_logprobs: Annotated[list[float], Meta(max_length=1 << 20)] | None = None
+    """[T] log-probability of each token under a teacher that scored the rollout."""
 
 
 class RolloutGroup(Record):

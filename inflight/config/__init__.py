@@ -15,10 +15,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from inflight.config.checks import ConfigError, require, require_fields
 from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
-from inflight.config.trainer import TrainerConfig
+from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
 
 __all__ = [
     "CONFIG_FILE",
+    "AdvantageConfig",
     "AuditConfig",
     "BusConfig",
     "ConfigError",
@@ -26,6 +27,7 @@ __all__ = [
     "GeneratorConfig",
     "LaunchConfig",
     "ModelConfig",
+    "ObjectiveConfig",
     "PublishConfig",
     "RolloutConfig",
     "RunConfig",
@@ -74,7 +76,9 @@ class GeneratorConfig:
         require_fields(self, "generator", "kv_cache_gib start_timeout_s")
         require(
             self.swap in ("auto", "remap", "copy", "host", "rebind", "blocking"),
-            "generator.swap", self.swap, "auto, remap, copy, host, rebind, blocking",
+            "generator.swap",
+            self.swap,
+            "auto, remap, copy, host, rebind, blocking",
         )
 
 
@@ -196,7 +200,10 @@ def schema() -> DictConfig:
     for key in root:
         if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
             OmegaConf.set_readonly(root[key], False)
-    for free in (root.task.options, root.generator.extra, root.launch.affinity):
+    for nested in (root.trainer.objective, root.trainer.advantage):
+        OmegaConf.set_readonly(nested, False)
+    options = (root.task.options, root.trainer.objective.options, root.trainer.advantage.options)
+    for free in (*options, root.generator.extra, root.launch.affinity):
         OmegaConf.set_struct(free, False)  # these take any key
     return root
 

@@ -2,9 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from inflight.config.checks import require_fields
+from inflight.config.checks import require, require_fields
+
+NORMALISATIONS = ("token", "sequence", "constant")
+KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_REFERENCES = ("start", "teacher")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is minimised (see docs/objectives.md)."""
+
+    name: str = "ppo"
+    """A built-in objective or `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Given to it: its keyword-only parameters."""
+    normalise: str = ""
+    """`token`: all trained tokens of a step weigh the same. `sequence`: all sequences do, and the tokens within one.
+    `constant`: the sum over tokens, divided by sequences times rollout.max_tokens. Empty: what the objective's paper
+    does."""
+    kl: float = 0.0
+    """Weight of the divergence from a reference, per token."""
+    kl_estimator: str = "k3"
+    kl_reference: str = "start"
+    """`start`: the model that the run started from. `teacher`: whoever scored the rollouts (docs/objectives.md)."""
+    entropy: float = 0.0
+    """Weight of the entropy bonus, per token."""
+
+    def __post_init__(self) -> None:
+        allowed = ("", *NORMALISATIONS)
+        place = "trainer.objective"
+        require(
+            self.normalise in allowed, f"{place}.normalise", self.normalise, f"{', '.join(NORMALISATIONS)} or empty"
+        )
+        require(
+            self.kl_estimator in KL_ESTIMATORS, f"{place}.kl_estimator", self.kl_estimator, ", ".join(KL_ESTIMATORS)
+        )
+        require(
+            self.kl_reference in KL_REFERENCES, f"{place}.kl_reference", self.kl_reference, ", ".join(KL_REFERENCES)
+        )
+        require_fields(self, place, "kl entropy", least=0)
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """What a token is worth (see docs/objectives.md)."""
+
+    name: str = "group_mean"
+    """A built-in advantage or `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -18,11 +67,9 @@ class TrainerConfig:
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     warmup_steps: int = 0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grad_clip: float = 1.0
-    advantage_std: bool = False
-    """Divide advantages by the group's standard deviation (GRPO); else only the mean is taken off (Dr. GRPO)."""
     autocast: bool = True
     """Forward and backward in bfloat16, on a twin of the weights; master weights and optimizer stay float32."""
     threads: int = 1
@@ -32,6 +79,5 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
-        names = "learning_rate weight_decay warmup_steps clip_low clip_high checkpoint_every"
-        require_fields(self, "trainer", names, least=0)
+        require_fields(self, "trainer", "learning_rate weight_decay warmup_steps checkpoint_every", least=0)
         require_fields(self, "trainer", "grad_clip batch_timeout_s")

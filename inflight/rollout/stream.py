@@ -17,7 +17,7 @@ import msgspec
 
 from inflight.types import RolloutGroup
 
-SCHEMA = 1
+SCHEMA = 2
 MAGIC = b"inflrol" + bytes([SCHEMA])
 MAX_BODY_BYTES = 64 << 20
 _HEAD = struct.Struct("<II")

@@ -49,7 +49,7 @@ def _run(config: RunConfig) -> None:
     from inflight.rollout.buffer import Buffer
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
-    from inflight.trainer.policy import load_policy
+    from inflight.trainer.policy import load_policy, reference
     from inflight.trainer.report import Reporter
     from inflight.weights.guard import ReadGuard
     from inflight.weights.publisher import Publisher
@@ -72,7 +72,7 @@ def _run(config: RunConfig) -> None:
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
         buffer = stack.enter_context(Buffer(rollouts, config))
-        learner = Learner(policy, config, accelerator)
+        learner = Learner(policy, config, accelerator, reference(config, model_dir, accelerator.device))
         guard.hold(learner.optimizer.optimizer)
         trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop)
         trainer.keep(0)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 from inflight.rollout.gate import GatedGroup, GatedRollout
-from inflight.trainer.advantage import group_relative
+from inflight.trainer.advantage import Advantage
+from inflight.trainer.evidence import kept_sets, routed_experts, teacher_logprobs
 from inflight.types import versions_of_tokens
 
 NO_VERSION = -1
@@ -20,8 +22,8 @@ NO_VERSION = -1
 class Batch:
     """B sequences, each its prompt, its completion and padding on the right up to the longest, L tokens.
 
-    Every field but `advantages` is [B, L] and speaks at `[b, t]` of the token `input_ids[b, t]`. Padding stands on
-    the right because causal attention then never sees it: no attention mask is needed.
+    Every field but `scales` is [B, L] or [B, L, ...] and speaks at `[b, t]` of the token `input_ids[b, t]`. Padding
+    stands on the right because causal attention then never sees it: no attention mask is needed.
 
     Example: prompt [7, 8] and completion [5, 6] beside a longer sequence give
     `input_ids=[7, 8, 5, 6, 0]`, `completion_mask=[F, F, T, T, F]`, `versions=[-1, -1, 3, 4, -1]`.
@@ -40,11 +42,22 @@ class Batch:
     lags: torch.Tensor
     """[B, L] int64, versions that the token is behind the trainer."""
     advantages: torch.Tensor
-    """[B] float32."""
+    """[B, L] float32, 0 where no token was sampled."""
+    scales: torch.Tensor
+    """[B] float32: what a token of the sequence weighs in the step's loss. Known for the whole step before it is cut
+    into micro-batches or handed out to ranks, so their losses are summed, whatever the cut."""
+    proximal_logprobs: torch.Tensor | None = None
+    """[B, L] float32 under the weights before the step's first update; None where those are the ones trained on."""
+    teacher_logprobs: torch.Tensor | None = None
+    """[B, L] float32; None unless a teacher scored every sequence."""
+    kept: torch.Tensor | None = None
+    """[B, L, K] int64, the tokens that the generator drew from, -1 beyond; all -1 where they were not recorded."""
+    routed_experts: torch.Tensor | None = None
+    """[B, L, layers, experts a token] int32, -1 where none was recorded; for mixture-of-experts models."""
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens in the loss: what its sum is divided by."""
+        """Tokens in the loss."""
         return int(self.trained_mask.sum())
 
     @property
@@ -63,45 +76,79 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
-        return Batch(**{each.name: getattr(self, each.name).to(device) for each in fields(self)})
+        return self._map(lambda tensor: tensor.to(device))
 
     def _rows(self, rows: torch.Tensor) -> Batch:
         width = int((self.completion_mask[rows].long() * _positions(self)).max()) + 1
-        tensors = {each.name: getattr(self, each.name)[rows] for each in fields(self)}
-        return Batch(**{name: each[:, :width] if each.ndim == 2 else each for name, each in tensors.items()})
+        return self._map(lambda tensor: tensor[rows][:, :width] if tensor.ndim > 1 else tensor[rows])
+
+    def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        present = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Batch(**{name: each if each is None else change(each) for name, each in present.items()})
 
 
-def collate(groups: Sequence[GatedGroup], *, scale_by_std: bool, pad_id: int = 0) -> Batch:
+def collate(
+    groups: Sequence[GatedGroup], *, advantage: Advantage, normalise: str, max_tokens: int, pad_id: int = 0
+) -> Batch:
     """The members of the groups that the gate lets through, in order.
 
-    A group's advantages are taken over the rewards of all its members, dropped ones too (see rollout/gate.py).
-    Raises ValueError when there is nothing to train on or a sequence has no prompt.
+    Advantages are taken over all members, dropped ones too (see rollout/gate.py). `normalise` and `max_tokens`: see
+    `scales`. Raises ValueError when there is nothing to train on or a sequence has no prompt.
     """
-    members = [(each, advantage) for group in groups for each, advantage in _advantages(group, scale_by_std)]
+    members = [pair for group, worth in zip(groups, _worth(groups, advantage), strict=True) for pair in worth]
     if not members:
         raise ValueError("a batch of no sequences")
-    length = max(len(each.rollout.prompt_ids) + len(each.rollout.turn.token_ids) for each, _ in members)
+    gated = [each for each, _ in members]
+    length = max(len(each.rollout.prompt_ids) + len(each.rollout.turn.token_ids) for each in gated)
+
+    def blank(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((len(gated), length), value, dtype=dtype)
+
     batch = Batch(
-        input_ids=torch.full((len(members), length), pad_id, dtype=torch.int64),
-        completion_mask=torch.zeros((len(members), length), dtype=torch.bool),
-        trained_mask=torch.zeros((len(members), length), dtype=torch.bool),
-        behaviour_logprobs=torch.zeros((len(members), length), dtype=torch.float32),
-        versions=torch.full((len(members), length), NO_VERSION, dtype=torch.int64),
-        lags=torch.full((len(members), length), NO_VERSION, dtype=torch.int64),
-        advantages=torch.tensor([advantage for _, advantage in members], dtype=torch.float32),
+        input_ids=blank(pad_id, torch.int64),
+        completion_mask=blank(False, torch.bool),
+        trained_mask=blank(False, torch.bool),
+        behaviour_logprobs=blank(0, torch.float32),
+        versions=blank(NO_VERSION, torch.int64),
+        lags=blank(NO_VERSION, torch.int64),
+        advantages=blank(0, torch.float32),
+        scales=scales([sum(each.mask) for each in gated], normalise, max_tokens),
+        teacher_logprobs=teacher_logprobs(gated, length),
+        kept=kept_sets(gated, length),
+        routed_experts=routed_experts(gated, length),
     )
-    for row, (each, _) in enumerate(members):
-        _fill(batch, row, each)
+    for row, (each, worth) in enumerate(members):
+        _fill(batch, row, each, worth)
     return batch
 
 
-def _advantages(group: GatedGroup, scale_by_std: bool) -> list[tuple[GatedRollout, float]]:
-    advantages = group_relative(group.rewards, scale_by_std=scale_by_std)
-    by_id = {rollout.rollout_id: each for rollout, each in zip(group.group.rollouts, advantages, strict=True)}
-    return [(each, by_id[each.rollout.rollout_id]) for each in group.rollouts]
+def scales(trained: Sequence[int], normalise: str, max_tokens: int) -> torch.Tensor:
+    """[B] float32 what a token of each sequence weighs; `trained` are the trained tokens of all sequences of the step.
+
+    `token`: 1 / (all trained tokens). `sequence`: 1 / (sequences * its own trained tokens). `constant`:
+    1 / (sequences * max_tokens). Raises ValueError for another word.
+    """
+    if normalise == "token":
+        weights = [1 / max(sum(trained), 1)] * len(trained)
+    elif normalise == "sequence":
+        weights = [1 / (len(trained) * max(own, 1)) for own in trained]
+    elif normalise == "constant":
+        weights = [1 / (len(trained) * max_tokens)] * len(trained)
+    else:
+        raise ValueError(f"normalise={normalise!r} is not allowed: token, sequence, constant")
+    return torch.tensor(weights, dtype=torch.float32)
 
 
-def _fill(batch: Batch, row: int, gated: GatedRollout) -> None:
+def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tuple[GatedRollout, Any]]]:
+    """For each group, its members to train on with their advantages."""
+    found = []
+    for group, advantages in zip(groups, advantage([each.group.rollouts for each in groups]), strict=True):
+        by_id = {rollout.rollout_id: each for rollout, each in zip(group.group.rollouts, advantages, strict=True)}
+        found.append([(each, by_id[each.rollout.rollout_id]) for each in group.rollouts])
+    return found
+
+
+def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float]) -> None:
     prompt, turn = gated.rollout.prompt_ids, gated.rollout.turn
     if not prompt:
         raise ValueError(f"{gated.rollout.rollout_id} has no prompt: its first token has nothing to depend on")
@@ -112,6 +159,7 @@ def _fill(batch: Batch, row: int, gated: GatedRollout) -> None:
     batch.behaviour_logprobs[row, start:end] = torch.tensor(turn.logprobs, dtype=torch.float32)
     batch.versions[row, start:end] = torch.tensor(versions_of_tokens(turn.token_versions, len(turn.token_ids)))
     batch.lags[row, start:end] = torch.tensor(gated.lags)
+    batch.advantages[row, start:end] = torch.tensor(worth, dtype=torch.float32)
 
 
 def _positions(batch: Batch) -> torch.Tensor:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from inflight.config import RunConfig
 from inflight.rollout.buffer import Buffer, BufferClosed
-from inflight.trainer.batch import collate
 from inflight.trainer.keep import keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_tokens
@@ -69,7 +68,7 @@ class Trainer:
             settings = self._config.trainer
             groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
         with self._clock.phase("train_s"):
-            batch = collate(groups, scale_by_std=settings.advantage_std)
+            batch = self._learner.collate(groups)
             loss, stats = self._learner.backward(batch, self._stop.is_set)
             grad_norm = self._learner.step()
         report = self.publish(step)

@@ -1,91 +1,104 @@
-"""The objective: what the log-probabilities of a micro-batch are worth. Pure functions of tensors.
+"""The loss of a micro-batch: the objective, a divergence from a reference, an entropy bonus. Pure functions of tensors.
 
-An objective is `(logprobs [B, L], batch, config) -> (loss_sum, Stats)`: a sum over trained tokens, never a mean, so
-that the caller divides by the trained tokens of the whole step and micro-batches of any size add up to the same.
+A loss is a sum in which each token has its share of the whole step (`Batch.scales`), never a mean over what happens to
+be in the micro-batch: micro-batches and ranks add up to the same loss and gradient, however the step is cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from inflight.config import TrainerConfig
+from inflight.config import ConfigError, RunConfig
+from inflight.named import find, with_options
 from inflight.trainer.batch import Batch
-
-LAG_BUCKETS = 9
-"""Lags 0 to 7 have a bucket each; the last holds 8 and more."""
-MAX_LOG_RATIO = 20.0
-"""exp(20) is 5e8: far beyond any clip, and still finite when multiplied and summed in float32."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Stats:
-    """What happened in a micro-batch, over its trained tokens; `log_ratio = logprob now - logprob recorded`."""
-
-    tokens: int
-    log_ratio_sum: float
-    log_ratio_max: float
-    """Largest absolute value."""
-    clipped: int
-    """Tokens whose gradient the clip has set to zero."""
-    lag_tokens: torch.Tensor
-    """[LAG_BUCKETS] tokens."""
-    lag_log_ratio: torch.Tensor
-    """[LAG_BUCKETS] sum of absolute log ratios."""
-
-    def values(self) -> dict[str, float | dict[str, float]]:
-        """For metrics: means over tokens; `log_ratio_by_lag` holds the mean absolute log ratio of each bucket."""
-        counts, sums = self.lag_tokens.tolist(), self.lag_log_ratio.tolist()
-        return {
-            "log_ratio_mean": self.log_ratio_sum / max(self.tokens, 1),
-            "log_ratio_max": self.log_ratio_max,
-            "clip_share": self.clipped / max(self.tokens, 1),
-            "log_ratio_by_lag": {str(lag): sums[lag] / count for lag, count in enumerate(counts) if count},
-        }
+from inflight.trainer.logprobs import Scores
+from inflight.trainer.objectives import OBJECTIVES
+from inflight.trainer.objectives.base import MAX_LOG_RATIO, Terms, TokenLoss
+from inflight.trainer.stats import Stats, measure
 
 
-def combine(parts: Sequence[Stats]) -> Stats:
-    """The stats of several micro-batches as one."""
-    return Stats(
-        tokens=sum(part.tokens for part in parts),
-        log_ratio_sum=sum(part.log_ratio_sum for part in parts),
-        log_ratio_max=max(part.log_ratio_max for part in parts),
-        clipped=sum(part.clipped for part in parts),
-        lag_tokens=torch.stack([part.lag_tokens for part in parts]).sum(dim=0),
-        lag_log_ratio=torch.stack([part.lag_log_ratio for part in parts]).sum(dim=0),
-    )
+@dataclass(frozen=True)
+class Loss:
+    """What a run minimises; made once from its configuration."""
+
+    objective: Callable[[Terms], TokenLoss]
+    normalise: str
+    kl: float = 0.0
+    kl_estimator: str = "k3"
+    entropy: float = 0.0
+
+    def __call__(
+        self, scores: Scores, batch: Batch, reference: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, Stats]:
+        """The micro-batch's share of the step's loss, a float32 scalar, and what happened.
+
+        `scores` carries the gradient; `reference` [B, L] are the log-probabilities that `kl` is measured against.
+        Only trained tokens are read, so a masked one has exactly no gradient, even where it is not finite.
+        """
+        terms = Terms.of(scores.logprobs, batch)
+        result = self.objective(terms)
+        per_token = result.loss
+        if self.kl:
+            if reference is None:
+                raise ValueError("trainer.objective.kl needs a reference: this batch has none")
+            per_token = per_token + self.kl * kl(
+                terms.logprobs, reference.masked_fill(~terms.mask, 0), self.kl_estimator
+            )
+        if self.entropy:
+            per_token = per_token - self.entropy * scores.entropy.masked_fill(~terms.mask, 0)
+        loss = (per_token.masked_fill(~terms.mask, 0) * batch.scales[:, None]).sum()
+        with torch.no_grad():
+            return loss, measure(terms, batch, result.clipped, scores.entropy)
 
 
-def objective(logprobs: torch.Tensor, batch: Batch, config: TrainerConfig) -> tuple[torch.Tensor, Stats]:
-    """PPO's clipped objective (arXiv 1707.06347, equation 7) per token, against what the generator recorded:
+def make_loss(config: RunConfig) -> Loss:
+    """The loss of a run, tried once on one made-up token.
 
-        ratio = exp(logprob - behaviour_logprob)
-        loss  = -sum min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
-
-    `logprobs` [B, L] carries the gradient. Only trained tokens are read, so a masked one has exactly no gradient, even
-    where its log-probability is not finite. The ratio mends a token's age and the difference between the two
-    implementations alike.
+    Raises ConfigError naming the objective or the option that does not exist or does not work.
     """
-    log_ratio = logprobs[batch.trained_mask] - batch.behaviour_logprobs[batch.trained_mask]  # [N]
-    advantages = batch.advantages[:, None].expand_as(logprobs)[batch.trained_mask]
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    clipped_ratio = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    loss_sum = -torch.minimum(ratio * advantages, clipped_ratio * advantages).sum()
-    with torch.no_grad():
-        binds = ((advantages > 0) & (ratio > clipped_ratio)) | ((advantages < 0) & (ratio < clipped_ratio))
-        return loss_sum, _stats(log_ratio, binds, batch.lags[batch.trained_mask])
-
-
-def _stats(log_ratio: torch.Tensor, binds: torch.Tensor, lags: torch.Tensor) -> Stats:
-    buckets = lags.clamp(max=LAG_BUCKETS - 1)
-    size = log_ratio.abs().double()
-    return Stats(
-        tokens=log_ratio.numel(),
-        log_ratio_sum=float(log_ratio.double().sum()),
-        log_ratio_max=float(size.max()) if size.numel() else 0.0,
-        clipped=int(binds.sum()),
-        lag_tokens=torch.bincount(buckets, minlength=LAG_BUCKETS).cpu(),
-        lag_log_ratio=torch.bincount(buckets, weights=size, minlength=LAG_BUCKETS).cpu(),
+    settings = config.trainer.objective
+    place = "trainer.objective"
+    function = find(settings.name, OBJECTIVES, f"{place}.name")
+    objective = with_options(function, settings.options, f"{place}.options")
+    _try(objective, settings.name)
+    return Loss(
+        objective=objective,
+        normalise=settings.normalise or getattr(function, "normalise", "token"),
+        kl=settings.kl,
+        kl_estimator=settings.kl_estimator,
+        entropy=settings.entropy,
     )
+
+
+def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch.Tensor:
+    """[B, L] one-sample estimates of KL(p || reference) at tokens that p has sampled, `d = log reference - log p`
+    (Schulman 2020, "Approximating KL Divergence"):
+
+        k1 = -d            unbiased; its gradient is zero in expectation
+        k2 = d^2 / 2       biased in value, right in gradient
+        k3 = exp(d) - d - 1    unbiased, never negative: GRPO's
+
+    `d` is bounded to keep exp finite. Raises ValueError for another name.
+    """
+    d = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d * d / 2
+    if estimator == "k3":
+        return d.exp() - d - 1
+    raise ValueError(f"kl_estimator={estimator!r} is not allowed: k1, k2, k3")
+
+
+def _try(objective: Callable[[Terms], TokenLoss], name: str) -> None:
+    one = torch.zeros(1, 1)
+    terms = Terms(one, one, one, one, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64))
+    try:
+        result = objective(terms)
+    except Exception as error:  # noqa: BLE001 - an objective may be foreign code
+        raise ConfigError(f"trainer.objective {name}: {error}") from None
+    if not isinstance(result, TokenLoss) or result.loss.shape != (1, 1) or result.clipped.shape != (1, 1):
+        raise ConfigError(f"trainer.objective {name} does not give a TokenLoss of the shape that it was given")

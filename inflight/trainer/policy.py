@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from inflight.config import RunConfig
 from inflight.trainer.logprobs import require_plain_logits
 
 
@@ -55,17 +56,30 @@ class Policy:
 
 def load_policy(directory: Path, *, bfloat16: bool, device: torch.device) -> Policy:
     """The model of a directory. Raises OSError or ValueError when it can't be loaded or its logits are not plain."""
+    return Policy(
+        load_model(directory, torch.float32, device),
+        load_model(directory, torch.bfloat16, device) if bfloat16 else None,
+    )
+
+
+def load_model(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model to compute with. Raises OSError or ValueError when it can't be loaded or its logits are not plain."""
     disable_progress_bar()
     # On a CPU the backward of torch's fused attention takes twice as long as the plain one at these lengths.
     attention = "eager" if device.type == "cpu" else "sdpa"
 
-    def load(dtype: torch.dtype) -> PreTrainedModel:
-        # From the files, not by casting: that would round the rotary frequencies, which stay float32.
-        try:
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
-        except SafetensorError as error:
-            raise ValueError(f"{directory} can't be loaded: {error}") from None
-        require_plain_logits(model)
-        return model.eval().to(device)  # eval: dropout would be noise in the ratio
+    try:  # from the files, not by casting: that would round the rotary frequencies, which stay float32
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+    except SafetensorError as error:
+        raise ValueError(f"{directory} can't be loaded: {error}") from None
+    require_plain_logits(model)
+    return model.eval().to(device)  # eval: dropout would be noise in the ratio
 
-    return Policy(load(torch.float32), load(torch.bfloat16) if bfloat16 else None)
+
+def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:
+    """The model that the run started from, where the objective wants the divergence from it; its weights stay."""
+    objective = config.trainer.objective
+    if not objective.kl or objective.kl_reference != "start":
+        return None
+    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
+    return load_model(directory, dtype, device).requires_grad_(False)

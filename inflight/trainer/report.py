@@ -1,8 +1,8 @@
 """What the trainer tells: a line a step, a line a swap, and a status each second.
 
-metrics.jsonl, beyond what its names say: `log_ratio_mean` is signed, `log_ratio_max` and `log_ratio_by_lag` are
-absolute; `lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the wait
-for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part of
+metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are told in stats.py;
+`lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the wait for a
+batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part of
 `train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens of
 the batch by the time since the last step ended.
 """
@@ -24,7 +24,7 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.ledger import Counts
 from inflight.trainer.batch import Batch
-from inflight.trainer.loss import Stats
+from inflight.trainer.stats import Stats
 from inflight.weights.delivery import Failure, Swap
 from inflight.weights.publisher import Publisher, PublishReport
 

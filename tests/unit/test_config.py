@@ -15,6 +15,7 @@ from inflight.config import (
     GateConfig,
     GeneratorConfig,
     ModelConfig,
+    ObjectiveConfig,
     RolloutConfig,
     TrainerConfig,
 )
@@ -133,6 +134,8 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         (GateConfig, {"max_lag": -1}),
         (GateConfig, {"min_trained_share": 1.5}),
         (TrainerConfig, {"micro_batch": 0}),
+        *((ObjectiveConfig, {name: "x"}) for name in ("normalise", "kl_estimator", "kl_reference")),
+        *((ObjectiveConfig, {name: -0.1}) for name in ("kl", "entropy")),
         (BusConfig, {"heartbeat_s": 2.0, "dead_after_s": 1.0}),
         (config.PublishConfig, {"transport": "pigeon"}),
         (config.PublishConfig, {"bucket_bytes": 1}),
@@ -145,7 +148,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         (RolloutConfig, {"temperature": float("nan")}),
         (RolloutConfig, {"top_k": -1}),
         *((TrainerConfig, {name: 0}) for name in ("threads", "grad_clip", "batch_timeout_s")),
-        *((TrainerConfig, {name: -1}) for name in ("learning_rate", "warmup_steps", "clip_low", "checkpoint_every")),
+        *((TrainerConfig, {name: -1}) for name in ("learning_rate", "warmup_steps", "checkpoint_every")),
         *((config.PublishConfig, {f"{name}_timeout_s": 0}) for name in ("join", "transfer", "commit")),
     ],
 )

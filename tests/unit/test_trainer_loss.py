@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from accelerate import Accelerator
+from batches import make_batch
 from rollout_samples import make_config, make_rollout
 
-from inflight.config import GateConfig, TrainerConfig
+from inflight.config import GateConfig, ObjectiveConfig, TrainerConfig
 from inflight.rollout.gate import gate_group
-from inflight.trainer.batch import Batch, collate
+from inflight.trainer.advantage import group_mean
+from inflight.trainer.batch import collate
 from inflight.trainer.learner import Learner, LearnError, Stopped, warmup
-from inflight.trainer.logprobs import require_plain_logits, token_logprobs
-from inflight.trainer.loss import combine, objective
+from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
+from inflight.trainer.loss import Loss
+from inflight.trainer.objectives.ppo import ppo
 from inflight.trainer.policy import Policy, load_policy
+from inflight.trainer.stats import LAGS, combine
 from inflight.types import RolloutGroup
 
 
-def make_batch(behaviour, advantages, trained=None, lags=None) -> Batch:
-    """Sequences of one prompt token and the given completions."""
-    behaviour = torch.tensor(behaviour)
-    completion = torch.ones_like(behaviour, dtype=torch.bool)
-    completion[:, 0] = False
-    return Batch(
-        input_ids=torch.ones_like(behaviour, dtype=torch.int64),
-        completion_mask=completion,
-        trained_mask=completion if trained is None else torch.tensor(trained),
-        behaviour_logprobs=behaviour,
-        versions=torch.zeros_like(behaviour, dtype=torch.int64),
-        lags=torch.zeros_like(behaviour, dtype=torch.int64) if lags is None else torch.tensor(lags),
-        advantages=torch.tensor(advantages),
-    )
-
-
-def learn(logprobs, batch, config=None):
-    """The loss, the gradient of the log-probabilities and the stats."""
+def learn(logprobs, batch, **options):
+    """PPO's loss, the gradient of the log-probabilities and the stats."""
     leaf = torch.tensor(logprobs, requires_grad=True)
-    loss, stats = objective(leaf, batch, config or TrainerConfig())
+    loss, stats = Loss(partial(ppo, **options), "token")(Scores(leaf, torch.full_like(leaf, 0.3)), batch)
     loss.backward()
     return float(loss.detach()), leaf.grad, stats
 
@@ -47,16 +36,8 @@ def test_on_policy_the_gradient_is_minus_the_advantage():
     batch = make_batch([[0.0, -1.0, -2.0], [0.0, -3.0, -0.5]], [0.5, -0.5])
     loss, gradient, stats = learn(batch.behaviour_logprobs.tolist(), batch)
     assert loss == pytest.approx(0.0)
-    assert gradient.tolist() == [[0.0, -0.5, -0.5], [0.0, 0.5, 0.5]]
+    assert (gradient * 4).tolist() == [[0.0, -0.5, -0.5], [0.0, 0.5, 0.5]]
     assert stats.values()["clip_share"] == 0.0
-
-
-def test_the_ratio_weighs_the_gradient():
-    batch = make_batch([[0.0, -1.0]], [2.0])
-    loss, gradient, stats = learn([[0.0, -1.0 + math.log(1.1)]], batch)
-    assert loss == pytest.approx(-2.2)
-    assert gradient[0, 1] == pytest.approx(-2.2)
-    assert stats.log_ratio_max == pytest.approx(math.log(1.1), abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -72,20 +53,11 @@ def test_the_ratio_weighs_the_gradient():
 )
 def test_the_clip_binds_only_where_it_makes_the_objective_smaller(advantage, ratio, clipped):
     batch = make_batch([[0.0, -1.0]], [advantage])
-    config = TrainerConfig(clip_low=0.2, clip_high=0.3)
-    loss, gradient, stats = learn([[0.0, -1.0 + math.log(ratio)]], batch, config)
+    loss, gradient, stats = learn([[0.0, -1.0 + math.log(ratio)]], batch, clip_low=0.2, clip_high=0.3)
     bound = min(max(ratio, 0.8), 1.3)
     assert loss == pytest.approx(-min(ratio * advantage, bound * advantage), rel=1e-5)
     assert (gradient[0, 1] == 0) == clipped
-    assert stats.clipped == int(clipped)
-
-
-def test_a_masked_token_has_exactly_no_gradient_even_where_it_is_not_finite():
-    batch = make_batch([[0.0, -1.0, float("-inf"), -1.0]], [1.0], trained=[[False, True, False, True]])
-    loss, gradient, stats = learn([[0.0, -1.0, float("-inf"), -1.0]], batch)
-    assert math.isfinite(loss)
-    assert gradient.tolist() == [[0.0, -1.0, 0.0, -1.0]]
-    assert stats.tokens == 2
+    assert stats.values()["clip_share"] == int(clipped)
 
 
 def test_a_ratio_beyond_all_bounds_stays_finite():
@@ -96,13 +68,33 @@ def test_a_ratio_beyond_all_bounds_stays_finite():
 
 
 def test_stats_by_lag():
-    batch = make_batch([[0.0, -1.0, -1.0, -1.0]], [0.0], lags=[[-1, 0, 3, 12]])
-    _, _, stats = learn([[0.0, -1.1, -0.5, -2.0]], batch)
+    """Three trained tokens of lags 0, 3 and 12; one of lag 12 that the gate has masked."""
+    lags = [[-1, 0, 3, 12, 12]]
+    batch = make_batch([[0.0, -1.0, -1.0, -1.0, -1.0]], [0.0], lags=lags, trained=[[False, True, True, True, False]])
+    batch.completion_mask[0, 4] = True
+    _, _, stats = learn([[0.0, -1.1, -0.5, -2.0, 5.0]], batch)
     values = combine([stats, stats]).values()
-    assert values["log_ratio_by_lag"] == pytest.approx({"0": 0.1, "3": 0.5, "8": 1.0}, rel=1e-5)
     assert values["log_ratio_mean"] == pytest.approx((-0.1 + 0.5 - 1.0) / 3, rel=1e-5)
     assert values["log_ratio_max"] == pytest.approx(1.0)
+    assert values["tail_share"] == pytest.approx(1 / 3)
+    weights = [math.exp(each) for each in (-0.1, 0.5, -1.0)]
+    assert values["ess"] == pytest.approx(sum(weights) ** 2 / (3 * sum(w * w for w in weights)), rel=1e-5)
+    assert values["kl"] == pytest.approx((sum(weights) - 3 + 0.6) / 3, rel=1e-5)
+    assert values["entropy"] == pytest.approx(0.3)
+    by_lag = values["by_lag"]
+    assert list(by_lag) == ["0", "3", "12"]
+    assert [row["log_ratio_mean"] for row in by_lag.values()] == pytest.approx([-0.1, 0.5, -1.0], rel=1e-5)
+    assert [row["log_ratio_std"] for row in by_lag.values()] == pytest.approx([0, 0, 0], abs=1e-6)
+    assert [row["tokens"] for row in by_lag.values()] == [2, 2, 2]
+    assert [row["gated_share"] for row in by_lag.values()] == [0, 0, 0.5]
+    assert [row["ess"] for row in by_lag.values()] == pytest.approx([1, 1, 1])
     assert combine([stats, stats]).tokens == 6
+
+
+def test_lags_beyond_the_table_share_its_last_row():
+    batch = make_batch([[0.0, -1.0, -1.0]], [0.0], lags=[[-1, LAGS - 1, 1000]])
+    _, _, stats = learn([[0.0, -1.0, -1.0]], batch)
+    assert {lag: row["tokens"] for lag, row in stats.values()["by_lag"].items()} == {str(LAGS - 1): 2}
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +108,23 @@ def sequences(lengths=(5, 2, 7), version=0):
         for i, n in enumerate(lengths)
     ]
     group = RolloutGroup(group_id="g", prompt_key="k", rollouts=members)
-    return collate([gate_group(group, version, GateConfig())], scale_by_std=False)
+    gated = [gate_group(group, version, GateConfig())]
+    return collate(gated, advantage=group_mean, normalise="token", max_tokens=16)
 
 
 def test_log_probabilities_do_not_depend_on_padding_and_follow_the_temperature(policy):
     batch = sequences()
     with torch.no_grad():
-        got = token_logprobs(policy.compute, batch.input_ids, batch.completion_mask, 0.7)
+        scores = score_tokens(policy.compute, batch.input_ids, batch.completion_mask, 0.7)
+        got = scores.logprobs
         for row in range(3):
             end = int(batch.completion_mask[row].nonzero().max()) + 1
             ids = batch.input_ids[row : row + 1, :end]
             full = (policy.master(ids).logits[0] / 0.7).log_softmax(dim=-1)
             expected = full[:-1].gather(1, ids[0, 1:, None])[2:, 0]  # the prompt has three tokens
             torch.testing.assert_close(got[row, 3:end], expected, rtol=0, atol=1e-5)
+            entropy = -(full.exp() * full).sum(dim=-1)[2 : end - 1]
+            torch.testing.assert_close(scores.entropy[row, 3:end], entropy, rtol=0, atol=1e-5)
     assert not got[~batch.completion_mask].any()
 
 
@@ -141,12 +137,12 @@ def test_a_model_that_changes_its_logits_is_refused(policy):
         del policy.master.config.final_logit_softcapping
 
 
-def make_learner(tiny_model, tmp_path, bfloat16=False, **trainer) -> Learner:
+def make_learner(tiny_model, tmp_path, bfloat16=False, reference=None, **trainer) -> Learner:
     settings = TrainerConfig(**{"learning_rate": 1e-3, "micro_batch": 2} | trainer)
     config = make_config(tmp_path)
     object.__setattr__(config, "trainer", settings)
     policy = load_policy(tiny_model, bfloat16=bfloat16, device=torch.device("cpu"))
-    return Learner(policy, config, Accelerator(cpu=True))
+    return Learner(policy, config, Accelerator(cpu=True), reference)
 
 
 def never() -> bool:
@@ -174,6 +170,7 @@ def test_masked_tokens_change_neither_gradient_nor_normalisation(tiny_model, tmp
     """A masked tail gives the gradient of the sequence without it."""
     whole, cut = sequences((6, 6)), sequences((4, 4))
     whole.trained_mask[:, -2:] = False
+    whole.scales.copy_(cut.scales)
     a, b = (make_learner(tiny_model, tmp_path) for _ in range(2))
     a.backward(whole, never)
     b.backward(cut, never)
@@ -202,15 +199,45 @@ def test_the_twin_computes_in_bfloat16_and_follows_the_float32_master(tiny_model
 def test_learning_raises_the_probability_of_what_was_rewarded(tiny_model, tmp_path):
     learner, batch = make_learner(tiny_model, tmp_path), sequences((4, 4))
     with torch.no_grad():
-        fresh = token_logprobs(learner.policy.compute, batch.input_ids, batch.completion_mask, 1.0)
+        fresh = score_tokens(learner.policy.compute, batch.input_ids, batch.completion_mask, 1.0).logprobs
     batch.behaviour_logprobs.copy_(fresh)
     learner.backward(batch, never)
     learner.step()
     with torch.no_grad():
-        after = token_logprobs(learner.policy.compute, batch.input_ids, batch.completion_mask, 1.0)
+        after = score_tokens(learner.policy.compute, batch.input_ids, batch.completion_mask, 1.0).logprobs
     change = (after - fresh).sum(dim=1)
-    assert batch.advantages.tolist() == [-0.5, 0.5]
+    assert batch.advantages[:, -1].tolist() == [-0.5, 0.5]
     assert change[0] < 0 < change[1]
+
+
+def test_the_divergence_holds_the_policy_at_its_reference(tiny_model, tmp_path):
+    """Its gradient is zero where the policy is the reference, and leads back to it from elsewhere."""
+    start = load_policy(tiny_model, bfloat16=False, device=torch.device("cpu")).master.requires_grad_(False)
+    kept = ObjectiveConfig(name="reinforce", kl=1.0, kl_estimator="k2")
+    learner = make_learner(tiny_model, tmp_path, reference=start, objective=kept, learning_rate=1e-4)
+    batch = sequences((4, 4))
+    batch.advantages.zero_()
+    learner.backward(batch, never)
+    assert gradients(learner).abs().max() < 1e-6
+    with torch.no_grad():
+        for parameter in learner.policy.master.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    losses = []
+    for _ in range(4):
+        losses.append(learner.backward(batch, never)[0])
+        learner.step()
+    assert losses[0] > losses[-1] > 0
+
+
+def test_the_entropy_bonus_raises_the_entropy(tiny_model, tmp_path):
+    learner = make_learner(tiny_model, tmp_path, objective=ObjectiveConfig(entropy=1.0))
+    batch = sequences((4, 4))
+    batch.advantages.zero_()
+    found = []
+    for _ in range(3):
+        found.append(learner.backward(batch, never)[1].values()["entropy"])
+        learner.step()
+    assert found[0] < found[1] < found[2]
 
 
 def test_a_stop_gives_the_step_up_before_anything_has_changed(tiny_model, tmp_path):

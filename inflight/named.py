@@ -1,0 +1,55 @@
+"""Things by name: built in, or `package.module:function` of one's own; with options that are checked before use."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inflight.config import ConfigError
+
+
+def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., Any]:
+    """The function that `name` stands for: a key of `built_in` or a path. Its module is imported only now.
+
+    `place` is where the name was set, for the error. Raises ConfigError naming what is unknown and what there is.
+    """
+    path = name if ":" in name else built_in.get(name, "")
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"{place}={name!r} is not known: {', '.join(built_in)}, or package.module:function")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{place}={name!r} can't be imported: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{place}={name!r} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def with_options(function: Callable[..., Any], options: Mapping[str, Any], place: str) -> Callable[..., Any]:
+    """`function` with `options` given to its keyword-only parameters, which are its options.
+
+    Raises ConfigError for an option that it does not have, lacks, or that is of another type than its default.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    known = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(f"{place}.{name} is not an option: {', '.join(known) or 'it has none'}")
+        _check_type(known[name], value, f"{place}.{name}")
+    for name, default in known.items():
+        if default is inspect.Parameter.empty and name not in options:
+            raise ConfigError(f"{place}.{name} is missing: it has no default")
+    return functools.partial(function, **options) if options else function
+
+
+def _check_type(default: object, value: object, place: str) -> None:
+    wanted: tuple[type, ...] = (type(default),)
+    if default is None or default is inspect.Parameter.empty or type(value) in wanted:
+        return
+    if isinstance(default, float) and type(value) is int:  # YAML writes 1.0 as 1
+        return
+    raise ConfigError(f"{place}={value!r} is not allowed: it takes {wanted[0].__name__}")

@@ -1,0 +1,59 @@
+"""What else was recorded beside the tokens, as tensors of a batch: a teacher's word, kept sets, routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from inflight.rollout.gate import GatedRollout
+from inflight.types import RoutedExperts
+
+ABSENT = -1
+
+
+def teacher_logprobs(members: Sequence[GatedRollout], length: int) -> torch.Tensor | None:
+    """[B, length] float32; None unless every member was scored by a teacher."""
+    filled = torch.zeros(len(members), length)
+    for row, each in enumerate(members):
+        scored = each.rollout.teacher_logprobs
+        if scored is None:
+            return None
+        start = len(each.rollout.prompt_ids)
+        filled[row, start : start + len(scored)] = torch.tensor(scored)
+    return filled
+
+
+def kept_sets(members: Sequence[GatedRollout], length: int) -> torch.Tensor | None:
+    """[B, length, K] int64, K the largest recorded set; ABSENT beyond a set. None when no member has one."""
+    widest = max((len(ids) for each in members for ids in each.rollout.turn.kept or ()), default=0)
+    if not widest:
+        return None
+    filled = torch.full((len(members), length, widest), ABSENT, dtype=torch.int64)
+    for row, each in enumerate(members):
+        for index, ids in enumerate(each.rollout.turn.kept or (), start=len(each.rollout.prompt_ids)):
+            filled[row, index, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    return filled
+
+
+def routed_experts(members: Sequence[GatedRollout], length: int) -> torch.Tensor | None:
+    """[B, length, layers, experts a token] int32, ABSENT where none was recorded; None when no member has any.
+
+    Raises ValueError when layers or experts differ between members.
+    """
+    recorded = [(row, each.rollout.turn.routed_experts) for row, each in enumerate(members)]
+    arrays = [(row, _array(experts)) for row, experts in recorded if experts is not None]
+    if not arrays:
+        return None
+    shapes = {array.shape[1:] for _, array in arrays}
+    if len(shapes) > 1:
+        raise ValueError(f"routed experts of different shapes: {sorted(shapes)}")
+    filled = torch.full((len(members), length, *shapes.pop()), ABSENT, dtype=torch.int32)
+    for row, array in arrays:
+        filled[row, : len(array)] = torch.from_numpy(array)[:length]
+    return filled
+
+
+def _array(experts: RoutedExperts) -> np.ndarray:
+    return np.frombuffer(experts.data, dtype=f"<u{experts.bytes_each}").reshape(experts.shape).astype(np.int32)

@@ -1,0 +1,27 @@
+"""Truncated importance sampling: the weight against who sampled is bounded from above."""
+
+from __future__ import annotations
+
+from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, prefers, ratio
+
+
+@prefers(normalise="token")
+def tis(
+    terms: Terms, *, cap: float = 2.0, level: str = "token", clip_low: float = 0.2, clip_high: float = 0.2
+) -> TokenLoss:
+    """`loss = -min(w, cap) * min(u * A, clip(u, 1 - clip_low, 1 + clip_high) * A)`, `w = p_prox / p_behave` a constant,
+    `u = p / p_prox` (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training").
+
+    `level`: `token` bounds each token's weight; `sequence` the product over its sequence, which all its tokens share;
+    `geometric` the geometric mean. Biased where the cap binds, of bounded variance everywhere.
+    """
+    prox = terms.recomputed()
+    weight = ratio(at_level(prox - terms.behaviour, terms.mask, level))
+    loss, binds = clip(ratio(terms.logprobs - prox), terms.advantages, clip_low, clip_high)
+    return TokenLoss(weight.clamp(max=cap) * loss, binds | (weight > cap))
+
+
+@prefers(normalise="token")
+def tis_sequence(terms: Terms, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
+    """`tis` at level `sequence`."""
+    return tis(terms, cap=cap, level="sequence", clip_low=clip_low, clip_high=clip_high)

@@ -1,0 +1,98 @@
+"""What happened to the tokens of a step, by lag: sums that micro-batches and ranks add up.
+
+The row of lag 0 is the baseline: there both sides have the same weights, and what the log-ratio shows is the difference
+between two implementations. What older rows show beyond it is age.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inflight.trainer.batch import Batch
+from inflight.trainer.objectives.base import Terms, ratio
+
+LAGS = 64
+"""Lags 0 to 62 have a row each; the last holds 63 and more."""
+TAIL = math.log(2)
+"""A log-ratio beyond it, up or down, is counted as the tail: the probability has doubled or halved."""
+COLUMNS = (
+    "tokens", "gated", "log_ratio", "log_ratio_squared", "log_ratio_size", "tail", "weight", "weight_squared", "kl",
+    "clipped", "entropy",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stats:
+    """Of sampled tokens; all but `gated` over those trained on. `log_ratio = logprob now - logprob recorded`."""
+
+    sums: torch.Tensor
+    """[LAGS, COLUMNS] float64."""
+    largest: torch.Tensor
+    """[LAGS] float64, largest absolute log-ratio."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained on."""
+        return int(self.sums[:, 0].sum())
+
+    def values(self) -> dict[str, float | dict[str, dict[str, float]]]:
+        """For metrics: the whole step's figures, and `by_lag`, the same for each lag that a token had."""
+        whole = row(self.sums.sum(dim=0), float(self.largest.max()))
+        seen = [lag for lag in range(LAGS) if float(self.sums[lag, :2].sum()) > 0]
+        by_lag = {str(lag): row(self.sums[lag], float(self.largest[lag])) for lag in seen}
+        kept = ("log_ratio_mean", "log_ratio_std", "log_ratio_max", "tail_share", "ess", "kl", "clip_share", "entropy")
+        return {name: whole[name] for name in kept} | {"by_lag": by_lag}
+
+
+def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
+    """Figures of one lag, or of all, from their sums [COLUMNS].
+
+    `ess` is the effective sample size as a share of the tokens, `(sum w)^2 / (n sum w^2)`; `kl` estimates
+    KL(recorded || now) by `w - 1 - log w`; `gated_share` is of all sampled tokens.
+    """
+    of = dict(zip(COLUMNS, sums.tolist(), strict=True))
+    n = max(of["tokens"], 1.0)
+    mean = of["log_ratio"] / n
+    return {
+        "tokens": of["tokens"],
+        "gated_share": of["gated"] / max(of["tokens"] + of["gated"], 1.0),
+        "log_ratio_mean": mean,
+        "log_ratio_std": math.sqrt(max(of["log_ratio_squared"] / n - mean * mean, 0.0)),
+        "log_ratio_size": of["log_ratio_size"] / n,
+        "log_ratio_max": largest,
+        "tail_share": of["tail"] / n,
+        "ess": of["weight"] ** 2 / (n * of["weight_squared"]) if of["weight_squared"] else 0.0,
+        "kl": of["kl"] / n,
+        "clip_share": of["clipped"] / n,
+        "entropy": of["entropy"] / n,
+    }
+
+
+def combine(parts: Sequence[Stats]) -> Stats:
+    """The stats of several micro-batches, or ranks, as one."""
+    return Stats(
+        sums=torch.stack([part.sums for part in parts]).sum(dim=0),
+        largest=torch.stack([part.largest for part in parts]).amax(dim=0),
+    )
+
+
+def measure(terms: Terms, batch: Batch, clipped: torch.Tensor, entropy: torch.Tensor) -> Stats:
+    """The stats of one micro-batch; `clipped` and `entropy` are [B, L]. On the CPU."""
+    mask = terms.mask
+    log_ratio = terms.log_ratio[mask].double()
+    weight = ratio(log_ratio)
+    gated = batch.completion_mask & ~mask
+    columns = (
+        torch.ones_like(log_ratio), torch.zeros_like(log_ratio), log_ratio, log_ratio**2, log_ratio.abs(),
+        (log_ratio.abs() > TAIL).double(), weight, weight**2, weight - 1 - log_ratio, clipped[mask].double(),
+        entropy[mask].double(),
+    )  # fmt: skip
+    lags = batch.lags[mask].clamp(0, LAGS - 1)
+    sums = log_ratio.new_zeros(LAGS, len(COLUMNS)).index_add_(0, lags, torch.stack(columns, dim=1))
+    sums[:, 1] = torch.bincount(batch.lags[gated].clamp(0, LAGS - 1), minlength=LAGS)
+    largest = log_ratio.new_zeros(LAGS).scatter_reduce_(0, lags, log_ratio.abs(), "amax")
+    return Stats(sums.cpu(), largest.cpu())

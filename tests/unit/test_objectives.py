@@ -1,0 +1,281 @@
+"""Every objective against its formula, written again in plain Python (reference_objectives.py), and its invariants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from batches import make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference_objectives import REFERENCES
+from rollout_samples import make_config
+
+from inflight.config import ConfigError, ObjectiveConfig, TrainerConfig
+from inflight.named import find, with_options
+from inflight.trainer.batch import Batch
+from inflight.trainer.logprobs import Scores
+from inflight.trainer.loss import Loss, kl, make_loss
+from inflight.trainer.objectives import OBJECTIVES
+from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
+
+NORMALISATIONS = ("token", "sequence", "constant")
+MAX_TOKENS = 11
+
+
+def objective(case):
+    name, options, _ = REFERENCES[case]
+    return with_options(find(name, OBJECTIVES, "test"), options, "test")
+
+
+@dataclasses.dataclass
+class Problem:
+    batch: Batch
+    now: torch.Tensor
+    entropy: torch.Tensor
+    reference: torch.Tensor
+
+
+def problem(seed, *, normalise="token", spread=0.7, rows=6, width=9, fresh=False, dtype=torch.float64) -> Problem:
+    """Random sequences with masks, lags, per-token advantages, and a proximal policy between then and now."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(scale):
+        return torch.randn(rows, width, generator=draw, dtype=torch.float64) * scale
+
+    then = -normal(1.0).abs() - 0.1
+    lags = torch.zeros(rows, width, dtype=torch.int64) if fresh else torch.randint(0, 6, (rows, width), generator=draw)
+    now = then if fresh else then + normal(spread) * (lags > 0)
+    proximal = then if fresh else then + (now - then) * torch.rand(rows, width, generator=draw, dtype=torch.float64)
+    trained = torch.rand(rows, width, generator=draw) < 0.7
+    trained[:, 0] = False
+    trained[0, 1] = True
+    batch = make_batch(
+        then, normal(1.0), trained=trained, lags=lags, normalise=normalise, max_tokens=MAX_TOKENS,
+        proximal_logprobs=proximal,
+    )  # fmt: skip
+    made = Problem(batch, now, normal(1.0).abs(), then + normal(0.5))
+    if dtype is torch.float64:
+        return made
+    cast = batch._map(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    return Problem(cast, now.to(dtype), made.entropy.to(dtype), made.reference.to(dtype))
+
+
+def run(loss, given: Problem):
+    """The loss and its gradient by the log-probabilities and by the entropy."""
+    now, entropy = given.now.clone().requires_grad_(), given.entropy.clone().requires_grad_()
+    value, _ = loss(Scores(now, entropy), given.batch, given.reference)
+    value.backward()
+    return float(value.detach()), now.grad, torch.zeros_like(now) if entropy.grad is None else entropy.grad
+
+
+def expected(case, given: Problem, normalise):
+    """The same from the formulas: plain Python over the trained tokens of each sequence."""
+    batch, reference = given.batch, REFERENCES[case][2]
+    gradient = torch.zeros_like(given.now, dtype=torch.float64)
+    total, tokens = 0.0, int(batch.trained_mask.sum())
+    for row, mask in enumerate(batch.trained_mask):
+
+        def of(tensor, row=row, mask=mask):
+            return tensor[row][mask].tolist()
+
+        own = int(mask.sum())
+        if normalise == "token":
+            scale = 1 / tokens
+        elif normalise == "sequence":
+            scale = 1 / (len(batch.trained_mask) * own) if own else 0.0
+        else:
+            scale = 1 / (len(batch.trained_mask) * MAX_TOKENS)
+        value, slope = reference(
+            of(given.now), of(batch.behaviour_logprobs), of(batch.proximal_logprobs), of(batch.advantages),
+            of(batch.lags),
+        )  # fmt: skip
+        total += scale * value
+        gradient[row][mask] = torch.tensor(slope, dtype=torch.float64) * scale
+    return total, gradient
+
+
+@pytest.mark.parametrize("normalise", NORMALISATIONS)
+@pytest.mark.parametrize("case", REFERENCES)
+def test_value_and_gradient_are_those_of_the_formula(case, normalise):
+    moved = 0
+    for seed in range(20):
+        given = problem(seed, normalise=normalise)
+        value, gradient, _ = run(Loss(objective(case), normalise), given)
+        wanted, slope = expected(case, given, normalise)
+        assert value == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+        torch.testing.assert_close(gradient, slope, rtol=1e-6, atol=1e-6)
+        moved += int((slope != 0).sum())
+    assert moved > 20, "a reference that is zero everywhere compares nothing"
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_in_float32_too(case):
+    for seed in range(5):
+        given = problem(seed, dtype=torch.float32)
+        value, gradient, _ = run(Loss(objective(case), "token"), given)
+        wanted, slope = expected(case, problem(seed), "token")
+        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(gradient.double(), slope, rtol=1e-4, atol=1e-5)
+
+
+def test_every_built_in_objective_has_a_reference():
+    assert {name for name, _, _ in REFERENCES.values()} == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("normalise", NORMALISATIONS)
+@pytest.mark.parametrize("case", REFERENCES)
+def test_micro_batches_of_any_size_add_up(case, normalise):
+    given = problem(3, normalise=normalise)
+    loss = Loss(objective(case), normalise, kl=0.1, entropy=0.01)
+    whole, gradient, by_entropy = run(loss, given)
+    for size in (1, 2, 5):
+        value, parts = 0.0, torch.zeros_like(gradient)
+        entropies = torch.zeros_like(gradient)
+        for rows in torch.arange(len(given.now)).split(size):
+            part = Problem(given.batch._map(lambda t, rows=rows: t[rows]), given.now[rows], given.entropy[rows],
+                           given.reference[rows])  # fmt: skip
+            share, parts[rows], entropies[rows] = run(loss, part)
+            value += share
+        assert value == pytest.approx(whole, rel=1e-9)
+        torch.testing.assert_close(parts, gradient, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(entropies, by_entropy, rtol=1e-9, atol=1e-12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), case=st.sampled_from(sorted(REFERENCES)), normalise=st.sampled_from(NORMALISATIONS))
+def test_order_and_padding_change_nothing(seed, case, normalise):
+    given, loss = problem(seed, normalise=normalise), Loss(objective(case), normalise)
+    value, gradient, _ = run(loss, given)
+    order = torch.randperm(len(given.now), generator=torch.Generator().manual_seed(seed))
+
+    def change(tensor):  # shuffled, and three columns of padding on the right
+        tensor = tensor[order]
+        if tensor.ndim == 1:
+            return tensor
+        return torch.cat([tensor, torch.zeros(len(tensor), 3, *tensor.shape[2:], dtype=tensor.dtype)], dim=1)
+
+    changed = Problem(given.batch._map(change), change(given.now), change(given.entropy), change(given.reference))
+    again, moved, _ = run(loss, changed)
+    assert again == pytest.approx(value, rel=1e-9, abs=1e-12)
+    torch.testing.assert_close(moved[:, :-3], gradient[order], rtol=1e-9, atol=1e-12)
+    assert not moved[:, -3:].any()
+
+
+@settings(deadline=None, max_examples=25)
+@given(seed=st.integers(0, 10_000), case=st.sampled_from(sorted(REFERENCES)))
+def test_a_masked_token_has_exactly_no_gradient_whatever_stands_there(seed, case):
+    given, loss = problem(seed), Loss(objective(case), "token", kl=0.1, entropy=0.01)
+    value, gradient, by_entropy = run(loss, given)
+    outside = ~given.batch.trained_mask
+    given.now[outside] = float("-inf")
+    given.batch.behaviour_logprobs[outside] = float("nan")
+    given.batch.proximal_logprobs[outside] = float("nan")
+    given.batch.advantages[outside] = 7.0
+    given.reference[outside] = float("inf")
+    given.entropy[outside] = float("nan")
+    again, moved, entropies = run(loss, given)
+    assert again == value
+    assert torch.equal(moved, gradient)
+    assert torch.equal(entropies, by_entropy)
+    assert not moved[outside].any()
+    assert not entropies[outside].any()
+
+
+@pytest.mark.parametrize("case", REFERENCES)
+def test_fresh_tokens_of_ratio_one_give_the_policy_gradient(case):
+    """Where nothing is old, all of them are REINFORCE: the gradient by a log-probability is minus its advantage."""
+    given = problem(11, fresh=True)
+    _, gradient, _ = run(Loss(objective(case), "token"), given)
+    mask, advantages = given.batch.trained_mask, given.batch.advantages
+    wanted = -advantages
+    if case == "gspo":  # its ratio is the sequence's: each token gets the mean of the sequence's advantages
+        means = (advantages * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+        wanted = -means.expand_as(advantages)
+    wanted = (wanted * mask) / mask.sum()
+    torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(("estimator", "value", "slope"), [
+    ("k1", lambda d: -d, lambda d: 1.0),
+    ("k2", lambda d: d * d / 2, lambda d: -d),
+    ("k3", lambda d: float(torch.tensor(d).exp()) - d - 1, lambda d: 1 - float(torch.tensor(d).exp())),
+])  # fmt: skip
+def test_kl_estimators(estimator, value, slope):
+    for d in (-1.3, -0.2, 0.0, 0.4, 2.0):
+        now = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)
+        got = kl(now, torch.tensor([[-1.0 + d]], dtype=torch.float64), estimator)
+        got.sum().backward()
+        assert float(got.detach()) == pytest.approx(value(d), abs=1e-6)
+        assert float(now.grad) == pytest.approx(slope(d), abs=1e-6)
+
+
+def test_kl_and_entropy_are_added_per_token():
+    given = problem(5)
+    plain, plain_slope, _ = run(Loss(objective("ppo"), "token"), given)
+    value, slope, by_entropy = run(Loss(objective("ppo"), "token", kl=0.3, kl_estimator="k3", entropy=0.05), given)
+    mask = given.batch.trained_mask
+    d = (given.reference - given.now)[mask]
+    assert value - plain == pytest.approx(
+        float(0.3 * (d.exp() - d - 1).mean() - 0.05 * given.entropy[mask].mean()), rel=1e-6
+    )
+    torch.testing.assert_close((slope - plain_slope)[mask], 0.3 * (1 - d.exp()) / mask.sum(), rtol=1e-5, atol=1e-8)
+    assert by_entropy[mask].tolist() == pytest.approx([-0.05 / int(mask.sum())] * int(mask.sum()), rel=1e-6)
+
+
+def test_a_divergence_without_a_reference_is_refused():
+    given = problem(1)
+    with pytest.raises(ValueError, match="needs a reference"):
+        Loss(objective("ppo"), "token", kl=0.1)(Scores(given.now, given.entropy), given.batch)
+
+
+# --- the seam ----------------------------------------------------------------------------------------------------
+
+
+@prefers(normalise="sequence")
+def my_objective(terms: Terms, *, power: float = 1.0) -> TokenLoss:
+    """All that a user has to write: it stands in this one file."""
+    return TokenLoss(-(ratio(terms.log_ratio) ** power) * terms.advantages, torch.zeros_like(terms.mask))
+
+
+def no_loss(terms: Terms):
+    return terms.logprobs
+
+
+def loss_of(tmp_path, **objective):
+    trainer = TrainerConfig(objective=ObjectiveConfig(**objective))
+    return make_loss(dataclasses.replace(make_config(tmp_path), trainer=trainer))
+
+
+def test_an_objective_of_ones_own_is_one_function(tmp_path):
+    loss = loss_of(tmp_path, name="test_objectives:my_objective", options={"power": 2})
+    assert loss.normalise == "sequence"
+    given = problem(2)
+    mask = given.batch.trained_mask
+    squared = ((2 * (given.now - given.batch.behaviour_logprobs)).exp() * given.batch.advantages)[mask]
+    assert run(loss, given)[0] == pytest.approx(-float(squared.sum() / mask.sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"name": "best"}, "trainer.objective.name='best' is not known: reinforce, ppo"),
+        ({"name": "test_objectives:absent"}, "can't be imported"),
+        ({"name": "no_such_module:f"}, "can't be imported"),
+        ({"name": "test_objectives:no_loss"}, "does not give a TokenLoss"),
+        ({"options": {"clip": 0.1}}, r"trainer.objective.options.clip is not an option: clip_low, clip_high"),
+        ({"options": {"clip_low": "a"}}, "clip_low='a' is not allowed: it takes float"),
+        ({"name": "tis", "options": {"level": "word"}}, "level='word' is not allowed: token, sequence, geometric"),
+        ({"name": "decoupled_ppo", "options": {"proximal_by": "magic"}}, "recomputed, interpolated"),
+    ],
+)
+def test_what_does_not_exist_is_named(tmp_path, settings, words):
+    with pytest.raises(ConfigError, match=words):
+        loss_of(tmp_path, **settings)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("ppo", "token"), ("grpo", "sequence"), ("dr_grpo", "constant")])
+def test_an_objective_is_normalised_as_its_paper_does(tmp_path, name, wanted):
+    assert loss_of(tmp_path, name=name).normalise == wanted
+    assert loss_of(tmp_path, name=name, normalise="token").normalise == "token"

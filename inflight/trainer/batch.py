@@ -83,8 +83,9 @@ class Batch:
         return self._map(lambda tensor: tensor[rows][:, :width] if tensor.ndim > 1 else tensor[rows])
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        present: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Batch(**{name: each if each is None else change(each) for name, each in present.items()})
+        values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        changed: dict[str, Any] = {name: None if each is None else change(each) for name, each in values.items()}
+        return Batch(**changed)
 
 
 def collate(

@@ -51,8 +51,17 @@ class GateConfig:
     """Tokens older than this many versions are masked, but stay as context."""
     min_trained_share: float = 0.25
     """A sequence with a smaller share of unmasked tokens is dropped."""
+    rules: list[dict[str, Any]] = field(default_factory=list)
+    """Further rules in their order, such as `{name: oldest_lag, at_most: 2}`; `name` is built in or
+    `package.module:function`."""
+    ratio_rules: list[dict[str, Any]] = field(default_factory=list)
+    """Rules on log-ratios, known when the trainer has scored the tokens: `{name: token_ratio, low: 0.5, high: 2}`."""
 
     def __post_init__(self) -> None:
         require(self.max_lag >= 0, "gate.max_lag", self.max_lag, "0 or more")
         require(self.max_token_lag >= 0, "gate.max_token_lag", self.max_token_lag, "0 or more")
         require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
+        for name in ("rules", "ratio_rules"):
+            for index, rule in enumerate(getattr(self, name)):
+                named = isinstance(rule.get("name"), str)
+                require(named, f"gate.{name}[{index}]", rule, "a rule has a name, and its options beside it")

@@ -1,12 +1,15 @@
 """The gate: what an old token may still do, judged when a batch is taken. Pure functions, no clock, no state.
 
-Three rules, from the inside out:
+A group goes through rules (rules.py), one after the other; as they stand by default:
 
 1. token: `lag = version now - version that sampled it`; above `max_token_lag` the token is masked. It takes no part
    in the loss but stays in the sequence, as context of the tokens after it.
 2. sequence: dropped when no token is left, or when the unmasked share is below `min_trained_share`.
-3. group: dropped when fewer than two usable sequences are left (an advantage relative to nothing means nothing), or
-   when a token claims a version that was never published.
+3. those of `gate.rules`, in their order.
+4. group: dropped when fewer than two usable sequences are left (an advantage relative to nothing means nothing).
+
+A group with a token of a version that was never published is dropped before all of them. How old a group can get at
+all is bounded by what the buffer admits (`gate.max_lag`).
 
 Rewards of *all* members of a kept group count for its baseline, those of dropped members too: they answer the same
 prompt and their rewards are as good as any. Leaving them out would favour short answers, because the long ones are
@@ -15,63 +18,21 @@ those that grow old. So advantages are taken over `GatedGroup.rewards`, and only
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable
+from typing import Any
 
 from inflight.config import GateConfig
+from inflight.named import find, with_options
+from inflight.rollout import rules
+from inflight.rollout.verdict import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 from inflight.types import Rollout, RolloutGroup, versions_of_tokens
+
+__all__ = ["GatedGroup", "GatedRollout", "GroupDrop", "SequenceDrop", "gate_group", "rules_of", "token_lags"]
 
 MIN_GROUP = 2
 """Sequences that a group must keep for a relative advantage."""
 
-
-class SequenceDrop(StrEnum):
-    """Why a member of a group is not trained on."""
-
-    EMPTY = "no tokens"
-    STALE = "too few fresh tokens"
-
-
-class GroupDrop(StrEnum):
-    """Why a whole group is not trained on."""
-
-    UNPUBLISHED = "version not published"
-    SMALL = "fewer than 2 usable rollouts"
-
-
-@dataclass(frozen=True, slots=True)
-class GatedRollout:
-    """A sequence with the gate's verdict on each of its tokens.
-
-    Example: at version 9 with `max_token_lag=8`, spans `[(0, 0), (3, 5)]` over 5 tokens give `lags=[9, 9, 9, 4, 4]`
-    and `mask=[False, False, False, True, True]`.
-    """
-
-    rollout: Rollout
-    mask: list[bool]
-    """[T] True where the token is trained on."""
-    lags: list[int]
-    """[T] version now minus the token's version, 0 or more."""
-
-
-@dataclass(frozen=True, slots=True)
-class GatedGroup:
-    """A group with the gate's verdict."""
-
-    group: RolloutGroup
-    version: int
-    """The version that lags were judged against."""
-    rollouts: list[GatedRollout]
-    """The members to train on; empty when the group is dropped."""
-    dropped: GroupDrop | None
-    members_dropped: dict[SequenceDrop, int]
-    """Members left out by reason, whether or not the group is kept."""
-
-    @property
-    def rewards(self) -> list[float]:
-        """[G] rewards of all members, dropped ones included: what the baseline is computed over."""
-        return [rollout.reward for rollout in self.group.rollouts]
+Rule = Callable[[GatedGroup], GatedGroup]
 
 
 def token_lags(rollout: Rollout, version: int) -> list[int]:
@@ -83,25 +44,45 @@ def token_lags(rollout: Rollout, version: int) -> list[int]:
     return [version - each for each in versions_of_tokens(turn.token_versions, len(turn.token_ids))]
 
 
-def gate_rollout(rollout: Rollout, version: int, config: GateConfig) -> GatedRollout | SequenceDrop:
-    """The token and sequence rules. Raises ValueError when the spans do not fit the tokens."""
-    lags = token_lags(rollout, version)
-    if not lags:
-        return SequenceDrop.EMPTY
-    mask = [lag <= config.max_token_lag for lag in lags]
-    kept = sum(mask)
-    if kept == 0 or kept / len(mask) < config.min_trained_share:
-        return SequenceDrop.STALE
-    return GatedRollout(rollout, mask, lags)
+def rules_of(config: GateConfig) -> list[Rule]:
+    """The configured rules. Raises ConfigError naming a rule or an option that does not exist."""
+    return [_rule(each, f"gate.rules[{index}]") for index, each in enumerate(config.rules)]
 
 
 def gate_group(group: RolloutGroup, version: int, config: GateConfig) -> GatedGroup:
-    """All three rules on one group at trainer version `version`. Raises ValueError when spans do not fit tokens."""
+    """All rules on one group at trainer version `version`. Raises ValueError when spans do not fit tokens."""
+    gated = _ungated(group, version)
+    for rule in _chain(config):
+        if gated.dropped is not None:
+            break
+        gated = rule(gated)
+    return gated
+
+
+def _ungated(group: RolloutGroup, version: int) -> GatedGroup:
     if any(span.version > version for rollout in group.rollouts for span in rollout.turn.token_versions):
         return GatedGroup(group, version, [], GroupDrop.UNPUBLISHED, {})
-    verdicts = [gate_rollout(rollout, version, config) for rollout in group.rollouts]
-    kept = [verdict for verdict in verdicts if isinstance(verdict, GatedRollout)]
-    dropped = dict(Counter(verdict for verdict in verdicts if isinstance(verdict, SequenceDrop)))
-    if len(kept) < MIN_GROUP:
-        return GatedGroup(group, version, [], GroupDrop.SMALL, dropped)
-    return GatedGroup(group, version, kept, None, dropped)
+    members = []
+    for rollout in group.rollouts:
+        lags = token_lags(rollout, version)
+        members.append(GatedRollout(rollout, [True] * len(lags), lags))
+    return rules.drop_members(
+        GatedGroup(group, version, members, None, {}), lambda member: not member.lags, SequenceDrop.EMPTY
+    )
+
+
+def _chain(config: GateConfig) -> list[Rule]:
+    return [
+        lambda group: rules.token_lag(group, at_most=config.max_token_lag),
+        lambda group: rules.trained_share(group, at_least=config.min_trained_share),
+        *rules_of(config),
+        lambda group: rules.drop_members(group, lambda member: not any(member.mask), SequenceDrop.STALE),
+        lambda group: rules.smallest_group(group, at_least=MIN_GROUP),
+    ]
+
+
+def _rule(entry: dict[str, Any], place: str) -> Rule:
+    """A rule from its entry: `name`, and its options beside it."""
+    options = {key: value for key, value in entry.items() if key != "name"}
+    rule: Rule = with_options(find(entry["name"], rules.RULES, f"{place}.name"), options, place)
+    return rule

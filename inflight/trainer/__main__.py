@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load
 from inflight.models import ModelError, prepare
+from inflight.rollout.gate import rules_of
 
 if TYPE_CHECKING:
     from inflight.rollout.buffer import Buffer
@@ -112,6 +113,7 @@ def _ranks(config: RunConfig) -> dict[str, int]:
 
 
 def _require_supported(config: RunConfig) -> None:
+    rules_of(config.gate)
     rollout = config.rollout
     if rollout.top_p < 1 or rollout.top_k > 0:
         raise ConfigError(

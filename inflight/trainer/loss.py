@@ -6,7 +6,7 @@ be in the micro-batch: micro-batches and ranks add up to the same loss and gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from inflight.trainer.batch import Batch
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.objectives import OBJECTIVES
 from inflight.trainer.objectives.base import MAX_LOG_RATIO, Terms, TokenLoss
+from inflight.trainer.ratio_rules import RatioRule, ratio_rules_of
 from inflight.trainer.stats import Stats, measure
 
 
@@ -29,6 +30,8 @@ class Loss:
     kl: float = 0.0
     kl_estimator: str = "k3"
     entropy: float = 0.0
+    ratio_rules: Sequence[tuple[str, RatioRule]] = ()
+    """The gate's rules on log-ratios."""
 
     def __call__(
         self, scores: Scores, batch: Batch, reference: torch.Tensor | None = None
@@ -38,7 +41,8 @@ class Loss:
         `scores` carries the gradient; `reference` [B, L] are the log-probabilities that `kl` is measured against.
         Only trained tokens are read, so a masked one has exactly no gradient, even where it is not finite.
         """
-        terms = Terms.of(scores.logprobs, batch)
+        mask, gated_by = self._gate(scores.logprobs, batch)
+        terms = Terms.of(scores.logprobs, batch, mask)
         result = self.objective(terms)
         per_token = result.loss
         if self.kl:
@@ -51,7 +55,18 @@ class Loss:
             per_token = per_token - self.entropy * scores.entropy.masked_fill(~terms.mask, 0)
         loss = (per_token.masked_fill(~terms.mask, 0) * batch.scales[:, None]).sum()
         with torch.no_grad():
-            return loss, measure(terms, batch, result.clipped, scores.entropy)
+            return loss, measure(terms, batch, result.clipped, scores.entropy, gated_by)
+
+    @torch.no_grad()
+    def _gate(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
+        """[B, L] what is still trained on after the rules on log-ratios, and how many tokens each has masked."""
+        mask, counts = batch.trained_mask, {}
+        for name, rule in self.ratio_rules:
+            log_ratio = (logprobs - batch.behaviour_logprobs).masked_fill(~mask, 0)
+            kept = mask & rule(log_ratio, mask)
+            counts[name] = int(mask.sum() - kept.sum())
+            mask = kept
+        return mask, counts
 
 
 def make_loss(config: RunConfig) -> Loss:
@@ -70,6 +85,7 @@ def make_loss(config: RunConfig) -> Loss:
         kl=settings.kl,
         kl_estimator=settings.kl_estimator,
         entropy=settings.entropy,
+        ratio_rules=ratio_rules_of(config.gate.ratio_rules),
     )
 
 

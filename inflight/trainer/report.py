@@ -14,6 +14,7 @@ import dataclasses
 import statistics
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def rewards_and_tokens(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, 
         "lag_counts": lags,
         "tokens_trained": trained,
         "tokens_masked": batch.completion_tokens - trained,
+        "tokens_masked_by_rule": dict(sum((Counter(group.masked) for group in groups), Counter())),
     }
 
 

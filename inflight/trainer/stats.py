@@ -7,8 +7,10 @@ between two implementations. What older rows show beyond it is age.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -33,19 +35,22 @@ class Stats:
     """[LAGS, COLUMNS] float64."""
     largest: torch.Tensor
     """[LAGS] float64, largest absolute log-ratio."""
+    gated_by: dict[str, int] = field(default_factory=dict)
+    """Tokens that each rule on log-ratios has masked; they are part of `gated`."""
 
     @property
     def tokens(self) -> int:
         """Trained on."""
         return int(self.sums[:, 0].sum())
 
-    def values(self) -> dict[str, float | dict[str, dict[str, float]]]:
+    def values(self) -> dict[str, Any]:
         """For metrics: the whole step's figures, and `by_lag`, the same for each lag that a token had."""
         whole = row(self.sums.sum(dim=0), float(self.largest.max()))
         seen = [lag for lag in range(LAGS) if float(self.sums[lag, :2].sum()) > 0]
         by_lag = {str(lag): row(self.sums[lag], float(self.largest[lag])) for lag in seen}
         kept = ("log_ratio_mean", "log_ratio_std", "log_ratio_max", "tail_share", "ess", "kl", "clip_share", "entropy")
-        return {name: whole[name] for name in kept} | {"by_lag": by_lag}
+        counts = {"by_lag": by_lag, "tokens_masked_by_ratio": self.gated_by}
+        return {name: whole[name] for name in kept} | counts
 
 
 def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
@@ -77,10 +82,13 @@ def combine(parts: Sequence[Stats]) -> Stats:
     return Stats(
         sums=torch.stack([part.sums for part in parts]).sum(dim=0),
         largest=torch.stack([part.largest for part in parts]).amax(dim=0),
+        gated_by=dict(sum((Counter(part.gated_by) for part in parts), Counter())),
     )
 
 
-def measure(terms: Terms, batch: Batch, clipped: torch.Tensor, entropy: torch.Tensor) -> Stats:
+def measure(
+    terms: Terms, batch: Batch, clipped: torch.Tensor, entropy: torch.Tensor, gated_by: dict[str, int]
+) -> Stats:
     """The stats of one micro-batch; `clipped` and `entropy` are [B, L]. On the CPU."""
     mask = terms.mask
     log_ratio = terms.log_ratio[mask].double()
@@ -95,4 +103,4 @@ def measure(terms: Terms, batch: Batch, clipped: torch.Tensor, entropy: torch.Te
     sums = log_ratio.new_zeros(LAGS, len(COLUMNS)).index_add_(0, lags, torch.stack(columns, dim=1))
     sums[:, 1] = torch.bincount(batch.lags[gated].clamp(0, LAGS - 1), minlength=LAGS)
     largest = log_ratio.new_zeros(LAGS).scatter_reduce_(0, lags, log_ratio.abs(), "amax")
-    return Stats(sums.cpu(), largest.cpu())
+    return Stats(sums.cpu(), largest.cpu(), gated_by)

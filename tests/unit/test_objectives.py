@@ -19,6 +19,7 @@ from inflight.trainer.logprobs import Scores
 from inflight.trainer.loss import Loss, kl, make_loss
 from inflight.trainer.objectives import OBJECTIVES
 from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
+from inflight.trainer.ratio_rules import ratio_rules_of
 
 NORMALISATIONS = ("token", "sequence", "constant")
 MAX_TOKENS = 11
@@ -279,3 +280,34 @@ def test_what_does_not_exist_is_named(tmp_path, settings, words):
 def test_an_objective_is_normalised_as_its_paper_does(tmp_path, name, wanted):
     assert loss_of(tmp_path, name=name).normalise == wanted
     assert loss_of(tmp_path, name=name, normalise="token").normalise == "token"
+
+
+# --- the gate's rules on log-ratios --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["token_ratio", "sequence_ratio", "geometric_ratio"])
+def test_ratio_rules_mask_what_is_out_of_bounds(name):
+    given = problem(4)
+    rules = ratio_rules_of([{"name": name, "low": 0.7, "high": 1.4}])
+    now = given.now.clone().requires_grad_()
+    loss, stats = Loss(objective("ppo"), "token", ratio_rules=rules)(Scores(now, given.entropy), given.batch)
+    loss.backward()
+    mask, keep = given.batch.trained_mask, torch.zeros_like(given.batch.trained_mask)
+    for row in range(len(mask)):
+        log_ratios = (given.now - given.batch.behaviour_logprobs)[row]
+        own = log_ratios[mask[row]]
+        judged = {"sequence_ratio": own.sum(), "geometric_ratio": own.mean() if len(own) else own.sum()}.get(name)
+        for column in range(mask.shape[1]):
+            of = float((log_ratios[column] if judged is None else judged).exp())
+            keep[row, column] = mask[row, column] and 0.7 <= of <= 1.4
+    assert 0 < keep.sum() < mask.sum()
+    assert stats.gated_by == {name: int(mask.sum() - keep.sum())}
+    assert stats.tokens == int(keep.sum())
+    assert not now.grad[~keep].any()
+    _, gradient, _ = run(Loss(objective("ppo"), "token"), given)
+    torch.testing.assert_close(now.grad[keep], gradient[keep], msg="what is kept is worth what it was")
+
+
+def test_ratio_rules_that_do_not_exist_are_named():
+    with pytest.raises(ConfigError, match=r"gate.ratio_rules\[0\].name='x' is not known: token_ratio"):
+        ratio_rules_of([{"name": "x"}])

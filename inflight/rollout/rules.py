@@ -1,0 +1,93 @@
+"""The gate's rules: pure functions `(group: GatedGroup, *, options...) -> GatedGroup`.
+
+A rule looks at spans, versions, lags, masks and rewards, and masks tokens, drops members or drops the group, each with
+a reason that it is counted by. One of your own is a function like these (docs/objectives.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import compress
+from statistics import fmean
+
+from inflight.rollout.verdict import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
+
+RULES = {
+    name: f"inflight.rollout.rules:{name}"
+    for name in (
+        "token_lag", "trained_share", "oldest_lag", "mean_lag", "whole_group", "smallest_group", "uniform_rewards",
+    )
+}  # fmt: skip
+
+
+def token_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:
+    """Masks tokens older than `at_most` versions: they stay as context of what comes after them."""
+    return mask_tokens(group, lambda member: [lag <= at_most for lag in member.lags], "too old")
+
+
+def trained_share(group: GatedGroup, *, at_least: float) -> GatedGroup:
+    """Drops members of whose tokens a smaller share is unmasked, and those with no token left."""
+
+    def stale(member: GatedRollout) -> bool:
+        kept = sum(member.mask)
+        return kept == 0 or kept / len(member.mask) < at_least
+
+    return drop_members(group, stale, SequenceDrop.STALE)
+
+
+def oldest_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:
+    """Drops members with a token older than `at_most` versions: rejection of whole sequences."""
+    return drop_members(group, lambda member: max(member.lags) > at_most, SequenceDrop.OLDEST)
+
+
+def mean_lag(group: GatedGroup, *, at_most: float) -> GatedGroup:
+    """Drops members whose tokens are older than `at_most` versions on average."""
+    return drop_members(group, lambda member: fmean(member.lags) > at_most, SequenceDrop.MEAN)
+
+
+def whole_group(group: GatedGroup) -> GatedGroup:
+    """Drops a group that has lost a member."""
+    return drop_group(group, GroupDrop.INCOMPLETE) if group.members_dropped else group
+
+
+def smallest_group(group: GatedGroup, *, at_least: int) -> GatedGroup:
+    """Drops a group of fewer members than `at_least`; a larger part of one is kept."""
+    return drop_group(group, f"fewer than {at_least} usable rollouts") if len(group.rollouts) < at_least else group
+
+
+def uniform_rewards(group: GatedGroup, *, tolerance: float = 0.0) -> GatedGroup:
+    """Drops a group whose rewards differ by no more than `tolerance`: an advantage relative to it is nothing. The
+    buffer goes on to the next one, so that a step has its groups: dynamic sampling (DAPO, arXiv 2503.14476)."""
+    spread = max(group.rewards) - min(group.rewards)
+    return drop_group(group, GroupDrop.UNIFORM) if spread <= tolerance else group
+
+
+# --- what rules are made of --------------------------------------------------------------------------------------
+
+
+def mask_tokens(group: GatedGroup, keep: Callable[[GatedRollout], list[bool]], reason: str) -> GatedGroup:
+    """Masks what `keep` [T] says no to, and counts the tokens that were not masked before."""
+    members, masked = [], 0
+    for member in group.rollouts:
+        mask = [old and new for old, new in zip(member.mask, keep(member), strict=True)]
+        masked += sum(member.mask) - sum(mask)
+        members.append(replace(member, mask=mask))
+    return replace(group, rollouts=members, masked=_count(group.masked, reason, masked))
+
+
+def drop_members(group: GatedGroup, unwanted: Callable[[GatedRollout], bool], reason: str) -> GatedGroup:
+    """Leaves out the members that `unwanted` is true of."""
+    keep = [not unwanted(member) for member in group.rollouts]
+    dropped = _count(group.members_dropped, reason, len(keep) - sum(keep))
+    return replace(group, rollouts=list(compress(group.rollouts, keep)), members_dropped=dropped)
+
+
+def drop_group(group: GatedGroup, reason: str) -> GatedGroup:
+    """Leaves out the whole group."""
+    return replace(group, rollouts=[], dropped=reason)
+
+
+def _count(counts: dict[str, int], reason: str, more: int) -> dict[str, int]:
+    return dict(Counter(counts) + Counter({reason: more}))

@@ -1,0 +1,106 @@
+"""Objectives against those of trl (`GRPOTrainer._compute_loss`), on random batches: value and gradient.
+
+trl divides within the call; our scales say the same. Its proximal policy is `old_per_token_logps`, its weight against
+who sampled `importance_sampling_ratio`.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+
+from test_objectives import MAX_TOKENS, Problem, problem, run
+
+from inflight.named import find, with_options
+from inflight.trainer.loss import Loss
+from inflight.trainer.objectives import OBJECTIVES
+
+pytestmark = pytest.mark.slow
+
+
+def theirs(given: Problem, loss_type, *, old, level="token", low=0.2, high=0.2, weight=None, beta=0.0):
+    """trl's loss and its gradient by the log-probabilities."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    now = given.now.clone().requires_grad_()
+    mask = given.batch.trained_mask.long()
+    trainer = MagicMock(  # what it logs is of no interest
+        _get_per_token_logps_and_entropies=lambda *a, **k: (now, given.entropy, None),
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
+        importance_sampling_level=level, beta=beta, epsilon_low=low, epsilon_high=high, loss_type=loss_type,
+        use_vllm=weight is not None,
+        vllm_importance_sampling_correction=weight is not None, current_gradient_accumulation_steps=1,
+        max_completion_length=MAX_TOKENS, model=SimpleNamespace(training=True),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0,
+                             sapo_temperature_neg=1.05, steps_per_generation=1),
+        accelerator=SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda tensor: tensor,
+                                    reduce=lambda tensor, reduction: tensor),
+        _entropy_bonus_enabled=False,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+    )  # fmt: skip
+    inputs = {
+        "prompt_ids": torch.zeros(len(now), 1, dtype=torch.int64), "prompt_mask": torch.ones(len(now), 1),
+        "completion_ids": given.batch.input_ids, "completion_mask": mask, "advantages": given.batch.advantages,
+        "old_per_token_logps": old, "num_items_in_batch": mask.sum(), "ref_per_token_logps": given.reference,
+        "importance_sampling_ratio": weight,
+    }  # fmt: skip
+    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    loss.backward()
+    return float(loss.detach()), now.grad
+
+
+def ours(given: Problem, name, normalise, beta=0.0, **options):
+    objective = with_options(find(name, OBJECTIVES, "test"), options, "test")
+    return run(Loss(objective, normalise, kl=beta), given)[:2]
+
+
+def truncated(given: Problem, *, cap=None, masked=None, sequence=False):
+    """trl's four modes of vllm_importance_sampling_mode, as it computes the ratio when it scores its completions."""
+    log = (given.batch.proximal_logprobs - given.batch.behaviour_logprobs) * given.batch.trained_mask
+    ratio = (log.sum(dim=1, keepdim=True) if sequence else log).exp()
+    if cap is not None:
+        return ratio.clamp(max=cap)
+    return ratio.masked_fill((ratio < masked[0]) | (ratio > masked[1]), 0.0)
+
+
+CASES = {
+    "grpo": (("grpo", "sequence"), lambda g: {"loss_type": "grpo"}),
+    "dr_grpo": (("dr_grpo", "constant"), lambda g: {"loss_type": "dr_grpo"}),
+    "dapo": (("dapo", "token"), lambda g: {"loss_type": "dapo", "high": 0.28}),
+    "ppo": (("ppo", "token"), lambda g: {"loss_type": "bnpo"}),
+    "gspo": (("gspo", "sequence"), lambda g: {"loss_type": "grpo", "level": "sequence", "low": 3e-4, "high": 4e-4}),
+    "cispo": (("cispo", "token"), lambda g: {"loss_type": "cispo", "high": 5.0}),
+    "sapo": (("sapo", "sequence"), lambda g: {"loss_type": "sapo"}),
+    "tis": (("tis", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0)}),
+    "tis_sequence": (("tis_sequence", "token"),
+                     lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0, sequence=True)}),
+    "icepop": (("icepop", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.5, 5.0))}),
+    "sequence_mask": (("sequence_mask", "token"),
+                      lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0), sequence=True)}),
+}  # fmt: skip
+SEQUENCE_RATIO = ("gspo",)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_trl(name, beta):
+    (objective, normalise), arguments = CASES[name]
+    for seed in range(10):
+        given = problem(seed, normalise=normalise)
+        if name in SEQUENCE_RATIO:  # trl takes one advantage a sequence there
+            given.batch.advantages[:] = given.batch.advantages[:, 1:2]
+        options = arguments(given)
+        old = given.batch.proximal_logprobs if "weight" in options else given.batch.behaviour_logprobs
+        value, gradient = ours(given, objective, normalise, beta)
+        wanted, slope = theirs(given, old=old, beta=beta, **options)
+        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-5)
+        assert slope.abs().max() > 1e-3

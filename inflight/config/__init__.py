@@ -156,6 +156,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         limit = self.generator.max_model_len - 1  # a prompt has a token at least
+        if self.trainer.synchronous:
+            require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
 

@@ -62,6 +62,9 @@ class TrainerConfig:
 
     steps: int = 40
     groups_per_step: int = 4
+    synchronous: bool = False
+    """Generate a step's groups only when the version before is live everywhere, and train only then: nothing is ever
+    stale, and one side waits while the other works. For comparison; needs gate.max_lag=0."""
     micro_batch: int = 8
     """Sequences per forward pass."""
     learning_rate: float = 1e-5

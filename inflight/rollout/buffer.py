@@ -49,6 +49,8 @@ class Buffer:
         self._ledger = Ledger(config)
         self._changed = threading.Condition()
         self._taking = threading.Lock()
+        self._synchronous = self._held_back = config.trainer.synchronous
+        """No group is started: until the trainer waits for some."""
         self._heard: dict[str, float] = {}
         self._finish: Finish | None = None
         self._broken: BaseException | None = None
@@ -67,11 +69,13 @@ class Buffer:
         deadline = time.monotonic() + timeout_s
         usable: list[GatedGroup] = []
         with self._taking, self._changed:
+            self._held_back = False
             while True:
                 self._check_open()
                 self._ledger.judge(usable, n_groups, version, self._gate)
                 if len(usable) == n_groups:
                     self._ledger.train(usable)
+                    self._held_back = self._synchronous
                     self._grant()
                     return usable
                 self._grant()  # what the gate dropped has freed slots
@@ -130,7 +134,7 @@ class Buffer:
         )
 
     def _grant(self) -> None:
-        if self._finish is None:
+        if self._finish is None and not self._held_back:
             for actor, groups in sorted(self._ledger.grants().items()):
                 self._send(actor, Grant(groups=groups))
 

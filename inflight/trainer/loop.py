@@ -45,6 +45,8 @@ class Trainer:
         self._learner, self._source = learner, source
         self._buffer, self._publisher, self._reporter = buffer, publisher, reporter
         self._stop = stop
+        self._patience = config.publish.transfer_timeout_s + config.publish.commit_timeout_s
+        """Seconds that a published version may take until it is live or has failed."""
         self._clock = Clock()
         self.steps_done = 0
 
@@ -66,6 +68,8 @@ class Trainer:
         """One version: a batch judged at the version before, its gradient, the optimizer's step, the publication."""
         with self._clock.phase("wait_s"):
             settings = self._config.trainer
+            if settings.synchronous:
+                self._publisher.flush(self._patience)
             groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)
@@ -111,7 +115,7 @@ class Trainer:
             self.checkpoint()  # before anyone is told: once others are gone, the launcher does not wait for long
         self._reporter.phase("finishing")
         if not stopped:
-            self._publisher.flush(self._config.publish.transfer_timeout_s + self._config.publish.commit_timeout_s)
+            self._publisher.flush(self._patience)
         self._buffer.finish(reason, 0.0 if stopped else FINISH_S)
         self._publisher.finish(reason)
         self._reporter.phase("done")

@@ -162,6 +162,12 @@ def test_an_answer_must_fit_into_the_context():
         compose("tiny", ["rollout.max_tokens=256", "generator.max_model_len=256"])
 
 
+def test_a_synchronous_run_looks_no_step_ahead():
+    with pytest.raises(ConfigError, match=r"gate\.max_lag=2 is not allowed: 0 with trainer\.synchronous"):
+        compose("tiny", ["trainer.synchronous=true"])
+    assert compose("tiny", ["trainer.synchronous=true", "gate.max_lag=0"]).trainer.synchronous
+
+
 def test_capacity_follows_from_lag_and_step():
     run = compose("tiny", ["gate.max_lag=2", "trainer.groups_per_step=3"])
     assert run.capacity == 9

@@ -165,6 +165,16 @@ def test_a_whole_run(make_run):
     assert (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
 
 
+def test_a_synchronous_run_trains_on_nothing_stale(make_run):
+    run = make_run(steps=6)
+    object.__setattr__(run.config.trainer, "synchronous", True)
+    object.__setattr__(run.config.gate, "max_lag", 0)
+    save(run.config)
+    run.start()
+    assert train(run) == 0
+    assert [line["lag_counts"] for line in run.lines()] == [{"0": 20}] * 6
+
+
 def test_kept_versions_are_the_bytes_that_were_published(make_run, tiny_model):
     run = make_run(steps=2).start()
     assert train(run) == 0

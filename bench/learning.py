@@ -1,0 +1,80 @@
+"""Does it learn as well when tokens are old, and how much sooner? Whole runs under several policies, over seeds.
+
+    python -m bench.learning                               the tiny model on a CPU
+    python -m bench.learning --config-name learning_gpu    SmolLM2 on GPUs
+
+Each run is `inflight launch` with the overrides of its cell. Results: JSON, Markdown and, where matplotlib is
+installed, plots of the reward against wall time, tokens and steps under `out`, written after each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from bench.learning_report import Curve, read_curve, write_report
+from inflight.summary import SUMMARY_FILE
+
+
+def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> None:
+    """One run, unless its folder is complete. Raises SystemExit with the end of its output when it fails."""
+    if (folder / SUMMARY_FILE).is_file() and (folder / "done").is_file():
+        return
+    if folder.exists():
+        folder.rename(folder.with_name(f"{folder.name}.failed-{int(time.time())}"))
+    command = [
+        sys.executable, "-m", "inflight.launch", "--config-name", config.base, *config.common, *config.cells[name],
+        f"seed={seed}", f"run_dir={folder.resolve()}",
+    ]  # fmt: skip
+    with _locked(config.lock):
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=config.timeout_s, check=False
+        )
+    if done.returncode != 0:
+        raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stdout[-3000:]}")
+    (folder / "done").touch()
+
+
+@contextlib.contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Holds the file's lock; without a path nothing happens."""
+    if not path:
+        yield
+        return
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@hydra.main(version_base=None, config_path="configs", config_name="learning")
+def main(config: DictConfig) -> None:
+    """All cells of a seed before the next seed, so that a bench that is cut short still compares like with like."""
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    curves: dict[str, list[Curve]] = {}
+    report: dict[str, Any] = {
+        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "config": OmegaConf.to_container(config, resolve=True),
+    }  # fmt: skip
+    for seed in config.seeds:
+        for name in config.cells:
+            folder = out / "runs" / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
+            run_cell(config, name, seed, folder)
+            curve = read_curve(folder, config.smooth)
+            curves.setdefault(name, []).append(curve)
+            print(json.dumps({"cell": name, "seed": seed, **curve.figures()}), flush=True)
+            write_report(report, curves, out, config.baseline)
+
+
+if __name__ == "__main__":
+    main()

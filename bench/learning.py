@@ -67,8 +67,8 @@ def main(config: DictConfig) -> None:
         "config": OmegaConf.to_container(config, resolve=True),
     }  # fmt: skip
     for seed in config.seeds:
-        for name in config.cells:
-            folder = out / "runs" / f"{name.replace(' ', '-').replace(',', '')}-{seed}"
+        for name in config.only or config.cells:
+            folder = out / "runs" / f"{name}-{seed}"
             run_cell(config, name, seed, folder)
             curve = read_curve(folder, config.smooth)
             curves.setdefault(name, []).append(curve)

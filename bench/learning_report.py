@@ -79,8 +79,8 @@ def write_report(report: Mapping[str, Any], curves: Mapping[str, Sequence[Curve]
 def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
     """Means over seeds with the range in brackets; time to the baseline's final reward seed by seed."""
     head = (
-        "| policy | seeds | final reward | run, s | to the baseline's final reward, of its wall time | mean lag | masked |"
-        " groups dropped | ESS | tokens sampled |"
+        "| policy | seeds | final reward | run, s | to the baseline's final reward, of its wall time | mean lag |"
+        " masked | groups dropped | ESS | tokens sampled |"
     )
     rows = [head, "|---" * head.count(" |") + "|"]
     for name, runs in curves.items():

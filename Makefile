@@ -5,6 +5,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 # As scripts/setup.sh finds it: the tool alone, as in some images, makes no GPU.
 MACHINE := $(or $(INFLIGHT_DEVICE),$(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),gpu,cpu))
+DEMO := $(if $(filter gpu,$(MACHINE)),demo_gpu,demo)
 # Torch, OpenMP and vLLM's workers must not each take every core.
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
@@ -25,7 +26,7 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard patches/*)
 setup: $(READY)
 
 demo: $(READY)
-	@$(PY) -m inflight.launch --config-name demo machine=$(MACHINE) $(ARGS)
+	@$(PY) -m inflight.launch --config-name $(DEMO) machine=$(MACHINE) $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(ARGS)

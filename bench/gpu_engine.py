@@ -6,6 +6,7 @@ The engine core has one input socket, which both use: sends are serialised.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from typing import Any
@@ -24,12 +25,12 @@ POLL_S = 0.05
 
 def start_engine(model: str, options: dict[str, Any], settings: Settings, worker: str) -> Any:
     """vLLM's engine with random weights and our worker, its processes set up as a generator's are."""
+    if worker == CUDA_WORKER:
+        hand_over_often()  # before vLLM is imported
     from vllm import EngineArgs
     from vllm.utils.gc_utils import freeze_gc_heap
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    if worker == CUDA_WORKER:
-        hand_over_often()
     arguments = EngineArgs(
         model=model,
         load_format="dummy",
@@ -90,7 +91,7 @@ class Client:
         return self.call("collective_rpc", method, None, args)
 
     def swap_by(self, way: str) -> None:
-        """How the CUDA worker swaps from now on: remap, calls, idle or copy."""
+        """How the CUDA worker swaps from now on: remap, calls, idle, cold or copy."""
         if self._remaps:
             self.rpc("swap_by", way)
         self.take_swaps()
@@ -108,6 +109,8 @@ class Client:
 
     def start(self, batch: int, *, resubmit: bool = False) -> None:
         """Begins a round: `batch` fresh sequences, and the thread that reads their tokens."""
+        gc.collect()
+        gc.disable()  # a collection in the client would look like a late token
         self._stop.clear()
         self._resubmit = resubmit
         self._last.clear()
@@ -122,6 +125,7 @@ class Client:
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
+        gc.enable()
         requests = list(self.engine.output_processor.request_states)
         self.engine.abort_request(requests, internal=True)
         while self.engine.output_processor.request_states:

@@ -22,8 +22,10 @@ LONGEST_S = 1.0
 
 
 def hand_over_often() -> None:
-    """Sets the interval in this process and in those that it starts, unless the user has set one."""
+    """Sets the interval in this process and in those that it starts, unless the user has set one. And has those that
+    wait for a step do so outside of Python. To be called before vLLM's engine is imported, which reads it then."""
     os.environ.setdefault(VARIABLE, str(INTERVAL_S))
+    os.environ.setdefault("VLLM_USE_SPINLOOP_EXT", "1")
     register()
 
 

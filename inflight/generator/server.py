@@ -50,11 +50,11 @@ async def serve(config: RunConfig, name: str) -> None:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    vllm = _entrypoints()
-    parser = vllm["make_arg_parser"](FlexibleArgumentParser())
     worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
     if worker == CUDA_WORKER:
         hand_over_often()
+    vllm = _entrypoints()
+    parser = vllm["make_arg_parser"](FlexibleArgumentParser())
     arguments = server_arguments(parser, engine_values(config, name, worker))
     url_file = config.path / "bus" / f"{name}.url"
     with socket.socket() as listening:

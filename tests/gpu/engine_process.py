@@ -63,6 +63,9 @@ class Actions:
     def swap_by(self, way: str) -> None:
         self.llm.collective_rpc("swap_by", args=(way,))
 
+    def timed_swaps(self, many: int = 5) -> list[float]:
+        return [round(self.llm.collective_rpc("timed_swap")[0], 2) for _ in range(many)]
+
     def storm(self, batch: int, tokens: int, every: int = 0, version: int = 1000) -> dict[str, Any]:
         """Decodes with a commit of identical weights before every `every`-th step (0: none)."""
         from vllm import SamplingParams

@@ -239,7 +239,8 @@ def test_fault_c_a_stale_output_layer(engine: Engine) -> None:
     model = engine.worker.model_runner.get_model()
     stale = copy.copy(model.lm_head)  # tied: the embedding itself, which has to go on with the times
     stale._parameters = {
-        name: torch.nn.Parameter(each.data.clone(), requires_grad=False) for name, each in stale._parameters.items()
+        name: None if each is None else torch.nn.Parameter(each.data.clone(), requires_grad=False)
+        for name, each in stale._parameters.items()
     }
     accuse(engine, lambda patch: patch.setattr(model, "lm_head", stale))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -30,8 +31,10 @@ def test_nothing_is_set_that_was_not_asked_for(interval: float) -> None:
 def test_a_generator_sets_it_for_itself_and_its_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.VARIABLE, "")  # so that it is restored
     monkeypatch.delenv(plugin.VARIABLE)
+    monkeypatch.setenv("VLLM_USE_SPINLOOP_EXT", "0")  # a user's own
     plugin.hand_over_often()
     assert sys.getswitchinterval() == pytest.approx(plugin.INTERVAL_S)
+    assert os.environ["VLLM_USE_SPINLOOP_EXT"] == "0"
     sys.setswitchinterval(0.005)
     plugin.register()  # as in a child
     assert sys.getswitchinterval() == pytest.approx(plugin.INTERVAL_S)
@@ -39,6 +42,7 @@ def test_a_generator_sets_it_for_itself_and_its_children(monkeypatch: pytest.Mon
 
 def test_a_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(plugin.VARIABLE, "0.002")
+    monkeypatch.setenv("VLLM_USE_SPINLOOP_EXT", "1")
     plugin.hand_over_often()
     assert sys.getswitchinterval() == pytest.approx(0.002)
 

@@ -13,12 +13,13 @@ import torch
 
 from inflight.audit.alternatives import STANDARD, Alternative, by_name
 from inflight.audit.compare import Auditor
-from inflight.audit.replay import AuditError, KeptVersions, Replayer, Sampling
+from inflight.audit.replay import AuditError, KeptVersions, Replayer
 from inflight.audit.report import AuditReport, text
 from inflight.config import ConfigError, load
 from inflight.models import ModelError, prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, StreamError
+from inflight.sampling import Sampling
 from inflight.types import Rollout
 
 AUDIT_FILE = "audit.json"
@@ -108,7 +109,9 @@ def run(
     kept = KeptVersions(config.version_file(0).parent)
     if not any(kept.folder.glob("*.safetensors")):
         raise AuditError(f"{kept.folder} holds no versions: the run must be started with audit.keep_versions=true")
-    sampling = Sampling(config.rollout.temperature, config.rollout.top_p, config.rollout.top_k)
+    sampling = Sampling.of(config.rollout)
+    if sampling.penalises:
+        raise AuditError("the run was sampled with penalties, which a replay does not know of")
     model_dir = prepare(config.model.name)
     replayer = Replayer(model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device)
     report = Auditor(replayer, kept).audit(

@@ -13,20 +13,11 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inflight.audit.segments import Segment
+from inflight.sampling import Sampling, processed_logprobs
 
 
 class AuditError(ValueError):
     """Something that the audit needs is missing or damaged; the text says what."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens were drawn: the recorded log-probabilities are those of this distribution."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,24 +162,6 @@ class Replayer:
             targets = torch.tensor(job.tokens[segment.scored + 1 : segment.end + 1], device=self._device)
             logprobs = processed_logprobs(output.logits[0], self._sampling)
             job.logprobs.extend(logprobs.gather(1, targets[:, None])[:, 0].tolist())
-
-
-def processed_logprobs(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """[N, V] float32 log-probabilities of what vLLM draws from: temperature, then top-k, then top-p, renormalised.
-
-    Tokens that are cut off get minus infinity. Top-k keeps ties of the k-th; top-p keeps the smallest set of most
-    probable tokens whose mass exceeds p, at least one (vllm/v1/sample/ops/topk_topp_sampler.py).
-    """
-    logits = logits.float() / sampling.temperature
-    if 0 < sampling.top_k < logits.shape[-1]:
-        least = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if sampling.top_p < 1:
-        ascending, order = logits.sort(dim=-1, stable=True)
-        cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
-        cut[:, -1] = False
-        logits = logits.masked_fill(torch.zeros_like(cut).scatter(1, order, cut), float("-inf"))
-    return logits.log_softmax(dim=-1)
 
 
 def _usable(device: str) -> torch.device:

@@ -26,6 +26,13 @@ class RolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     """0 keeps all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    kept_tokens: int = 19
+    """The largest set of tokens left by min-p, top-k and top-p that is recorded with a token; in place of a larger one
+    the trainer computes its own. vLLM gives no more than 19 unless generator.extra.max_logprobs (20) says more."""
     concurrency: int = 4
     """Groups an actor keeps in flight at the most."""
     request_timeout_s: float = 300.0
@@ -33,12 +40,21 @@ class RolloutConfig:
     keep: bool = True
     """Write every rollout to the run folder (needed by the audit)."""
 
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
     def __post_init__(self) -> None:
         require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
         require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s")
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
-        require_fields(self, "rollout", "top_k", least=0)
+        require_fields(self, "rollout", "top_k min_p kept_tokens", least=0)
+        require(self.min_p <= 1, "rollout.min_p", self.min_p, "0 to 1")
+        require_fields(self, "rollout", "repetition_penalty")
+        for name in ("presence_penalty", "frequency_penalty"):
+            require(-2 <= getattr(self, name) <= 2, f"rollout.{name}", getattr(self, name), "-2 to 2")
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class _ModelTokens:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(prepare(model))
+        self.size = len(self._tokenizer)
 
     def encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer(text)["input_ids"]]

@@ -6,15 +6,21 @@ siblings, a group spreads over generators, and each answer carries the spans of 
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
 from inflight.config import RolloutConfig
-from inflight.types import PrefillSpan, Turn, VersionSpan, versions_of_tokens
+from inflight.types import PrefillSpan, RoutedExperts, Turn, VersionSpan, versions_of_tokens
 
 MAX_ANSWER_BYTES = 64 << 20
+IMPOSSIBLE = -9999.0
+"""What vLLM writes for the logarithm of zero."""
 
 
 class Unpatched(RuntimeError):
@@ -41,6 +47,7 @@ class Rejected(Exception):
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Choice(msgspec.Struct):
@@ -49,6 +56,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     token_versions: list[VersionSpan] | None = None
     prefill_versions: list[PrefillSpan] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -58,8 +66,12 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
-def sampling(config: RolloutConfig) -> dict[str, Any]:
-    """The request's part that is equal for all samples; every knob is set, so no server default can creep in."""
+def sampling(config: RolloutConfig, vocabulary: int) -> dict[str, Any]:
+    """The request's part that is equal for all samples; every knob is set, so no server default can creep in.
+
+    Where tokens are cut off, the most probable ones are asked for as well, one more than a kept set may have: what of
+    them is possible is the set. A model of `vocabulary` tokens can't be asked for more of them.
+    """
     return {
         "n": 1,
         "stream": False,
@@ -67,17 +79,18 @@ def sampling(config: RolloutConfig) -> dict[str, Any]:
         "temperature": config.temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "logprobs": 0,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "presence_penalty": config.presence_penalty,
+        "frequency_penalty": config.frequency_penalty,
+        "logprobs": min(config.kept_tokens + 1, vocabulary) if config.cuts and config.kept_tokens else 0,
         "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
     }
 
 
-def parse_turn(body: bytes, generator: str) -> Turn:
-    """The turn of a completions answer.
+def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
+    """The turn of a completions answer; `asked` is how many tokens were asked for beside the drawn one.
 
     Raises Unpatched when it has no version tags, Retry("aborted") when the engine gave the request up and
     Retry("malformed answer") for anything else that is not one whole sample.
@@ -110,7 +123,50 @@ def parse_turn(body: bytes, generator: str) -> Turn:
         token_versions=choice.token_versions,
         prefill_versions=choice.prefill_versions,
         finish_reason=choice.finish_reason,
+        kept=_kept(choice, asked, generator),
+        routed_experts=_experts(choice, generator),
     )
+
+
+def _kept(choice: _Choice, asked: int, generator: str) -> list[list[int]] | None:
+    """The sets that the tokens were drawn from; an empty one where more tokens were left than were asked for."""
+    if not asked:
+        return None
+    given = choice.logprobs.top_logprobs if choice.logprobs is not None else None
+    if given is None or choice.token_ids is None or len(given) != len(choice.token_ids):
+        raise Retry("malformed answer", detail=f"{generator}: {asked} logprobs a token were asked for and not given")
+    try:
+        return [_possible(each or {}, asked) for each in given]
+    except ValueError as error:
+        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+
+
+def _possible(given: dict[str, float], asked: int) -> list[int]:
+    """Ids, from keys such as `token_id:17`, of the tokens whose probability is not zero; none when all asked for are
+    possible, because there may be more. Raises ValueError for another key."""
+    possible = sorted(int(key.removeprefix("token_id:")) for key, value in given.items() if value > IMPOSSIBLE)
+    return possible if len(possible) < asked else []
+
+
+def _experts(choice: _Choice, generator: str) -> RoutedExperts | None:
+    """From base64 of a .npy array [tokens, layers, experts a token] of integers, as vLLM sends it when asked to."""
+    if choice.routed_experts is None:
+        return None
+    try:
+        file = io.BytesIO(base64.b64decode(choice.routed_experts, validate=True))
+        array = np.load(file, allow_pickle=False)
+        tokens, layers, each = map(int, array.shape)
+        if array.dtype.kind not in "iu" or not _fits(array):
+            raise ValueError(f"{array.dtype} of shape {array.shape} is no routing")
+        size = 1 if array.max(initial=0) < 256 else 2
+        data = array.astype(f"<u{size}").tobytes()
+        return RoutedExperts(shape=(tokens, layers, each), bytes_each=size, data=data)
+    except (ValueError, EOFError, OSError, binascii.Error) as error:
+        raise Retry("malformed answer", detail=f"{generator}: routed_experts: {error}") from None
+
+
+def _fits(array: np.ndarray) -> bool:
+    return bool(array.min(initial=0) >= 0 and array.max(initial=0) < 1 << 16)
 
 
 async def complete(
@@ -129,7 +185,7 @@ async def complete(
     except (aiohttp.ClientError, OSError) as error:
         raise Retry("connection lost", down=True, detail=f"{generator}: {type(error).__name__}: {error}") from None
     if status == 200:
-        return parse_turn(body, generator)
+        return parse_turn(body, generator, request["logprobs"])
     detail = f"{generator}: http {status}: {body[:300].decode('utf-8', 'replace')}"
     if 400 <= status < 500 and status not in (408, 429):
         raise Rejected(f"http {status}", detail)

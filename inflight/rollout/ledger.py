@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from inflight.config import GateConfig, RunConfig
 from inflight.messages import GroupDone, GroupFailed
 from inflight.rollout.gate import GatedGroup, gate_group
-from inflight.types import RolloutGroup, versions_of_tokens
+from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 
 ACTOR_LOST = "actor lost"
 ACTOR_STOPPED = "actor stopped"
@@ -82,11 +82,25 @@ def defect(group: RolloutGroup, group_size: int) -> str | None:
             return "malformed: logprobs"
         if not math.isfinite(rollout.reward):
             return "malformed: reward"
+        if not _evidence_fits(rollout):
+            return "malformed: evidence"
         try:
             versions_of_tokens(turn.token_versions, len(turn.token_ids))
         except ValueError:
             return "malformed: versions"
     return None
+
+
+def _evidence_fits(rollout: Rollout) -> bool:
+    """Whether what was recorded beside the tokens has their number, and finite values."""
+    length, turn = len(rollout.turn.token_ids), rollout.turn
+    steps, teacher = rollout.step_rewards, rollout.teacher_logprobs
+    return (
+        (turn.kept is None or len(turn.kept) == length)
+        and (turn.routed_experts is None or turn.routed_experts.shape[0] <= len(rollout.prompt_ids) + length)
+        and all(step.index < length and math.isfinite(step.reward) for step in steps)
+        and (teacher is None or (len(teacher) == length and all(map(math.isfinite, teacher))))
+    )
 
 
 class Ledger:

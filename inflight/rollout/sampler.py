@@ -29,6 +29,9 @@ T = TypeVar("T")
 class Tokens(Protocol):
     """What is needed of a tokenizer."""
 
+    size: int
+    """Tokens in the vocabulary."""
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
 
@@ -56,7 +59,7 @@ class Sampler:
         self._tokens = tokens
         self._session = session
         self._pool = pool
-        self._sampling = sampling(config)
+        self._sampling = sampling(config, tokens.size)
         self.aborted = 0
         """Requests that an engine gave up; they were asked again."""
         self.retries = 0

@@ -114,12 +114,6 @@ def _ranks(config: RunConfig) -> dict[str, int]:
 
 def _require_supported(config: RunConfig) -> None:
     rules_of(config.gate)
-    rollout = config.rollout
-    if rollout.top_p < 1 or rollout.top_k > 0:
-        raise ConfigError(
-            f"rollout.top_p={rollout.top_p} and rollout.top_k={rollout.top_k} are not allowed in training: the loss "
-            "compares with the whole distribution (top_p=1, top_k=0)"
-        )
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from inflight.config import RunConfig
 from inflight.named import find, with_options
 from inflight.rollout.gate import GatedGroup
+from inflight.sampling import Sampling
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.logprobs import Scores, score_tokens
@@ -45,6 +46,7 @@ class Learner:
         """
         self.policy, self._config, self._accelerator = policy, config, accelerator
         self._reference, self._loss = reference, make_loss(config)
+        self._sampling = Sampling.of(config.rollout)
         worth = config.trainer.advantage
         function = find(worth.name, ADVANTAGES, "trainer.advantage.name")
         self._advantage = with_options(function, worth.options, "trainer.advantage.options")
@@ -83,9 +85,7 @@ class Learner:
         return loss, combine(parts)
 
     def _score(self, model: PreTrainedModel, batch: Batch, *, entropy_gradient: bool = False) -> Scores:
-        temperature = self._config.rollout.temperature
-        ids, mask = batch.input_ids, batch.completion_mask
-        return score_tokens(model, ids, mask, temperature, entropy_gradient=entropy_gradient)
+        return score_tokens(model, batch, self._sampling, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:

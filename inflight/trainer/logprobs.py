@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens under the trainer's weights, at the temperature they were sampled with."""
+"""Log-probabilities of sampled tokens under the trainer's weights, of the distribution that they were sampled from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
+
+from inflight.sampling import Evidence, Sampling, processed_logprobs
+from inflight.trainer.batch import Batch
 
 # Fields of a model's config by which its forward changes logits after the output layer, which is called directly here.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -30,35 +33,39 @@ def require_plain_logits(model: PreTrainedModel) -> None:
             raise ValueError(f"{type(model).__name__} changes its logits by {name}={value}, which is not supported yet")
 
 
-def score_tokens(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    completion_mask: torch.Tensor,
-    temperature: float,
-    *,
-    entropy_gradient: bool = False,
-) -> Scores:
+def score_tokens(model: PreTrainedModel, batch: Batch, sampling: Sampling, *, entropy_gradient: bool = False) -> Scores:
     """At each token of the completion its log-probability given all before it, and the entropy of what it was drawn
-    from.
+    from: of the distribution that the generator drew from, with the model's weights in place of the generator's.
 
-    `input_ids` [B, L] is padded on the right; `completion_mask` [B, L] must be False in the first column. Logits are
-    divided by `temperature`, as in sampling, and are computed for the completion only: with a vocabulary of 49,152 the
-    output layer is a fifth of SmolLM2's work.
+    `batch.completion_mask` [B, L] must be False in the first column. Logits are computed for the completion only: with
+    a vocabulary of 49,152 the output layer is a fifth of SmolLM2's work.
     """
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, L, H]
-    predicts = completion_mask[:, 1:]  # position t predicts token t + 1
-    logits = model.get_output_embeddings()(hidden[:, :-1][predicts]).float()  # [N, V]
-    if temperature != 1:
-        logits = logits / temperature  # two more passes over N x V, forward and back
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, input_ids[:, 1:][predicts][:, None])[:, 0]  # [N]
+    drawn = batch.completion_mask
+    hidden = model.base_model(input_ids=batch.input_ids, use_cache=False).last_hidden_state  # [B, L, H]
+    predicts = drawn[:, 1:]  # position t predicts token t + 1
+    logits = model.get_output_embeddings()(hidden[:, :-1][predicts])  # [N, V]
+    evidence = _evidence(batch, sampling, logits.shape[-1])
+    logprobs = processed_logprobs(logits, sampling, evidence)
+    chosen = logprobs.gather(1, evidence.chosen[:, None])[:, 0]  # [N]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = torch.cat([_entropy(rows) for rows in logprobs.split(_ENTROPY_ROWS)])
 
     def spread(values: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(input_ids.shape, device=values.device).masked_scatter(completion_mask, values)
+        return torch.zeros(drawn.shape, device=values.device).masked_scatter(drawn, values)
 
     return Scores(spread(chosen), spread(entropy))
+
+
+def _evidence(batch: Batch, sampling: Sampling, vocabulary: int) -> Evidence:
+    drawn, ids = batch.completion_mask, batch.input_ids
+    kept = None if batch.kept is None else batch.kept[drawn]
+    if not sampling.penalises:
+        return Evidence(ids[drawn], kept)
+    once = torch.nn.functional.one_hot(ids, vocabulary)  # [B, L, V]
+    prompt = ~drawn & (drawn.long().flip(1).cumsum(1).flip(1) > 0)  # before the last drawn token, and not drawn
+    seen = (once * prompt[..., None]).any(dim=1)
+    before = (once * drawn[..., None]).cumsum(dim=1) - once * drawn[..., None]
+    return Evidence(ids[drawn], kept, seen[:, None].expand_as(once)[drawn], before[drawn])
 
 
 def _entropy(logprobs: torch.Tensor) -> torch.Tensor:

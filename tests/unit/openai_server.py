@@ -10,6 +10,8 @@ ALPHABET = "0123456789+= \n"
 class Tokens:
     """One token a character, like the tiny models."""
 
+    size = len(ALPHABET)
+
     def encode(self, text):
         return [ALPHABET.index(character) for character in text]
 

@@ -18,11 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from inflight.audit import AuditError, main, run
 from inflight.audit.alternatives import by_name, previous_of
 from inflight.audit.evidence import Misses, Verdict, estimate, excess
-from inflight.audit.replay import KeptVersions, Replayer, Sampling, Stale, processed_logprobs
+from inflight.audit.replay import KeptVersions, Replayer, Stale
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import AuditConfig, ModelConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
+from inflight.sampling import Sampling, processed_logprobs
 from inflight.types import PrefillSpan, RolloutGroup, VersionSpan
 
 VERSIONS = 3

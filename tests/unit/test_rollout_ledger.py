@@ -1,14 +1,16 @@
 """The buffer's books under any order of events: capacity, exactly once, and every group counted somewhere."""
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from rollout_samples import make_config, make_group
+from rollout_samples import make_config, make_group, make_rollout
 
 from inflight.messages import GroupDone, GroupFailed
 from inflight.rollout import ledger as ledger_module
 from inflight.rollout.ledger import ACTOR_LOST, ACTOR_STOPPED, UNDELIVERED, Ledger, defect
+from inflight.types import RolloutGroup, RoutedExperts, StepReward
 
 ACTORS = st.sampled_from(["a0", "a1", "a2"])
 
@@ -226,3 +228,22 @@ def test_defects_between_members_are_named():
     assert defect(replace(group, rollouts=[first, first]), 2) == "malformed: group size"
     assert defect(replace(group, group_id="other"), 2) == "malformed: group id"
     assert defect(replace(group, rollouts=[first, replace(second, prompt_ids=[1])]), 2) == "malformed: prompts differ"
+
+
+@pytest.mark.parametrize(
+    "turn, rollout",
+    [
+        ({"kept": [[0]] * 5}, {}),
+        ({"routed_experts": RoutedExperts(shape=(10, 1, 1), bytes_each=1, data=bytes(10))}, {}),
+        ({}, {"step_rewards": [StepReward(6, 1.0)]}),
+        ({}, {"step_rewards": [StepReward(0, float("nan"))]}),
+        ({}, {"teacher_logprobs": [-1.0] * 5}),
+        ({}, {"teacher_logprobs": [-1.0] * 5 + [float("-inf")]}),
+    ],
+)
+def test_evidence_that_does_not_fit_the_tokens_is_refused(turn, rollout):
+    """Six tokens after a prompt of three."""
+    sound = [make_rollout(index=i) for i in range(2)]
+    bad = msgspec.structs.replace(sound[1], turn=msgspec.structs.replace(sound[1].turn, **turn), **rollout)
+    assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=sound), 2) is None
+    assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=[sound[0], bad]), 2) == "malformed: evidence"

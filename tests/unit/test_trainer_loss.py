@@ -13,6 +13,7 @@ from rollout_samples import make_config, make_rollout
 
 from inflight.config import GateConfig, ObjectiveConfig, TrainerConfig
 from inflight.rollout.gate import gate_group
+from inflight.sampling import Sampling
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate
 from inflight.trainer.learner import Learner, LearnError, Stopped, warmup
@@ -115,7 +116,7 @@ def sequences(lengths=(5, 2, 7), version=0):
 def test_log_probabilities_do_not_depend_on_padding_and_follow_the_temperature(policy):
     batch = sequences()
     with torch.no_grad():
-        scores = score_tokens(policy.compute, batch.input_ids, batch.completion_mask, 0.7)
+        scores = score_tokens(policy.compute, batch, Sampling(temperature=0.7))
         got = scores.logprobs
         for row in range(3):
             end = int(batch.completion_mask[row].nonzero().max()) + 1
@@ -199,12 +200,12 @@ def test_the_twin_computes_in_bfloat16_and_follows_the_float32_master(tiny_model
 def test_learning_raises_the_probability_of_what_was_rewarded(tiny_model, tmp_path):
     learner, batch = make_learner(tiny_model, tmp_path), sequences((4, 4))
     with torch.no_grad():
-        fresh = score_tokens(learner.policy.compute, batch.input_ids, batch.completion_mask, 1.0).logprobs
+        fresh = score_tokens(learner.policy.compute, batch, Sampling()).logprobs
     batch.behaviour_logprobs.copy_(fresh)
     learner.backward(batch, never)
     learner.step()
     with torch.no_grad():
-        after = score_tokens(learner.policy.compute, batch.input_ids, batch.completion_mask, 1.0).logprobs
+        after = score_tokens(learner.policy.compute, batch, Sampling()).logprobs
     change = (after - fresh).sum(dim=1)
     assert batch.advantages[:, -1].tolist() == [-0.5, 0.5]
     assert change[0] < 0 < change[1]

@@ -268,12 +268,12 @@ def test_sigterm_wakes_a_trainer_that_waits_for_a_batch(make_run):
     assert run.lines() == []
 
 
-def test_sampling_that_the_loss_cannot_weigh_is_refused(make_run, capfd):
+def test_a_rule_that_does_not_exist_is_refused_at_the_start(make_run, capfd):
     run = make_run()
-    object.__setattr__(run.config.rollout, "top_p", 0.9)
+    object.__setattr__(run.config.gate, "rules", [{"name": "newest"}])
     save(run.config)
     assert train(run) == 2
-    assert "rollout.top_p=0.9" in capfd.readouterr().err
+    assert "gate.rules[0].name='newest' is not known" in capfd.readouterr().err
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capfd):

@@ -1,0 +1,110 @@
+"""The distribution that a token is drawn from: what vLLM makes of a model's logits, in its order.
+
+Penalties, temperature, min-p, top-k, top-p; then the log-probabilities are taken over what is left. A trainer that
+compares with recorded log-probabilities has to compute the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inflight.config import RolloutConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens were drawn: the recorded log-probabilities are those of this distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all tokens."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+    @staticmethod
+    def of(config: RolloutConfig) -> Sampling:
+        """As a run is configured."""
+        return Sampling(**{name: getattr(config, name) for name in Sampling.__dataclass_fields__})
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond the model's own view of them."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evidence:
+    """What is known of N draws beyond the logits."""
+
+    chosen: torch.Tensor
+    """[N] int64, the tokens drawn: they were possible, whatever rounding says of a cut's edge."""
+    kept: torch.Tensor | None = None
+    """[N, K] int64, the tokens that were left to draw from, -1 beyond; a row of -1 was not recorded."""
+    seen_in_prompt: torch.Tensor | None = None
+    """[N, V] bool; needed for penalties."""
+    count_in_output: torch.Tensor | None = None
+    """[N, V] how often a token had been drawn before; needed for penalties."""
+
+
+def processed_logprobs(logits: torch.Tensor, sampling: Sampling, evidence: Evidence | None = None) -> torch.Tensor:
+    """[N, V] float32 log-probabilities of what vLLM draws from; tokens that are cut off get minus infinity.
+
+    Where the kept set was recorded it is used as it is: the generator's, not what these weights would keep. Elsewhere
+    it is computed anew: top-k keeps ties of the k-th; top-p keeps the smallest set of most probable tokens whose mass
+    exceeds p, at least one (vllm/v1/sample/ops/topk_topp_sampler.py).
+    """
+    logits = logits.float()
+    if sampling.penalises:
+        logits = _penalised(logits, sampling, evidence)
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature  # two more passes over N x V, forward and back
+    cut = _cut(logits.detach(), sampling)
+    if cut is None:
+        return logits.log_softmax(dim=-1)
+    if evidence is not None:
+        cut = _as_recorded(cut, evidence)
+    return logits.masked_fill(cut, float("-inf")).log_softmax(dim=-1)
+
+
+def _penalised(logits: torch.Tensor, sampling: Sampling, evidence: Evidence | None) -> torch.Tensor:
+    """Repetition divides positive logits and multiplies negative ones, the others subtract (vLLM, as OpenAI)."""
+    if evidence is None or evidence.seen_in_prompt is None or evidence.count_in_output is None:
+        raise ValueError("penalties need to know which tokens came before")
+    drawn = evidence.count_in_output > 0
+    factor = torch.where(evidence.seen_in_prompt | drawn, sampling.repetition_penalty, 1.0)
+    logits = torch.where(logits > 0, logits / factor, logits * factor)
+    return logits - sampling.frequency_penalty * evidence.count_in_output - sampling.presence_penalty * drawn
+
+
+def _cut(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
+    """[N, V] True where a token can't be drawn; None when all can."""
+    if sampling.min_p <= 0 and sampling.top_p >= 1 and not 0 < sampling.top_k < logits.shape[-1]:
+        return None
+    out = torch.zeros_like(logits, dtype=torch.bool)
+    if sampling.min_p > 0:
+        probabilities = logits.softmax(dim=-1)
+        out |= probabilities < sampling.min_p * probabilities.amax(dim=-1, keepdim=True)
+    if 0 < sampling.top_k < logits.shape[-1]:
+        left = logits.masked_fill(out, float("-inf"))
+        out |= left < left.topk(sampling.top_k, dim=-1).values[:, -1:]
+    if sampling.top_p < 1:
+        ascending, order = logits.masked_fill(out, float("-inf")).sort(dim=-1, stable=True)
+        rare = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        rare[:, -1] = False
+        out |= torch.zeros_like(rare).scatter(1, order, rare)
+    return out
+
+
+def _as_recorded(cut: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+    """The cut with recorded sets in its place where there are any, and the drawn tokens never cut off."""
+    if evidence.kept is not None:
+        known = evidence.kept >= 0  # [N, K]
+        ids = torch.where(known, evidence.kept, evidence.chosen[:, None])
+        recorded = torch.ones_like(cut).scatter(1, ids, False)
+        cut = torch.where(known.any(dim=1, keepdim=True), recorded, cut)
+    return cut.scatter(1, evidence.chosen[:, None], False)

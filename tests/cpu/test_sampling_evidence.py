@@ -1,0 +1,92 @@
+"""A real server: at lag zero the trainer's log-probabilities are the recorded ones, if it cuts as vLLM did."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+import torch
+from rollout_requests import ServedModel
+
+from inflight.config import GateConfig, RolloutConfig
+from inflight.rollout.client import complete, sampling
+from inflight.rollout.gate import gate_group
+from inflight.sampling import Sampling
+from inflight.trainer.advantage import group_mean
+from inflight.trainer.batch import collate
+from inflight.trainer.logprobs import score_tokens
+from inflight.types import Rollout, RolloutGroup
+
+pytestmark = pytest.mark.vllm
+
+PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11], [12]]
+VOCABULARY = 17
+TOLERANCE = 1e-4
+"""Nats; both sides compute in float32."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    model = ServedModel(tmp_path_factory.mktemp("evidence"), "tiny")
+    yield model
+    model.close()
+
+
+def sample(served, config: RolloutConfig):
+    """A batch of four sequences, sampled as the actor does it."""
+
+    async def ask():
+        common = sampling(config, VOCABULARY)
+        async with aiohttp.ClientSession() as session:
+            return [
+                await complete(session, "g0", served.url, common | {"prompt": prompt, "seed": seed}, 120.0)
+                for seed, prompt in enumerate(PROMPTS)
+            ]
+
+    rollouts = [
+        Rollout(
+            rollout_id=f"g/{i}", group_id="g", prompt_ids=PROMPTS[i], turn=turn, reward=float(i), generator="g0",
+            started=0.0, finished=1.0, first_token_s=0.0,
+        )
+        for i, turn in enumerate(asyncio.run(ask()))
+    ]  # fmt: skip
+    gated = gate_group(RolloutGroup(group_id="g", prompt_key="k", rollouts=rollouts), 0, GateConfig())
+    return collate([gated], advantage=group_mean, normalise="token", max_tokens=config.max_tokens)
+
+
+def log_ratios(served, batch, sampling):
+    with torch.no_grad():
+        now = score_tokens(served.policy, batch, sampling).logprobs
+    return (now - batch.behaviour_logprobs)[batch.trained_mask].abs()
+
+
+@pytest.mark.parametrize("kept_tokens", [19, 11, 0])
+def test_top_p(served, kept_tokens):
+    """With recorded sets, with some of them too large to be recorded, and with none."""
+    config = RolloutConfig(max_tokens=48, top_p=0.9, kept_tokens=kept_tokens)
+    batch = sample(served, config)
+    assert batch.trained_tokens > 60
+    if kept_tokens:
+        recorded = (batch.kept >= 0).any(dim=2)[batch.trained_mask]
+        assert recorded.any()
+        assert recorded.all() == (kept_tokens > 11), "larger sets are not"
+    else:
+        assert batch.kept is None
+    assert log_ratios(served, batch, Sampling.of(config)).max() < TOLERANCE
+    assert log_ratios(served, batch, Sampling()).mean() > 0.02, "the mass that was cut off, on average about a tenth"
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"temperature": 0.7, "top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "top_p": 0.95},
+    ],
+)
+def test_everything_else(served, how):
+    config = RolloutConfig(max_tokens=48, **how)
+    batch = sample(served, config)
+    assert log_ratios(served, batch, Sampling.of(config)).max() < TOLERANCE
+    assert log_ratios(served, batch, Sampling()).mean() > 0.02

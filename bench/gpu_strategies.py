@@ -16,6 +16,9 @@ from bench.gpu_engine import Agent, Client
 from bench.gpu_gaps import Update
 
 WAIT_S = 120.0
+KILL_AFTER_S = 0.04
+"""From the order to publish: packing is over by then, the transfer of a 7B shape is not."""
+KILL_WATCH_S = 8.0
 
 
 class TrainerProcess:
@@ -49,6 +52,11 @@ class TrainerProcess:
         """An order and its answer."""
         self.order(op, **arguments)
         return self.answer()
+
+    def kill(self) -> None:
+        """Ends the process at once, whatever it does."""
+        self._process.kill()
+        self._process.wait(20)
 
     def close(self) -> None:
         """Ends the process."""
@@ -146,6 +154,17 @@ def abort(bench: Bench, version: int) -> Update:
     return _paused(bench, "abort", packed=True)
 
 
+def killed(bench: Bench, version: int) -> Update:
+    """The trainer dies in the middle of a transfer: what the engine's clients see of it. The last thing that a bench
+    can do; `extra` is the longest gap of the seconds after it."""
+    began = time.perf_counter()
+    bench.trainer.order("publish", version=version)
+    time.sleep(KILL_AFTER_S)
+    bench.trainer.kill()
+    time.sleep(KILL_WATCH_S)
+    return Update(began=began, ended=time.perf_counter(), swap_began=began)
+
+
 STRATEGIES: dict[str, Strategy] = {
     "inflight": inflight,
     "inflight-copy": inflight,  # the worker copies the shadow over the live weights instead
@@ -155,6 +174,7 @@ STRATEGIES: dict[str, Strategy] = {
     "blocking": blocking,
     "vllm-packed": packed,
     "vllm-per-tensor": per_tensor,
+    "killed": killed,
     "drain": drain,
     "abort": abort,
 }

@@ -30,7 +30,10 @@ class Trainer:
         self._model = random_model(options["shape"], options["device"], seed=1)
         self._listener = Listener(options["endpoint"], BusConfig())
         config = PublishConfig(
-            transport=options["transport"], bucket_bytes=options["bucket_mb"] << 20, checksum=options["checksum"]
+            transport=options["transport"],
+            bucket_bytes=options["bucket_mb"] << 20,
+            checksum=options["checksum"],
+            transfer_timeout_s=options["transfer_timeout_s"],
         )
         source = WeightSource(self._model, "bfloat16")
         self._publisher = Publisher(source, self._listener, config, version=0, ranks={"g0": options["ranks"]})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from inflight import __version__
 
@@ -31,6 +32,25 @@ def _audit(arguments: list[str]) -> int:
     from inflight import audit
 
     return audit.main(arguments)
+
+
+def _report(arguments: list[str]) -> int:
+    from inflight import staleness, summary
+    from inflight.metrics import METRICS_FILE, read_lines
+
+    parser = argparse.ArgumentParser(prog="inflight report", description="What a run came to, and what age did to it.")
+    parser.add_argument("run_dir", type=Path)
+    folder = parser.parse_args(arguments).run_dir
+    try:
+        lines = read_lines(folder / METRICS_FILE)
+        if not lines:
+            raise ValueError(f"{folder} has no {METRICS_FILE}, or nothing is in it yet")
+        print(summary.table(summary.summarize(folder)))
+    except (ValueError, OSError) as error:
+        print(f"inflight report: {error}", file=sys.stderr)
+        return 2
+    print(staleness.table(staleness.by_version(lines), "version"))
+    return 0
 
 
 def _patch(arguments: list[str]) -> int:
@@ -62,6 +82,7 @@ def _version(arguments: list[str]) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
     "audit": ("replay a run's rollouts and check every version tag", _audit),
+    "report": ("what a run came to, and what age did to its tokens", _report),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),
     "model": ("prepare a model and print its directory", _model),
     "version": ("print the version", _version),

@@ -13,9 +13,11 @@ from typing import Any
 
 import msgspec
 
+from inflight import staleness
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
+from inflight.staleness import Row, by_lag
 from inflight.types import Rollout
 
 SUMMARY_FILE = "summary.json"
@@ -65,6 +67,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Trained tokens by lag, in versions."""
     reward_first: float | None
     reward_last: float | None
+    by_lag: list[Row]
+    """What age did to the tokens (staleness.py)."""
     torn_tail: str | None
     """What the rollout stream ends with, if not with a whole group."""
 
@@ -101,6 +105,7 @@ def summarize(run_dir: Path) -> Summary:
         lag=_lags(steps),
         reward_first=_mean(rewards[:EDGE_STEPS]),
         reward_last=_mean(rewards[-EDGE_STEPS:]),
+        by_lag=by_lag(steps),
         torn_tail=torn,
     )
 
@@ -138,7 +143,8 @@ def table(summary: Summary) -> str:
     if summary.torn_tail:
         rows.append(("rollout file", summary.torn_tail))
     width = max(len(name) for name, _ in rows)
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
 
 
 def _rollouts(path: Path) -> tuple[list[Rollout], str | None]:

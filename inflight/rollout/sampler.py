@@ -14,8 +14,8 @@ import aiohttp
 from inflight.config import RolloutConfig
 from inflight.rollout.client import Rejected, Retry, complete, sampling
 from inflight.rollout.pool import NoGenerator, Pool
-from inflight.tasks.base import Item, Task
-from inflight.types import Rollout, RolloutGroup, Turn
+from inflight.tasks.base import Item, Score, Task, TurnScorer
+from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 
 ATTEMPTS = 3
 """Requests for one sample before its group is given up."""
@@ -86,16 +86,19 @@ class Sampler:
         turn, generator, started = await self._turn(prompt_ids, self._seed_of(rollout_id))
         finished = time.time()
         self.tokens_out += len(turn.token_ids)
+        score = await self._score(item, prompt_ids, turn)
         return Rollout(
             rollout_id=rollout_id,
             group_id=group_id,
             prompt_ids=prompt_ids,
             turn=turn,
-            reward=await self._reward(item, self._tokens.decode(turn.token_ids)),
+            reward=score.reward,
             generator=generator,
             started=started,
             finished=finished,
             first_token_s=0.0,
+            step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
+            teacher_logprobs=None if score.teacher_logprobs is None else list(score.teacher_logprobs),
         )
 
     async def _turn(self, prompt_ids: list[int], seed: int) -> tuple[Turn, str, float]:
@@ -126,19 +129,23 @@ class Sampler:
                 return turn, generator.name, started
         raise GroupLost(last.reason, str(last))
 
-    async def _reward(self, item: Item, completion: str) -> float:
+    async def _score(self, item: Item, prompt_ids: list[int], turn: Turn) -> Score:
         """The task's score. One that fails, is late or is no number loses the group: it is never taken for 0."""
-        limit = self._config.reward_timeout_s
+        limit, completion = self._config.reward_timeout_s, self._tokens.decode(turn.token_ids)
         try:
             async with asyncio.timeout(limit) as scope:
-                reward = float(await self._task.score(item, completion))
+                if isinstance(self._task, TurnScorer):
+                    score = await self._task.score_turn(item, prompt_ids, turn, completion)
+                else:
+                    score = Score(float(await self._task.score(item, completion)))
         except Exception as error:  # a task is foreign code
             if scope.expired():
                 raise GroupLost("reward timeout", f"{item.key}: no score within {limit:.0f} s") from None
             raise GroupLost(f"reward error: {type(error).__name__}", f"{item.key}: {error}") from error
-        if not math.isfinite(reward):
-            raise GroupLost("reward error: not finite", f"{item.key}: {reward}")
-        return reward
+        numbers = [score.reward, *(reward for _, reward in score.step_rewards), *(score.teacher_logprobs or ())]
+        if not all(map(math.isfinite, numbers)):
+            raise GroupLost("reward error: not finite", f"{item.key}: {score.reward} or a part of it")
+        return score
 
     def _seed_of(self, rollout_id: str) -> int:
         """A sampling seed of its own for each sample, the same in a run with the same seed."""

@@ -7,12 +7,13 @@ import importlib
 from typing import Any, cast
 
 from inflight.config import ConfigError, TaskConfig
-from inflight.tasks.base import Item, Task
+from inflight.tasks.base import Item, Score, Task, TurnScorer
 
-__all__ = ["Item", "Task", "make"]
+__all__ = ["Item", "Score", "Task", "TurnScorer", "make"]
 
 TASKS = {
     "addition": "inflight.tasks.addition:Addition",
+    "distillation": "inflight.tasks.distillation:Distillation",
     "gym": "inflight.tasks.gym:Gym",
     "progression": "inflight.tasks.progression:Progression",
 }

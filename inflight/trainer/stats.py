@@ -57,19 +57,21 @@ def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
     """Figures of one lag, or of all, from their sums [COLUMNS].
 
     `ess` is the effective sample size as a share of the tokens, `(sum w)^2 / (n sum w^2)`; `kl` estimates
-    KL(recorded || now) by `w - 1 - log w`; `gated_share` is of all sampled tokens.
+    KL(recorded || now) by `w - 1 - log w`; `gated` are sampled tokens
+    that were not trained on.
     """
     of = dict(zip(COLUMNS, sums.tolist(), strict=True))
     n = max(of["tokens"], 1.0)
     mean = of["log_ratio"] / n
     return {
         "tokens": of["tokens"],
-        "gated_share": of["gated"] / max(of["tokens"] + of["gated"], 1.0),
+        "gated": of["gated"],
         "log_ratio_mean": mean,
         "log_ratio_std": math.sqrt(max(of["log_ratio_squared"] / n - mean * mean, 0.0)),
         "log_ratio_size": of["log_ratio_size"] / n,
         "log_ratio_max": largest,
         "tail_share": of["tail"] / n,
+        "weight_mean": of["weight"] / n,
         "ess": of["weight"] ** 2 / (n * of["weight_squared"]) if of["weight_squared"] else 0.0,
         "kl": of["kl"] / n,
         "clip_share": of["clipped"] / n,

@@ -9,14 +9,15 @@ import pytest
 import torch
 from rollout_requests import ServedModel
 
-from inflight.config import GateConfig, RolloutConfig
+from inflight.config import GateConfig, RolloutConfig, TaskConfig
 from inflight.rollout.client import complete, sampling
 from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
+from inflight.tasks import make
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate
 from inflight.trainer.logprobs import score_tokens
-from inflight.types import Rollout, RolloutGroup
+from inflight.types import Rollout, RolloutGroup, Turn
 
 pytestmark = pytest.mark.vllm
 
@@ -90,3 +91,18 @@ def test_everything_else(served, how):
     batch = sample(served, config)
     assert log_ratios(served, batch, Sampling.of(config)).max() < TOLERANCE
     assert log_ratios(served, batch, Sampling()).mean() > 0.02
+
+
+def test_a_real_server_as_a_teacher(served):
+    """Its word on the tokens is that of the same weights here."""
+    config = RolloutConfig(max_tokens=24)
+    batch = sample(served, config)
+    task = make(TaskConfig("distillation", {"teacher": served.url, "task": "addition"}), 0)
+    with torch.no_grad():
+        here = score_tokens(served.policy, batch, Sampling()).logprobs
+    for row in range(len(PROMPTS)):
+        drawn = batch.completion_mask[row]
+        ids = batch.input_ids[row][drawn].tolist()
+        turn = Turn(token_ids=ids, logprobs=[], token_versions=[], prefill_versions=[], finish_reason="length")
+        score = asyncio.run(task.score_turn(task.item(0), PROMPTS[row], turn, ""))
+        assert score.teacher_logprobs == pytest.approx(here[row][drawn].tolist(), abs=TOLERANCE)

@@ -87,7 +87,7 @@ def test_stats_by_lag():
     assert [row["log_ratio_mean"] for row in by_lag.values()] == pytest.approx([-0.1, 0.5, -1.0], rel=1e-5)
     assert [row["log_ratio_std"] for row in by_lag.values()] == pytest.approx([0, 0, 0], abs=1e-6)
     assert [row["tokens"] for row in by_lag.values()] == [2, 2, 2]
-    assert [row["gated_share"] for row in by_lag.values()] == [0, 0, 0.5]
+    assert [row["gated"] for row in by_lag.values()] == [0, 0, 2]
     assert [row["ess"] for row in by_lag.values()] == pytest.approx([1, 1, 1])
     assert combine([stats, stats]).tokens == 6
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,24 +26,24 @@ from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
 from inflight.processes import Command, Ended, Processes, last_lines
 from inflight.progress import Progress, View
+from inflight.restarts import Restarts
+from inflight.run_folder import LaunchError, RunFolder
+from inflight.trainer import checkpoints
+from inflight.trainer.checkpoints import CheckpointError
 
 POLL_S = 0.2
 LOG_LINES = 20
 FAREWELL_S = 30.0
 """How long others may be gone before the trainer, which has told them that the run is over, follows."""
-MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path on Linux."""
 
 
-class LaunchError(RuntimeError):
-    """A run that can't be started; one line for the user."""
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: by the trainer (neither field), by a process that failed, or by a signal."""
+    """How a run ended: by the trainer (no field), by a process that failed, or by a signal."""
 
     failed: Ended | None = None
+    note: str = ""
+    """What else is to be said about the process that failed."""
     interrupted: signal.Signals | None = None
 
     @property
@@ -70,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
             return 0
         return launch(config)
-    except (ConfigError, LaunchError, BusError) as error:
+    except (ConfigError, LaunchError, CheckpointError, BusError) as error:
         print(f"inflight launch: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # before anything was started; afterwards it is noted and handled
@@ -81,32 +79,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
     """Runs a configuration to its end and returns the exit code. `commands` replaces the usual processes.
 
-    Raises LaunchError, ConfigError or BusError when the run can't be started.
+    Raises LaunchError, ConfigError, CheckpointError or BusError when the run can't be started.
     """
     if commands is None:
         config = _ready_to_start(config)
-        commands = usual_commands(config)
-    _make_folder(config)
-    configuration.save(config)
-    print(f"run folder  {config.run_dir}", flush=True)
-    interrupt = _Interrupt()
-    try:
-        with (
-            Listener(config.endpoint("status"), config.bus) as listener,
-            View(Progress(config), line_every_s=config.launch.line_every_s) as view,
-            Processes(config.launch.stop_grace_s) as processes,
-            interrupt,
-        ):
-            for command in commands:
-                processes.start(command)
-            outcome = _watch(processes, listener, view, interrupt)
-            if outcome.failed is None and outcome.interrupted is None:
-                processes.wait([command.name for command in commands if command.kind == "actor"], timeout_s=10)
-            late = processes.stop()
-    finally:
-        _remove_sockets(config)
+    with RunFolder(config) as folder:
+        config = folder.config
+        if config.start_version >= config.trainer.steps:
+            print(f"{config.run_dir}: all {config.trainer.steps} steps are done; more: trainer.steps=…", flush=True)
+            return 0
+        configuration.save(config)
+        print(f"run folder  {config.run_dir}", flush=True)
+        if config.resume:
+            print(f"going on from step {config.start_version}", flush=True)
+        outcome, late = _run(config, usual_commands(config) if commands is None else commands, folder)
     _report(config, outcome, late)
     return outcome.code
+
+
+def _run(config: RunConfig, commands: Sequence[Command], folder: RunFolder) -> tuple[Outcome, list[str]]:
+    """From the first start to the last end: how the run ended, and who had to be killed."""
+    interrupt = _Interrupt()
+    with (
+        Listener(config.endpoint("status"), config.bus) as listener,
+        View(Progress(config), line_every_s=config.launch.line_every_s) as view,
+        Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
+        interrupt,
+    ):
+        restarts = Restarts(config.launch)
+        for command in commands:
+            processes.start(command)
+            restarts.started(command)
+        outcome = _watch(processes, listener, view, interrupt, restarts)
+        if outcome.failed is None and outcome.interrupted is None:
+            processes.wait([command.name for command in commands if command.kind == "actor"], timeout_s=10)
+        return outcome, processes.stop()
 
 
 def usual_commands(config: RunConfig) -> list[Command]:
@@ -172,34 +179,6 @@ def _ready_to_start(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, name=str(directory)))
 
 
-def _make_folder(config: RunConfig) -> None:
-    """Makes the run folder and its sockets' folder, elsewhere when the path is too long for a socket."""
-    if (config.path / configuration.CONFIG_FILE).exists():
-        raise LaunchError(f"{config.run_dir} holds a run already; choose another run_dir")
-    bus = config.path / "bus"
-    try:
-        config.path.mkdir(parents=True, exist_ok=True)
-        if _socket_fits(bus):
-            bus.mkdir(mode=0o700)
-        else:
-            bus.symlink_to(tempfile.mkdtemp(prefix="inflight-"))
-    except OSError as error:
-        raise LaunchError(f"can't make the run folder: {error}") from None
-    if not _socket_fits(bus.resolve()):
-        raise LaunchError(f"the path of {bus.resolve()} is too long for sockets; set TMPDIR to a short one")
-
-
-def _socket_fits(bus: Path) -> bool:
-    return len(os.fsencode(bus / "rollouts")) < MAX_SOCKET_PATH
-
-
-def _remove_sockets(config: RunConfig) -> None:
-    bus = config.path / "bus"
-    shutil.rmtree(bus.resolve(), ignore_errors=True)
-    if bus.is_symlink():
-        bus.unlink()
-
-
 class _Interrupt:
     """Notes Ctrl-C, SIGTERM and SIGHUP instead of dying of them, while it is entered."""
 
@@ -221,8 +200,8 @@ class _Interrupt:
             signal.signal(number, handler)
 
 
-def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Interrupt) -> Outcome:
-    """Until the trainer is done, something failed or a signal came.
+def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Interrupt, restarts: Restarts) -> Outcome:
+    """Until the trainer is done, something failed for good or a signal came.
 
     Others may end first, with code 0, when the trainer told them that the run is over, but then it must follow.
     """
@@ -232,22 +211,31 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
             return Outcome(interrupted=interrupt.received)
         for ended in processes.ended():
             if ended.code != 0:
-                return Outcome(failed=ended)
-            if ended.command.kind == "trainer":
+                planned = restarts.failed(ended)
+                if planned is None:
+                    return Outcome(failed=ended, note=restarts.given_up(ended.command.name))
+                view.tell(f"inflight launch: {planned}")
+                processes.kill_orphans()  # a generator's engine, say, that would keep memory and ports
+            elif ended.command.kind == "trainer":
                 return Outcome()
-            gone = gone or (ended, time.monotonic())
+            else:
+                gone = gone or (ended, time.monotonic())
         if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
             return Outcome(failed=gone[0])
-        _read_status(listener, view)
+        for command in restarts.due():
+            processes.start(command)
+            restarts.started(command)
+        _read_status(listener, view, restarts)
         view.refresh()
 
 
-def _read_status(listener: Listener, view: View) -> None:
+def _read_status(listener: Listener, view: View, restarts: Restarts) -> None:
     """Waits for news up to the poll interval, then takes all there are."""
     event = listener.receive(POLL_S)
     while event is not None:
         if isinstance(event, Received) and isinstance(event.message, Status):
             view.progress.update(event.message.source, event.message.values)
+            restarts.heard(event.message.source)
         event = listener.receive(0)
 
 
@@ -260,7 +248,9 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         command = outcome.failed.command
         for line in last_lines(command.log, LOG_LINES):
             print(f"  {command.name} | {line}", file=sys.stderr)
-        print(f"inflight launch: {outcome.failed}; its log: {command.log}", file=sys.stderr)
+        print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
+    if outcome.code and (checkpoint := checkpoints.newest(config.path)) is not None:
+        print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} goes on from there")
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
 

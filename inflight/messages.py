@@ -165,15 +165,19 @@ class Abort(Message, tag=True):
 
 
 class ActorHello(Message, tag=True):
-    """An actor joins; it may start no group before it is granted one."""
+    """An actor joins, and says so again every few seconds; it may start no group before it is granted one.
+
+    `incarnation` differs from process to process: a new one under the same name comes from a restart.
+    """
 
     actor: Name
+    incarnation: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
 
 
 class Grant(Message, tag=True):
-    """How many groups this actor may have started in all since its hello: cumulative, so a repeat does no harm."""
+    """Questions that this actor shall answer, by their index in the task's stream, beyond those of earlier grants."""
 
-    groups: Count
+    questions: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 53)]], Meta(min_length=1, max_length=1 << 16)]
 
 
 class GroupDone(Message, tag=True):
@@ -183,16 +187,26 @@ class GroupDone(Message, tag=True):
 
 
 class GroupFailed(Message, tag=True):
-    """A started group that will not come, with the reason by which it is counted."""
+    """A started group that will not come, with the reason by which it is counted.
+
+    `again`: the question is not at fault (a generator was), so it should be asked once more.
+    """
 
     group_id: Name
     reason: Annotated[str, Meta(max_length=128)]
+    again: bool
 
 
 class GroupAck(Message, tag=True):
     """The buffer has the group (or has counted it as failed); the actor forgets it."""
 
     group_id: Name
+
+
+class ActorBye(Message, tag=True):
+    """The actor leaves; what it was granted and has not delivered is to be asked again."""
+
+    reason: Annotated[str, Meta(max_length=128)]
 
 
 class Finish(Message, tag=True):
@@ -228,6 +242,7 @@ AnyMessage = (
     | GroupDone
     | GroupFailed
     | GroupAck
+    | ActorBye
     | Finish
     | Status
 )

@@ -56,8 +56,9 @@ class Ended:
 class Processes:
     """The running processes of one launcher. Use as a context manager: leaving it stops them all."""
 
-    def __init__(self, stop_grace_s: float) -> None:
-        self._grace_s = stop_grace_s
+    def __init__(self, stop_grace_s: float, *, keep_open: Sequence[int] = ()) -> None:
+        """`keep_open` are file descriptors that the processes inherit."""
+        self._grace_s, self._keep_open = stop_grace_s, tuple(keep_open)
         self._running: dict[str, tuple[Command, subprocess.Popen[bytes]]] = {}
         self._others = set(_living_descendants())
         """What ran below this process before: not ours to stop."""
@@ -84,6 +85,7 @@ class Processes:
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **command.environment},
                 start_new_session=True,
+                pass_fds=self._keep_open,
                 preexec_fn=prepare,
             )
         self._running[command.name] = (command, process)
@@ -107,6 +109,14 @@ class Processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._running[name][1].wait(max(0.0, deadline - time.monotonic()))
 
+    def kill_orphans(self) -> None:
+        """Ends what processes that are gone have left behind: this process has adopted it."""
+        own = {process.pid for _, process in self._running.values()}
+        for orphan in psutil.Process().children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if orphan.pid not in own and orphan not in self._others and not _is_tracker(orphan):
+                    _kill([*orphan.children(recursive=True), orphan])
+
     def stop(self) -> list[str]:
         """SIGTERM to each process, then SIGKILL to whatever of them and their descendants is left after the grace.
 
@@ -120,10 +130,7 @@ class Processes:
         deadline = time.monotonic() + KILL_WAIT_S
         # Killing a parent may bring up children that we had not seen: repeat until nobody is left.
         while left := [p for p in _living_descendants() if p not in self._others]:
-            for process in left:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-            psutil.wait_procs(left, timeout=0.5)
+            _kill(left)
             if time.monotonic() > deadline:
                 break
         for _, process in self._running.values():
@@ -154,6 +161,18 @@ def _living_descendants() -> list[psutil.Process]:
             if process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process)
     return living
+
+
+def _is_tracker(process: psutil.Process) -> bool:
+    """Python's own process that removes the shared memory of the killed; it ends by itself, after them."""
+    return any("resource_tracker" in argument for argument in process.cmdline())
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=0.5)
 
 
 def _signal_name(number: int) -> str:

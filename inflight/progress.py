@@ -12,6 +12,7 @@ Fed by the processes' `Status` messages. Known keys, all optional:
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -147,6 +148,13 @@ class View:
         elif time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + self._line_every_s
             self._print_news()
+
+    def tell(self, text: str) -> None:
+        """An event that must be seen, above the live view or among the lines."""
+        if self._live is not None:
+            self._live.console.print(text, highlight=False, markup=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
     def _print_news(self) -> None:
         """A line that says nothing new is left out, but not for long: silence looks like a hang."""

@@ -129,12 +129,17 @@ class LaunchConfig:
     """Cores that a process may use, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
     stop_grace_s: float = 6.0
     """Seconds between SIGTERM and SIGKILL when the run ends."""
+    restarts: int = 3
+    """How often a generator or an actor that had worked is started again; the run ends at the next failure."""
+    restart_delay_s: float = 1.0
+    """Seconds before the first restart of a process; twice as long before each further one."""
     line_every_s: float = 5.0
     """Seconds between the lines of progress when the output is no terminal."""
 
     def __post_init__(self) -> None:
         require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")
-        require(self.line_every_s > 0, "launch.line_every_s", self.line_every_s, "above 0")
+        require_fields(self, "launch", "line_every_s")
+        require_fields(self, "launch", "restarts restart_delay_s", least=0)
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,10 @@ class RunConfig:
     task: TaskConfig
     run_dir: str
     seed: int = 0
+    resume: bool = False
+    """Go on with the run that `run_dir` holds, from its newest checkpoint."""
+    checkpoint: str = ""
+    """The checkpoint that this start of the run goes on from; set by the launcher, empty: from the beginning."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gate: GateConfig = field(default_factory=GateConfig)
@@ -165,6 +174,16 @@ class RunConfig:
     def path(self) -> Path:
         """The run folder."""
         return Path(self.run_dir)
+
+    @property
+    def start_version(self) -> int:
+        """The version that everyone starts with: 0, or the step of the checkpoint that the run goes on from."""
+        return int(Path(self.checkpoint).name.removeprefix("step-")) if self.checkpoint else 0
+
+    @property
+    def start_model(self) -> str:
+        """The weights of `start_version`: a name or a directory, as `models.prepare` takes it."""
+        return self.checkpoint or self.model.name
 
     @property
     def capacity(self) -> int:

@@ -78,9 +78,12 @@ class TrainerConfig:
     threads: int = 1
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
+    checkpoints_kept: int = 0
+    """The newest so many stay, older ones are removed; 0 keeps all."""
     batch_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
-        require_fields(self, "trainer", "learning_rate weight_decay warmup_steps checkpoint_every", least=0)
+        names = "learning_rate weight_decay warmup_steps checkpoint_every checkpoints_kept"
+        require_fields(self, "trainer", names, least=0)
         require_fields(self, "trainer", "grad_clip batch_timeout_s")

@@ -29,10 +29,11 @@ def environment(config: RunConfig) -> dict[str, str]:
 def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but the worker and its settings."""
     generator = config.generator
-    model = str(prepare(config.model.name))
+    model = str(prepare(config.start_model))
     settings = Settings(
         endpoint=config.endpoint("weights"),
         generator=name,
+        version=config.start_version,
         heartbeat_s=config.bus.heartbeat_s,
         dead_after_s=config.bus.dead_after_s,
         share_prefix_across_versions=generator.share_prefix_across_versions,

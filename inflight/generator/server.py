@@ -146,7 +146,9 @@ async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
 
 async def _work(config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None]) -> None:
     """Runs agent and status beside the HTTP server until the first of them, or SIGTERM, ends them all."""
-    hello = EngineHello(generator=name, world_size=engine.vllm_config.parallel_config.world_size, version=0, url=url)
+    hello = EngineHello(
+        generator=name, world_size=engine.vllm_config.parallel_config.world_size, version=config.start_version, url=url
+    )
     weights = Link(config.endpoint("weights"), f"{name}.engine", config.bus)
     status = Link(config.endpoint("status"), name, config.bus)
     agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s)

@@ -20,7 +20,6 @@ from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
 from inflight.models import ModelError, prepare
 from inflight.rollout.actor import Actor, ActorError
-from inflight.rollout.numbers import Numbers
 from inflight.rollout.pool import NoGenerator, Pool
 from inflight.rollout.sampler import Sampler, Tokens
 from inflight.tasks import make
@@ -44,7 +43,7 @@ class _ModelTokens:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-async def work(config: RunConfig, name: str, index: int, actors: int, tokens: Tokens) -> None:
+async def work(config: RunConfig, name: str, tokens: Tokens) -> None:
     """Runs the actor until the run is over or SIGTERM comes. Raises ActorError, NoGenerator or BusError."""
     task = make(config.task, config.seed)
     bus = config.path / "bus"
@@ -61,9 +60,7 @@ async def work(config: RunConfig, name: str, index: int, actors: int, tokens: To
         ):
             async with Pool(session, config.generator_names(), url_of) as pool:
                 sampler = Sampler(config.rollout, config.seed, task, tokens, session, pool)
-                numbers = Numbers(config.path / "rollouts" / f"{name}.next")
-                concurrency = config.rollout.concurrency
-                actor = Actor(name, link, numbers, sampler, concurrency=concurrency, index=index, actors=actors)
+                actor = Actor(name, link, sampler, concurrency=config.rollout.concurrency)
                 await _run(config, actor, pool, status)
 
 
@@ -113,12 +110,9 @@ async def report(link: Link, source: str, values: Callable[[], dict[str, float |
             link.send(Status(source=source, values=snapshot))
 
 
-def _index(name: str, actors: int) -> int:
-    """The number in an actor's name: it decides which of the task's questions are its own."""
-    number = re.fullmatch(r"a(\d{1,4})", name)
-    if number is None or int(number[1]) >= actors:
-        raise ConfigError(f"--name {name} is not allowed: a0 to a{actors - 1} (--actors {actors})")
-    return int(number[1])
+def _check_name(name: str) -> None:
+    if re.fullmatch(r"a\d{1,4}", name) is None:
+        raise ConfigError(f"--name {name} is not allowed: a and a number, such as a0")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,15 +120,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m inflight.rollout", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="a0, a1, …")
-    parser.add_argument("--actors", type=int, default=1, help="how many there are (default: 1)")
     arguments = parser.parse_args(argv)
     name = arguments.name
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=f"{name} %(asctime)s %(levelname)s %(message)s")
     try:
         config = configuration.load(arguments.run_dir)
-        index = _index(name, arguments.actors)
+        _check_name(name)
         tokens = _ModelTokens(config.model.name)
-        asyncio.run(work(config, name, index, arguments.actors, tokens))
+        asyncio.run(work(config, name, tokens))
     except (ConfigError, ModelError) as error:
         return _end(name, error, 2)
     except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no tokenizer, a full disk

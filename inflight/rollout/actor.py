@@ -1,4 +1,4 @@
-"""The actor: starts as many groups as it is granted, ships what comes of them and keeps it until acknowledged.
+"""The actor: answers the questions that it is granted, ships what comes of them and keeps it until acknowledged.
 
 Everything that happens to it is an event in one queue, handled one after the other: messages of the buffer (a thread
 reads the link), finished groups (a task each), the ticks that repeat unacknowledged deliveries, and the stop.
@@ -10,6 +10,7 @@ import asyncio
 import collections
 import contextlib
 import logging
+import secrets
 import statistics
 import threading
 import time
@@ -17,10 +18,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from inflight.bus import BusError, Link
-from inflight.messages import ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed, Refused
+from inflight.messages import (
+    ActorBye,
+    ActorHello,
+    AnyMessage,
+    Finish,
+    Grant,
+    GroupAck,
+    GroupDone,
+    GroupFailed,
+    Refused,
+    WireError,
+)
 from inflight.rollout.client import Unpatched
 from inflight.rollout.ledger import ACTOR_STOPPED, RUN_FINISHED
-from inflight.rollout.numbers import Numbers
+from inflight.rollout.questions import group_id
 from inflight.rollout.sampler import GroupLost, Sampler
 
 log = logging.getLogger(__name__)
@@ -53,30 +65,22 @@ Event = AnyMessage | Stop | _Tick | BaseException
 
 
 class Actor:
-    """One actor of `actors`, the index-th: its k-th group asks the task's question `index + k * actors`."""
+    """One actor; the buffer decides which of the task's questions are its own."""
 
-    def __init__(
-        self,
-        name: str,
-        link: Link,
-        numbers: Numbers,
-        sampler: Sampler,
-        *,
-        concurrency: int,
-        index: int = 0,
-        actors: int = 1,
-    ) -> None:
+    def __init__(self, name: str, link: Link, sampler: Sampler, *, concurrency: int) -> None:
         self.name = name
+        self._hello = ActorHello(actor=name, incarnation=secrets.token_hex(8))
+        self._hello_sent = 0.0
         self._link = link
-        self._numbers = numbers
         self._sampler = sampler
         self._concurrency = concurrency
-        self._index, self._actors = index, actors
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unacked: dict[str, tuple[GroupDone | GroupFailed, float]] = {}
         """Deliveries by group id, with when they were last sent (monotonic seconds)."""
-        self._granted = self.started = self.done = self.failed = 0
+        self._waiting: collections.deque[int] = collections.deque()
+        """Questions granted and not started."""
+        self.started = self.done = self.failed = 0
         self._failures = 0
         self._paused_until = 0.0
         self._last_rewards: collections.deque[float] = collections.deque(maxlen=16)
@@ -100,7 +104,7 @@ class Actor:
         with self._pump():
             ticking = asyncio.create_task(self._tick(), name="actor tick")
             try:
-                self._link.send(ActorHello(actor=self.name))
+                self._say_hello()
                 while True:
                     event = await self._events.get()
                     if isinstance(event, Finish):
@@ -135,7 +139,7 @@ class Actor:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Grant):
-            self._granted = max(self._granted, event.groups)
+            self._waiting.extend(index for index in event.questions if not self._has(index))
         elif isinstance(event, GroupAck):
             self._unacked.pop(event.group_id, None)
         elif isinstance(event, Refused):
@@ -148,27 +152,23 @@ class Actor:
             self._repeat()
         self._start_groups()
 
+    def _has(self, index: int) -> bool:
+        """Whether it works on a question already: one that was taken for lost may be granted anew."""
+        return group_id(index) in self._running or group_id(index) in self._unacked or index in self._waiting
+
     def _start_groups(self) -> None:
-        while (
-            self.started < self._granted
-            and self.in_flight < self._concurrency
-            and time.monotonic() >= self._paused_until
-        ):
-            number = self._numbers.take()
-            group_id = self._group_id(number)
+        while self._waiting and self.in_flight < self._concurrency and time.monotonic() >= self._paused_until:
+            index = self._waiting.popleft()
             self.started += 1
-            task = asyncio.create_task(self._group(group_id, self._index + number * self._actors), name=group_id)
-            self._running[group_id] = task
+            name = group_id(index)
+            self._running[name] = asyncio.create_task(self._group(name, index), name=name)
 
-    def _group_id(self, number: int) -> str:
-        return f"{self.name}-{number}"
-
-    async def _group(self, group_id: str, index: int) -> None:
+    async def _group(self, name: str, index: int) -> None:
         """One group from question to delivery; never raises."""
         try:
-            group = await self._sampler.group(group_id, index)
+            group = await self._sampler.group(name, index)
         except GroupLost as lost:
-            self._lost(group_id, lost)
+            self._lost(name, lost)
         except Exception as error:  # noqa: BLE001 - ends the actor through its queue
             self._events.put_nowait(error)
             return  # still running as far as the books go: the end settles it
@@ -176,18 +176,18 @@ class Actor:
             self._failures = 0
             self.done += 1
             self._last_rewards.append(statistics.fmean(rollout.reward for rollout in group.rollouts))
-            self._deliver(GroupDone(group=group), group_id)
-        self._running.pop(group_id, None)
+            self._deliver(GroupDone(group=group), name)
+        self._running.pop(name, None)
         self._events.put_nowait(_Tick())
 
-    def _lost(self, group_id: str, lost: GroupLost) -> None:
+    def _lost(self, name: str, lost: GroupLost) -> None:
         """Counts a failed group; failures in a row slow the actor down, too many of them end it."""
         self._failures += 1
         self.failed += 1
         if lost.reason not in self._logged:
             self._logged.add(lost.reason)
-            log.warning("group %s failed: %s (told once a reason)", group_id, lost)
-        self._deliver(GroupFailed(group_id=group_id, reason=lost.reason[:128]), group_id)
+            log.warning("group %s failed: %s (told once a reason)", name, lost)
+        self._deliver(GroupFailed(group_id=name, reason=lost.reason[:128], again=lost.again), name)
         pause = min(MAX_PAUSE_S, 0.05 * 2**self._failures)
         self._paused_until = time.monotonic() + pause
         asyncio.get_running_loop().call_later(pause, self._events.put_nowait, _Tick())
@@ -196,56 +196,54 @@ class Actor:
 
     # --- delivery --------------------------------------------------------------------------------------------------
 
-    def _deliver(self, message: GroupDone | GroupFailed, group_id: str) -> None:
-        self._unacked[group_id] = (message, time.monotonic())
-        self._send(message)
+    def _deliver(self, message: GroupDone | GroupFailed, name: str) -> None:
+        self._unacked[name] = (message, time.monotonic())
+        self._send(message, name)
 
     def _repeat(self) -> None:
         now = time.monotonic()
-        for group_id, (message, sent) in list(self._unacked.items()):
+        for name, (message, sent) in list(self._unacked.items()):
             if now - sent > REPEAT_AFTER_S:
-                self._unacked[group_id] = (message, now)
-                self._send(message)
+                self._unacked[name] = (message, now)
+                self._send(message, name)
+        if now - self._hello_sent > REPEAT_AFTER_S:  # one that was taken for lost joins again by it
+            self._say_hello()
 
-    def _send(self, message: GroupDone | GroupFailed) -> None:
-        """A link that can't take it now is no loss: unacknowledged deliveries are repeated."""
+    def _say_hello(self) -> None:
+        self._hello_sent = time.monotonic()
         with contextlib.suppress(BusError):
+            self._link.send(self._hello)
+
+    def _send(self, message: GroupDone | GroupFailed, name: str) -> None:
+        """A link that can't take it now is no loss: unacknowledged deliveries are repeated."""
+        try:
             self._link.send(message)
+        except BusError:
+            pass
+        except WireError as error:  # larger than a frame may be
+            log.warning("group %s can't be sent: %s", name, error)
+            self._deliver(GroupFailed(group_id=name, reason="too large for a message", again=False), name)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     async def _end(self, reason: str) -> None:
-        """Settles every granted group, then waits (bounded) until the buffer has acknowledged all of them."""
+        """Gives up what is under way, waits (bounded) until all that is done was acknowledged, and says good-bye."""
         await self._cancel_groups()
-        self.failed += len(self._running)
-        for group_id in self._running:
-            self._deliver(GroupFailed(group_id=group_id, reason=reason), group_id)
-        # An actor that leaves on its own says so with a group that it will not start, be it granted or not: the
-        # buffer may be sending it a grant right now, and the first such word stops further ones.
-        leaving = reason == ACTOR_STOPPED and not self._running
+        self.failed += len(self._running) + len(self._waiting)
         self._running.clear()
-        self._decline(self._granted - self.started + leaving, reason)
+        self._waiting.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
                 while self._unacked:
                     event = await self._events.get()
                     if isinstance(event, GroupAck):
                         self._unacked.pop(event.group_id, None)
-                    elif isinstance(event, Grant):
-                        self._granted = max(self._granted, event.groups)
-                        self._decline(self._granted - self.started, reason)
                     elif isinstance(event, BusError):
                         break
         if self._unacked:
             log.warning("%d deliveries were not acknowledged before the end", len(self._unacked))
-
-    def _decline(self, groups: int, reason: str) -> None:
-        """Gives back slots whose groups were never started."""
-        for _ in range(groups):
-            self.started += 1
-            self.failed += 1
-            group_id = self._group_id(self._numbers.take())
-            self._deliver(GroupFailed(group_id=group_id, reason=reason), group_id)
+        with contextlib.suppress(BusError):
+            self._link.send(ActorBye(reason=reason))
 
     async def _cancel_groups(self) -> None:
         """Cancels what is still under way; those groups stay in `_running`, unsettled."""

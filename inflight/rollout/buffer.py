@@ -1,9 +1,10 @@
 """The bounded buffer between actors and the trainer: admission, acknowledgement and the gate at take time.
 
-    actor --ActorHello--> buffer         an actor joins
-    actor <----Grant----- buffer         slots: how many groups it may have started in all
+    actor --ActorHello--> buffer         an actor joins, or says that it is still there
+    actor <----Grant----- buffer         slots: the questions that it shall answer
     actor --GroupDone---> buffer         checked, written to the run folder, kept, GroupAck
     actor --GroupFailed-> buffer         counted by its reason, slot freed, GroupAck
+    actor --ActorBye----> buffer         leaves; what it was granted is asked again
                           buffer --take--> trainer      gated now, first in first out, slots freed
 
 A slot is held from its grant until the trainer takes the group, the gate drops it or it fails, so that generation
@@ -15,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Sequence
 
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import RunConfig
-from inflight.messages import ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed, Refused
+from inflight.messages import ActorBye, ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed
+from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.ledger import Counts, Ledger
+from inflight.rollout.ledger import ACTOR_LOST, Ledger
 from inflight.rollout.stream import Writer
+from inflight.types import RolloutGroup
 
 ROLLOUTS_FILE = "rollouts/rollouts.msgpack"
 _POLL_S = 0.1
@@ -41,12 +45,17 @@ class Buffer:
             groups = buffer.take(4, version=0, timeout_s=600)
     """
 
-    def __init__(self, listener: Listener, config: RunConfig) -> None:
-        """Starts at once. Raises OSError or StreamError when the run folder's rollout file can't be written."""
+    def __init__(
+        self, listener: Listener, config: RunConfig, books: Books = NO_BOOKS, groups: Sequence[RolloutGroup] = ()
+    ) -> None:
+        """Starts at once; a run that goes on brings its checkpoint's books and the groups that wait to be trained on.
+
+        Raises OSError or StreamError when the run folder's rollout file can't be written.
+        """
         self._listener = listener
         self._gate = config.gate
         self._writer = Writer(config.path / ROLLOUTS_FILE) if config.rollout.keep else None
-        self._ledger = Ledger(config)
+        self._ledger = Ledger(config, books, groups)
         self._changed = threading.Condition()
         self._taking = threading.Lock()
         self._synchronous = self._held_back = config.trainer.synchronous
@@ -100,6 +109,11 @@ class Buffer:
         with self._changed:
             return self._ledger.counts()
 
+    def books(self) -> Books:
+        """What a checkpoint keeps of it: the questions whose groups were taken, dropped or given up so far."""
+        with self._changed:
+            return self._ledger.books()
+
     def close(self) -> None:
         """Stops the thread and closes the rollout file; what is still in flight is counted as failed."""
         self._closing.set()
@@ -135,8 +149,8 @@ class Buffer:
 
     def _grant(self) -> None:
         if self._finish is None and not self._held_back:
-            for actor, groups in sorted(self._ledger.grants().items()):
-                self._send(actor, Grant(groups=groups))
+            for actor, questions in sorted(self._ledger.grants().items()):
+                self._send(actor, Grant(questions=questions))
 
     def _send(self, peer: str, message: AnyMessage) -> None:
         """A peer that is gone is not an error here: the bus reports it as Lost, which is where it is counted."""
@@ -159,7 +173,7 @@ class Buffer:
         with self._changed:
             try:
                 if isinstance(event, Lost):
-                    self._ledger.lost(event.peer)
+                    self._ledger.leave(event.peer, ACTOR_LOST)
                 else:
                     self._handle(event.peer, event.message)
                 self._grant()
@@ -172,12 +186,11 @@ class Buffer:
     def _handle(self, peer: str, message: AnyMessage) -> None:
         self._heard[peer] = time.monotonic()
         if isinstance(message, ActorHello):
-            self._ledger.hello(peer)
+            self._ledger.hello(peer, message.incarnation)
             if self._finish is not None:
                 self._send(peer, self._finish)
-        elif not self._ledger.knows(peer):
-            self._ledger.ignore("from a lost or unknown actor")
-            self._send(peer, Refused(reason=f"{peer} is unknown or was taken for lost; start it again"))
+        elif isinstance(message, ActorBye):
+            self._ledger.leave(peer, message.reason)
         elif isinstance(message, GroupDone | GroupFailed):
             self._settle(peer, message)
         else:

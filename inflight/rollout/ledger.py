@@ -1,70 +1,47 @@
-"""The buffer's books: slots, queue and counters. No threads, no sockets, no clock: events in, verdicts out.
+"""The buffer's books: questions, slots, queue and counters. No threads, no sockets, no clock: events in, verdicts out.
 
-A group is in exactly one place, and at any moment
+A grant is in exactly one place, and at any moment
 
     granted  = in flight + failed + produced
     produced = trained + dropped + buffered
-    in flight + buffered <= capacity
+    in flight + buffered <= capacity                        (more only just after a resume)
+    trained + in flight + buffered <= steps * groups_per_step
+
+The last line ends a run without waste: what would not be trained on is not asked. Together with `Questions` it makes a
+run that is killed and resumed train on the very questions of an undisturbed one.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from inflight.config import GateConfig, RunConfig
 from inflight.messages import GroupDone, GroupFailed
+from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup, gate_group
+from inflight.rollout.questions import Questions, index_of
 from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 
 ACTOR_LOST = "actor lost"
 ACTOR_STOPPED = "actor stopped"
-"""An actor that fails a group for this reason is leaving: it is granted no more."""
 RUN_FINISHED = "run finished"
 UNDELIVERED = "not delivered before the buffer closed"
 MAX_REASONS = 64
 """Distinct reasons counted by name; further ones are counted as `other`."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Where every group is; a snapshot."""
-
-    granted: int
-    in_flight: int
-    produced: int
-    buffered: int
-    trained: int
-    dropped: dict[str, int]
-    """Groups that the gate left out, by reason."""
-    failed: dict[str, int]
-    """Granted groups that never came or could not be used, by reason."""
-    rollouts_dropped: dict[str, int]
-    """Members left out of groups, whether the group was trained on or dropped, by reason."""
-    ignored: dict[str, int]
-    """Messages that changed nothing, by reason: repeats of settled groups, groups that nobody was granted."""
-
-    def check(self) -> None:
-        """Raises RuntimeError when a group was lost or counted twice."""
-        failed, dropped = sum(self.failed.values()), sum(self.dropped.values())
-        if self.granted != self.in_flight + failed + self.produced:
-            raise RuntimeError(f"granted is not in flight + failed + produced: {self}")
-        if self.produced != self.trained + dropped + self.buffered:
-            raise RuntimeError(f"produced is not trained + dropped + buffered: {self}")
+MAX_TRIES = 5
+"""Failed attempts at a question, without fault of its own, after which it is given up."""
 
 
 @dataclass
 class _Account:
     """One actor's slots since its hello."""
 
-    granted: int = 0
-    settled: int = 0
-    leaving: bool = False
-
-    @property
-    def in_flight(self) -> int:
-        return self.granted - self.settled
+    incarnation: str
+    in_flight: set[int] = field(default_factory=set)
+    """Questions granted and not settled."""
 
 
 def defect(group: RolloutGroup, group_size: int) -> str | None:
@@ -109,82 +86,99 @@ class Ledger:
     An actor is never granted more than its concurrency at once, so that a granted group is a started one.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, books: Books = NO_BOOKS, groups: Iterable[RolloutGroup] = ()) -> None:
+        """Goes on from `books`, with `groups` (of questions that are not settled in there) buffered."""
         self.capacity = config.capacity
+        self._wanted = config.trainer.steps * config.trainer.groups_per_step
         self._concurrency = config.rollout.concurrency
         self._group_size = config.rollout.group_size
         self._accounts: dict[str, _Account] = {}
-        self._queue: collections.deque[RolloutGroup] = collections.deque()
-        self._settled: set[str] = set()
-        """Ids of all groups that were delivered or failed: what makes deliveries idempotent."""
-        self._granted = self._produced = self._trained = 0
-        self._dropped: collections.Counter[str] = collections.Counter()
-        self._failed: collections.Counter[str] = collections.Counter()
-        self._rollouts_dropped: collections.Counter[str] = collections.Counter()
-        self._ignored: collections.Counter[str] = collections.Counter()
+        self._queue = collections.deque(groups)
+        self._held = {index for group in self._queue if (index := index_of(group.group_id)) is not None}
+        """Questions of the groups in the queue."""
+        self._questions = Questions(books.settled, self._held)
+        self._tries: collections.Counter[int] = collections.Counter()
+        self._trained = books.trained
+        self._dropped = collections.Counter(books.dropped)
+        self._failed = collections.Counter(books.failed)
+        self._rollouts_dropped = collections.Counter(books.rollouts_dropped)
+        self._ignored = collections.Counter(books.ignored)
+        self._produced = self._trained + self._dropped.total() + len(self._queue)
+        self._granted = self._produced + self._failed.total()
 
     @property
     def in_flight(self) -> dict[str, int]:
         """Groups granted and not settled, by actor."""
-        return {name: account.in_flight for name, account in self._accounts.items()}
+        return {name: len(account.in_flight) for name, account in self._accounts.items()}
 
     @property
     def buffered(self) -> int:
         """Groups delivered and neither taken nor dropped."""
         return len(self._queue)
 
-    def hello(self, actor: str) -> None:
-        """An actor joins. A second hello comes from a restarted process: what its predecessor had is lost."""
-        self.lost(actor)
-        self._accounts[actor] = _Account()
+    def books(self) -> Books:
+        """What is settled now. What is buffered or in flight is not: it comes from the run folder or is asked again."""
+        settled = self._questions.settled
+        return Books(
+            settled_below=settled.below, settled_beyond=settled.beyond, trained=self._trained,
+            dropped=dict(self._dropped), failed=dict(self._failed), rollouts_dropped=dict(self._rollouts_dropped),
+            ignored=dict(self._ignored),
+        )  # fmt: skip
 
-    def lost(self, actor: str) -> None:
-        """An actor is gone: what it had in flight has failed. Nothing happens for an unknown one."""
+    def hello(self, actor: str, incarnation: str) -> None:
+        """An actor joins, or says that it is still there. Of a restarted process the predecessor's work is lost."""
+        known = self._accounts.get(actor)
+        if known is None or known.incarnation != incarnation:
+            self.leave(actor, ACTOR_LOST)
+            self._accounts[actor] = _Account(incarnation)
+
+    def leave(self, actor: str, reason: str) -> None:
+        """An actor is gone: what it had in flight has failed and is asked again. Nothing happens for an unknown one."""
         account = self._accounts.pop(actor, None)
-        if account is not None:
-            self._fail(account, ACTOR_LOST, account.in_flight)
+        for index in sorted(account.in_flight) if account else ():
+            self._count_failed(reason)
+            self._questions.give_back(index)
 
-    def grants(self) -> dict[str, int]:
-        """Hands every free slot to the actor with the fewest in flight; the new cumulative grants by actor."""
-        room = self.capacity - sum(self.in_flight.values()) - len(self._queue)
-        told: dict[str, int] = {}
+    def grants(self) -> dict[str, list[int]]:
+        """Hands every free slot to the actor with the fewest in flight; the new questions by actor."""
+        taken = sum(self.in_flight.values()) + len(self._queue)
+        room = min(self.capacity, self._wanted - self._trained) - taken
+        told: dict[str, list[int]] = {}
         while room > 0:
-            free = [
-                (account.in_flight, name)
-                for name, account in self._accounts.items()
-                if account.in_flight < self._concurrency and not account.leaving
-            ]
-            if not free:
+            free = [(len(account.in_flight), name) for name, account in self._accounts.items()]
+            if not free or min(free)[0] >= self._concurrency:
                 break
             _, name = min(free)
-            self._accounts[name].granted += 1
+            index = self._questions.take()
+            self._accounts[name].in_flight.add(index)
             self._granted += 1
-            told[name] = self._accounts[name].granted
+            told.setdefault(name, []).append(index)
             room -= 1
         return told
 
     def settle(self, actor: str, message: GroupDone | GroupFailed) -> RolloutGroup | None:
         """Counts a group exactly once, however often it comes; returns it when it is new and sound, now buffered.
 
-        Raises KeyError for an actor that did not say hello (see `knows`).
+        A whole group is welcome from whoever has it: from an actor that was taken for lost, too, as long as nobody
+        else was quicker. A failure counts only from the actor that the question is granted to now.
         """
-        account = self._accounts[actor]
-        group_id = message.group.group_id if isinstance(message, GroupDone) else message.group_id
-        if group_id in self._settled:
-            self.ignore("repeat")
-            return None
-        reason = message.reason if isinstance(message, GroupFailed) else defect(message.group, self._group_size)
-        account.leaving = account.leaving or reason == ACTOR_STOPPED
-        if account.in_flight == 0:
+        name = message.group.group_id if isinstance(message, GroupDone) else message.group_id
+        index = index_of(name)
+        if index is None:
             self.ignore("not granted")
-            return None
-        self._settled.add(group_id)
-        if isinstance(message, GroupDone) and reason is None:
-            account.settled += 1
+        elif index in self._questions.settled or index in self._held:
+            self.ignore("repeat")
+        elif isinstance(message, GroupFailed):
+            self._fail(actor, index, message.reason, again=message.again)
+        elif (reason := defect(message.group, self._group_size)) is not None:
+            self._fail(actor, index, reason, again=True)
+        elif not self._claim(index):
+            self.ignore("not granted")
+        else:
             self._queue.append(message.group)
+            self._held.add(index)
             self._produced += 1
             return message.group
-        self._fail(account, reason or "no reason given", 1)
         return None
 
     def knows(self, actor: str) -> bool:
@@ -207,20 +201,20 @@ class Ledger:
                 continue
             del self._queue[len(usable)]
             self._dropped[str(gated.dropped)] += 1
-            self._count_members(gated)
+            self._done_with(gated)
 
     def train(self, usable: list[GatedGroup]) -> None:
         """The trainer takes the first groups of the queue, those that `judge` found usable."""
         for gated in usable:
             if self._queue.popleft() is not gated.group:
                 raise RuntimeError(f"group {gated.group.group_id} is not the oldest of the buffer")
-            self._count_members(gated)
+            self._done_with(gated)
         self._trained += len(usable)
 
     def close(self) -> None:
         """Counts what is still in flight as failed."""
-        for account in self._accounts.values():
-            self._fail(account, UNDELIVERED, account.in_flight)
+        for actor in list(self._accounts):
+            self.leave(actor, UNDELIVERED)
 
     def counts(self) -> Counts:
         """Where every group is now."""
@@ -236,11 +230,40 @@ class Ledger:
             ignored=dict(self._ignored),
         )
 
-    def _count_members(self, gated: GatedGroup) -> None:
-        self._rollouts_dropped.update({str(why): count for why, count in gated.members_dropped.items()})
+    def _claim(self, index: int) -> bool:
+        """Ends the search for an answer, whoever was at it; False when the question was never asked."""
+        for account in self._accounts.values():
+            if index in account.in_flight:
+                account.in_flight.remove(index)
+                return True
+        late = self._questions.claim(index)
+        self._granted += late  # the grant that it came from was counted as failed
+        return late
 
-    def _fail(self, account: _Account, reason: str, groups: int) -> None:
-        if groups:
-            known = reason in self._failed or len(self._failed) < MAX_REASONS
-            self._failed[reason if known else "other"] += groups
-            account.settled += groups
+    def _fail(self, actor: str, index: int, reason: str, *, again: bool) -> None:
+        account = self._accounts.get(actor)
+        if account is None or index not in account.in_flight:
+            self.ignore("not granted")
+            return
+        account.in_flight.remove(index)
+        self._count_failed(reason or "no reason given")
+        self._tries[index] += 1
+        if again and self._tries[index] < MAX_TRIES:
+            self._questions.give_back(index)
+        else:
+            self._settled(index)
+
+    def _count_failed(self, reason: str) -> None:
+        known = reason in self._failed or len(self._failed) < MAX_REASONS
+        self._failed[reason if known else "other"] += 1
+
+    def _done_with(self, gated: GatedGroup) -> None:
+        """A group has left the queue, trained on or dropped."""
+        self._rollouts_dropped.update({str(why): count for why, count in gated.members_dropped.items()})
+        if (index := index_of(gated.group.group_id)) is not None:
+            self._held.discard(index)
+            self._settled(index)
+
+    def _settled(self, index: int) -> None:
+        self._questions.settle(index)
+        del self._tries[index]

@@ -42,9 +42,11 @@ class Tokens(Protocol):
 class GroupLost(Exception):
     """A started group that will not come; `reason` is what it is counted by, the text is for the log."""
 
-    def __init__(self, reason: str, detail: str) -> None:
+    def __init__(self, reason: str, detail: str, *, again: bool = False) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.again = again
+        """Whether the question is worth another attempt: not it, but a generator was at fault."""
 
 
 class Sampler:
@@ -122,12 +124,12 @@ class Sampler:
             except Rejected as error:
                 raise GroupLost(error.reason, str(error)) from None
             except NoGenerator as error:
-                raise GroupLost("no generator", str(error)) from None
+                raise GroupLost("no generator", str(error), again=True) from None
             else:
                 if turn.token_versions:
                     generator.version = max(generator.version, turn.token_versions[-1].version)
                 return turn, generator.name, started
-        raise GroupLost(last.reason, str(last))
+        raise GroupLost(last.reason, str(last), again=True)
 
     async def _score(self, item: Item, prompt_ids: list[int], turn: Turn) -> Score:
         """The task's score. One that fails, is late or is no number loses the group: it is never taken for 0."""

@@ -8,7 +8,9 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -22,8 +24,12 @@ if TYPE_CHECKING:
     from inflight.weights.publisher import Publisher
 
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code after SIGTERM: the run is not done."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when all steps are done or SIGTERM came, 1 when the run could not go on, 2 for bad input."""
+    """Exit code: 0 when all steps are done, 1 when the run could not go on, 2 for bad input, STOPPED for SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m inflight.trainer", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     arguments = parser.parse_args(argv)
@@ -32,15 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load(arguments.run_dir)
         _require_supported(config)
         signal.signal(signal.SIGTERM, _stop_start)
-        _run(config)
+        return _run(config)
     except (ConfigError, ModelError) as error:
         return _end(error, 2)
     except (BusError, OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
         return _end(error, 1)
-    return 0
 
 
-def _run(config: RunConfig) -> None:
+def _run(config: RunConfig) -> int:
     import torch  # before anything else of torch, so that the pools have the configured size
 
     torch.set_num_threads(config.trainer.threads)
@@ -48,16 +53,19 @@ def _run(config: RunConfig) -> None:
     from accelerate.utils import set_seed
 
     from inflight.rollout.buffer import Buffer
+    from inflight.trainer.keep import load_optimizer, load_random
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
     from inflight.trainer.policy import load_policy, reference
     from inflight.trainer.report import Reporter
+    from inflight.trainer.rewind import begin
     from inflight.weights.guard import ReadGuard
     from inflight.weights.publisher import Publisher
     from inflight.weights.source import WeightSource
 
     stop = threading.Event()
     watch = _Watch(stop)
+    begun, waiting = begin(config)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
         reporter = stack.enter_context(Reporter(config, link, watch))
@@ -65,24 +73,31 @@ def _run(config: RunConfig) -> None:
         accelerator = Accelerator(cpu=not torch.cuda.is_available())
         set_seed(config.seed)
         model_dir = prepare(config.model.name)
-        policy = load_policy(model_dir, bfloat16=config.trainer.autocast, device=accelerator.device)
+        policy = load_policy(prepare(config.start_model), bfloat16=config.trainer.autocast, device=accelerator.device)
         source = WeightSource(policy.master, config.model.dtype)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         guard = ReadGuard(source.device)
-        publisher = Publisher(source, weights, config.publish, version=0, ranks=_ranks(config), guard=guard)
+        publisher = Publisher(source, weights, config.publish, version=begun.step, ranks=_ranks(config), guard=guard)
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
-        buffer = stack.enter_context(Buffer(rollouts, config))
-        learner = Learner(policy, config, accelerator, reference(config, model_dir, accelerator.device))
+        buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting))
+        start = reference(config, model_dir, accelerator.device)
+        learner = Learner(policy, config, accelerator, start, step=begun.step)
+        if config.checkpoint:
+            load_optimizer(Path(config.checkpoint), policy.master, learner.optimizer)
+            load_random(Path(config.checkpoint))
         guard.hold(learner.optimizer.optimizer)
-        trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop)
-        trainer.keep(0)
+        trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun)
+        trainer.keep(begun.step)
         reporter.follow(publisher)
         reporter.phase("waiting for generators")
         publisher.wait_joined(config.publish.join_timeout_s)
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        watch.over(buffer, publisher)
+        watch.over(buffer, publisher, config.publish.join_timeout_s)
         trainer.run()
+    if trainer.steps_done < config.trainer.steps:
+        return _end(f"stopped by SIGTERM after step {trainer.steps_done} of {config.trainer.steps}", STOPPED)
+    return 0
 
 
 class _Watch:
@@ -95,12 +110,19 @@ class _Watch:
     def __call__(self) -> None:
         self._check()
 
-    def over(self, buffer: Buffer, publisher: Publisher) -> None:
-        """Begins to watch: once all generators have joined."""
+    def over(self, buffer: Buffer, publisher: Publisher, patience_s: float) -> None:
+        """Begins to watch: once all generators have joined. For `patience_s` it does without any."""
         from inflight.trainer.loop import lost
 
+        alone_since: float | None = None
+
         def check() -> None:
-            reason = "the trainer was stopped" if self._stop.is_set() else lost(publisher)
+            nonlocal alone_since
+            reason = lost(publisher)
+            alone_since = None if reason is None else alone_since or time.monotonic()
+            if alone_since is not None and time.monotonic() - alone_since < patience_s:
+                reason = None  # generators are started again
+            reason = "the trainer was stopped" if self._stop.is_set() else reason
             if reason is not None:
                 self._check = lambda: None
                 buffer.finish(reason, 0.0)
@@ -118,10 +140,10 @@ def _require_supported(config: RunConfig) -> None:
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:
     """While things start, nothing is worth keeping: unwind from wherever the main thread is."""
-    raise SystemExit(0)
+    raise SystemExit(STOPPED)
 
 
-def _end(error: BaseException, code: int) -> int:
+def _end(error: BaseException | str, code: int) -> int:
     text = " ".join(str(error).split()) or repr(error)
     print(f"inflight trainer: {text[:1000]}", file=sys.stderr)
     return code

@@ -5,19 +5,25 @@ Each appears whole or not at all: written beside its place, then renamed. Only s
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
+import msgspec
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.trainer import randomness
+from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, name_of, step_of
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
+OPTIMIZER_FILE = "optimizer.safetensors"
+RANDOM_FILE = "random.safetensors"
+_ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 # What a model's directory holds besides weights and what save_pretrained writes: tokenizer and chat template.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.jinja")
 
@@ -39,33 +45,74 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: PreTrainedModel, optimizer: torch.optim.Optimizer, model_dir: Path
+    folder: Path, saved: Saved, model: PreTrainedModel, optimizer: torch.optim.Optimizer, model_dir: Path
 ) -> Path:
-    """`folder/step-000040`: a model directory (float32) that a run can start from, and the optimizer beside it.
+    """`folder/step-000040`: a model directory (float32) that engines can start from, and what the trainer needs beside.
 
-    `optimizer.safetensors` holds `<parameter>.<state>` tensors, `trainer.json` the step. Forced to the disk. Raises
-    OSError when it can't be written.
+    `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of random numbers,
+    `trainer.json` the rest (see `checkpoints.Saved`). Forced to the disk. A checkpoint of the same step is the same, so
+    it stays. Raises OSError when it can't be written; then the one before is still whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"step-{step:06d}"
+    target = folder / name_of(saved.step)
+    if target.exists():
+        return target
+    for left in folder.glob("step-*.partial-*"):  # of a writer that was killed
+        shutil.rmtree(left, ignore_errors=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=folder))
     try:
         model.save_pretrained(partial)
         for pattern in _COMPANIONS:
             for file in model_dir.glob(pattern):
                 shutil.copy(file, partial)
-        save_file(_optimizer_tensors(model, optimizer), partial / "optimizer.safetensors")
-        (partial / "trainer.json").write_text(json.dumps({"step": step}) + "\n")
+        save_file(_optimizer_tensors(model, optimizer), partial / OPTIMIZER_FILE)
+        save_file(randomness.capture(), partial / RANDOM_FILE)
+        (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
         for file in partial.iterdir():
             _to_disk(file)
         partial.chmod(0o755)
-        if target.exists():  # the same step again, from a run that was continued
-            shutil.rmtree(target)
         partial.rename(target)
         _to_disk(folder)
+    except SafetensorError as error:  # its word for a disk that is full
+        raise OSError(f"{target} can't be written: {error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def drop_checkpoints(folder: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints; 0 keeps all."""
+    found = sorted((path for path in folder.glob("step-*") if "." not in path.name), key=step_of)
+    for path in found[:-keep] if keep else []:
+        shutil.rmtree(path)
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer the state of a checkpoint. Raises CheckpointError when it is of other parameters."""
+    tensors = _read(folder / OPTIMIZER_FILE)
+    for name, parameter in model.named_parameters():
+        names = {key: f"{name}.{key}" for key in _ADAM_STATE}
+        if not tensors.keys() >= set(names.values()):
+            raise CheckpointError(f"{folder / OPTIMIZER_FILE} has no state for {name}")
+        state = {key: tensors.pop(full) for key, full in names.items()}
+        for key in ("exp_avg", "exp_avg_sq"):
+            if state[key].shape != parameter.shape:
+                raise CheckpointError(f"{folder / OPTIMIZER_FILE}: {name}.{key} is of another shape than {name}")
+        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+    if tensors:
+        raise CheckpointError(f"{folder / OPTIMIZER_FILE} has state for {next(iter(tensors))}, which is no parameter")
+
+
+def load_random(folder: Path) -> None:
+    """Lets all random numbers go on from a checkpoint."""
+    randomness.restore(_read(folder / RANDOM_FILE))
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
 
 
 def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

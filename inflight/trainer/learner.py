@@ -38,11 +38,18 @@ class Learner:
     """AdamW over a policy's master weights."""
 
     def __init__(
-        self, policy: Policy, config: RunConfig, accelerator: Accelerator, reference: PreTrainedModel | None = None
+        self,
+        policy: Policy,
+        config: RunConfig,
+        accelerator: Accelerator,
+        reference: PreTrainedModel | None = None,
+        *,
+        step: int = 0,
     ) -> None:
         """`reference` is what the divergence is measured against, where `trainer.objective` asks for the start.
 
-        Raises ConfigError for an objective or an advantage that does not exist or refuses its options.
+        `step` steps were taken before: the schedule of the learning rate goes on from there. Raises ConfigError for an
+        objective or an advantage that does not exist or refuses its options.
         """
         self.policy, self._config, self._accelerator = policy, config, accelerator
         self._reference, self._loss = reference, make_loss(config)
@@ -54,7 +61,10 @@ class Learner:
         optimizer = torch.optim.AdamW(
             policy.master.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warmup(settings.warmup_steps))
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+        factor = warmup(settings.warmup_steps)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
         self.optimizer, self._schedule = accelerator.prepare(optimizer, schedule)
 
     def collate(self, groups: Sequence[GatedGroup]) -> Batch:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from inflight.config import RunConfig
 from inflight.rollout.buffer import Buffer, BufferClosed
-from inflight.trainer.keep import keep_version, save_checkpoint
+from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
+from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_tokens
 from inflight.weights.delivery import State
@@ -40,15 +41,19 @@ class Trainer:
         publisher: Publisher,
         reporter: Reporter,
         stop: threading.Event,
+        begun: Saved,
     ) -> None:
+        """`begun` is where the run goes on from: step 0, or what a checkpoint holds."""
         self._config, self._model_dir = config, model_dir
         self._learner, self._source = learner, source
         self._buffer, self._publisher, self._reporter = buffer, publisher, reporter
         self._stop = stop
         self._patience = config.publish.transfer_timeout_s + config.publish.commit_timeout_s
         """Seconds that a published version may take until it is live or has failed."""
-        self._clock = Clock()
-        self.steps_done = 0
+        self._clock = Clock(begun.elapsed_s)
+        self.steps_done = begun.step
+        self._books = begun.books
+        """Of the moment when the optimizer's last step was done: what a checkpoint says was trained on, it has seen."""
 
     def run(self) -> None:
         """All steps, then the end of the run for everyone. Raises TrainError, TimeoutError or LearnError."""
@@ -58,8 +63,12 @@ class Trainer:
                 self.train_step(self.steps_done + 1)
             except (Stopped, BufferClosed) as end:
                 if not self._stop.is_set():
+                    self._save_before(end)
                     raise TrainError(lost(self._publisher) or str(end)) from end
                 break
+            except TimeoutError as end:  # no batch came
+                self._save_before(end)
+                raise
             self.steps_done += 1
             self._checkpoint_when_due()
         self._finish()
@@ -75,6 +84,7 @@ class Trainer:
             batch = self._learner.collate(groups)
             loss, stats = self._learner.backward(batch, self._stop.is_set)
             grad_norm = self._learner.step()
+        self._books = self._buffer.books()
         report = self.publish(step)
         learned = rewards_and_tokens(groups, batch) | learning(loss, grad_norm, stats)
         self._write_line(step, learned, report, batch.completion_tokens)
@@ -100,12 +110,21 @@ class Trainer:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Writes model and optimizer as they are after the last whole step."""
+        """Writes what a run can go on from: everything as it is after the last whole step."""
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
-        folder = self._config.path / "checkpoints"
-        master = self._learner.policy.master
-        save_checkpoint(folder, self.steps_done, master, self._learner.optimizer, self._model_dir)
+        folder = self._config.path / FOLDER
+        saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
+        save_checkpoint(folder, saved, self._learner.policy.master, self._learner.optimizer, self._model_dir)
+        drop_checkpoints(folder, self._config.trainer.checkpoints_kept)
         self._reporter.phase("training")
+
+    def _save_before(self, end: Exception) -> None:
+        """While waiting for a batch all steps are whole: they are kept, though the run ends. The reason comes first."""
+        if self.steps_done:
+            try:
+                self.checkpoint()
+            except OSError as error:
+                end.add_note(f"and no checkpoint could be written: {error}")
 
     def _finish(self) -> None:
         """Keeps the result, sees the last version in, ends the actors and the generators."""

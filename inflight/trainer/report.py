@@ -4,7 +4,7 @@ metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `k
 `lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the wait for a
 batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part of
 `train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens of
-the batch by the time since the last step ended.
+the batch by the time since the last step ended; `questions` are the indices of those that were trained on.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from inflight.bus import BusError, Link
 from inflight.config import RunConfig
 from inflight.messages import Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
+from inflight.rollout.books import Counts
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.ledger import Counts
+from inflight.rollout.questions import index_of
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import Stats
 from inflight.weights.delivery import Failure, Swap
@@ -37,8 +38,10 @@ Value = float | int | str
 class Clock:
     """Seconds of a step by phase."""
 
-    def __init__(self) -> None:
-        self.began = self._last = time.monotonic()
+    def __init__(self, elapsed_s: float = 0.0) -> None:
+        """`elapsed_s` went by before, in earlier starts of the run."""
+        self._last = time.monotonic()
+        self.began = self._last - elapsed_s
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -68,6 +71,7 @@ def rewards_and_tokens(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, 
     lags = batch.lag_counts()
     trained = sum(lags.values())
     return {
+        "questions": [index_of(group.group.group_id) for group in groups],
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "lag_mean": sum(lag * count for lag, count in lags.items()) / max(trained, 1),

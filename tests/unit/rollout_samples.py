@@ -33,7 +33,17 @@ def make_group(group_id="g", size=2, **kwargs):
 
 
 def make_config(
-    run_dir, *, max_lag=1, step=2, size=2, concurrency=2, keep=False, max_token_lag=8, dead_after_s=30.0, **rollout
+    run_dir,
+    *,
+    max_lag=1,
+    step=2,
+    size=2,
+    concurrency=2,
+    keep=False,
+    max_token_lag=8,
+    dead_after_s=30.0,
+    steps=40,
+    **rollout,
 ):
     """A run whose capacity is (max_lag + 1) * step groups, on a bus that is patient: a loaded machine may starve a
     thread for seconds. Tests of loss shorten `dead_after_s`."""
@@ -42,7 +52,7 @@ def make_config(
         task=TaskConfig(name="addition"),
         run_dir=str(run_dir),
         gate=GateConfig(max_lag=max_lag, max_token_lag=max_token_lag),
-        trainer=TrainerConfig(groups_per_step=step),
+        trainer=TrainerConfig(groups_per_step=step, steps=steps),
         rollout=RolloutConfig(group_size=size, concurrency=concurrency, keep=keep, **rollout),
         bus=BusConfig(heartbeat_s=0.05, dead_after_s=dead_after_s),
     )

@@ -7,7 +7,7 @@ import pytest
 from rollout_samples import make_config, make_group
 
 from inflight.bus import Link, Listener
-from inflight.messages import ActorHello, Finish, Grant, GroupAck, GroupDone, GroupFailed, Refused
+from inflight.messages import ActorBye, ActorHello, Finish, Grant, GroupAck, GroupDone, GroupFailed
 from inflight.rollout.buffer import ROLLOUTS_FILE, Buffer, BufferClosed
 from inflight.rollout.stream import Reader
 
@@ -22,11 +22,10 @@ class Party:
         self.buffer = Buffer(self.listener, self.config)
         self.links = []
 
-    def actor(self, name="a0", hello=True):
+    def actor(self, name="a0", incarnation="0" * 16):
         link = Link(self.endpoint, name, self.config.bus)
         self.links.append(link)
-        if hello:
-            link.send(ActorHello(actor=name))
+        link.send(ActorHello(actor=name, incarnation=incarnation))
         return link
 
     def close(self):
@@ -69,32 +68,32 @@ def done(group_id, **kwargs):
 def test_a_group_from_grant_to_batch(party, tmp_path):
     room = party(keep=True)
     actor = room.actor()
-    assert expect(actor, Grant) == Grant(groups=2)
-    actor.send(done("x"))
-    assert expect(actor, GroupAck) == GroupAck(group_id="x")
-    assert expect(actor, Grant) == Grant(groups=3), "capacity 4, concurrency 2: a slot is left"
-    actor.send(done("y"))
-    assert expect(actor, GroupAck) == GroupAck(group_id="y")
-    assert expect(actor, Grant) == Grant(groups=4)
+    assert expect(actor, Grant) == Grant(questions=[0, 1])
+    actor.send(done("q0"))
+    assert expect(actor, GroupAck) == GroupAck(group_id="q0")
+    assert expect(actor, Grant) == Grant(questions=[2]), "capacity 4, concurrency 2: a slot is left"
+    actor.send(done("q1"))
+    assert expect(actor, GroupAck) == GroupAck(group_id="q1")
+    assert expect(actor, Grant) == Grant(questions=[3])
     batch = room.buffer.take(2, version=0, timeout_s=5)
-    assert [gated.group.group_id for gated in batch] == ["x", "y"]
+    assert [gated.group.group_id for gated in batch] == ["q0", "q1"]
     assert batch[0].version == 0
     assert batch[0].rollouts[0].mask == [True] * 6
     counts = room.buffer.counts()
     counts.check()
     assert (counts.granted, counts.in_flight, counts.trained, counts.buffered) == (4, 2, 2, 0)
-    assert list(Reader(tmp_path / ROLLOUTS_FILE)) == [make_group("x"), make_group("y")]
+    assert list(Reader(tmp_path / ROLLOUTS_FILE)) == [make_group("q0"), make_group("q1")]
 
 
 def test_taking_frees_slots_when_the_buffer_is_full(party):
     room = party(max_lag=0, step=1)
     actor = room.actor()
-    assert expect(actor, Grant) == Grant(groups=1)
-    actor.send(done("x"))
+    assert expect(actor, Grant) == Grant(questions=[0])
+    actor.send(done("q0"))
     expect(actor, GroupAck)
     assert actor.receive(0.3) is None, "no slot is free"
     room.buffer.take(1, version=0, timeout_s=5)
-    assert expect(actor, Grant) == Grant(groups=2)
+    assert expect(actor, Grant) == Grant(questions=[1])
 
 
 def test_take_waits_and_goes_on_past_what_the_gate_drops(party):
@@ -104,11 +103,11 @@ def test_take_waits_and_goes_on_past_what_the_gate_drops(party):
     got = []
     taker = threading.Thread(target=lambda: got.extend(room.buffer.take(2, version=3, timeout_s=10)))
     taker.start()
-    for name, version in (("old", 2), ("new", 3), ("future", 4), ("newer", 3)):
+    for name, version in (("q0", 2), ("q1", 3), ("q2", 4), ("q3", 3)):
         actor.send(done(name, spans=[(0, version)]))
         until(lambda name=name: _acked(actor, name))
     taker.join(timeout=5)
-    assert [gated.group.group_id for gated in got] == ["new", "newer"]
+    assert [gated.group.group_id for gated in got] == ["q1", "q3"]
     counts = room.buffer.counts()
     assert counts.dropped == {"fewer than 2 usable rollouts": 1, "version not published": 1}
     counts.check()
@@ -122,10 +121,10 @@ def test_repeats_are_acknowledged_but_count_once(party, tmp_path):
     room = party(keep=True)
     actor = room.actor()
     expect(actor, Grant)
-    for message in (done("x"), done("x"), GroupFailed(group_id="x", reason="late"), done("x")):
+    for message in (done("q0"), done("q0"), GroupFailed(group_id="q0", reason="late", again=True), done("q0")):
         actor.send(message)
     acks = [message for message in iter(lambda: actor.receive(0.5), None) if isinstance(message, GroupAck)]
-    assert acks == [GroupAck(group_id="x")] * 4
+    assert acks == [GroupAck(group_id="q0")] * 4
     counts = room.buffer.counts()
     assert (counts.produced, counts.failed, counts.ignored) == (1, {}, {"repeat": 3})
     assert len(list(Reader(tmp_path / ROLLOUTS_FILE))) == 1
@@ -135,12 +134,12 @@ def test_failures_and_malformed_groups_are_counted_acknowledged_and_replaced(par
     room = party(keep=True)
     actor = room.actor()
     expect(actor, Grant)
-    actor.send(GroupFailed(group_id="x", reason="reward timeout"))
-    assert expect(actor, GroupAck).group_id == "x"
-    assert expect(actor, Grant) == Grant(groups=3)
-    actor.send(done("y", logprobs=[0.0]))
-    assert expect(actor, GroupAck).group_id == "y"
-    assert expect(actor, Grant) == Grant(groups=4)
+    actor.send(GroupFailed(group_id="q0", reason="reward timeout", again=False))
+    assert expect(actor, GroupAck).group_id == "q0"
+    assert expect(actor, Grant) == Grant(questions=[2])
+    actor.send(done("q1", logprobs=[0.0]))
+    assert expect(actor, GroupAck).group_id == "q1"
+    assert expect(actor, Grant) == Grant(questions=[1]), "what came damaged is asked again"
     counts = room.buffer.counts()
     assert counts.failed == {"reward timeout": 1, "malformed: logprobs": 1}
     counts.check()
@@ -153,13 +152,13 @@ def test_a_timeout_says_what_is_missing_and_loses_nothing(party):
         room.buffer.take(2, version=0, timeout_s=0.05)
     actor = room.actor()
     expect(actor, Grant)
-    actor.send(done("x"))
-    actor.send(GroupFailed(group_id="y", reason="http"))
+    actor.send(done("q0"))
+    actor.send(GroupFailed(group_id="q1", reason="http", again=False))
     until(lambda: room.buffer.counts().failed)
     with pytest.raises(TimeoutError, match=r"1 of 2 groups buffered, 2 in flight.*a0 \(2 in flight.*'http': 1"):
         room.buffer.take(2, version=0, timeout_s=0.05)
-    actor.send(done("z"))
-    assert [gated.group.group_id for gated in room.buffer.take(2, version=0, timeout_s=5)] == ["x", "z"]
+    actor.send(done("q2"))
+    assert [gated.group.group_id for gated in room.buffer.take(2, version=0, timeout_s=5)] == ["q0", "q2"]
 
 
 def test_a_lost_actors_slots_go_to_the_living(party):
@@ -169,7 +168,7 @@ def test_a_lost_actors_slots_go_to_the_living(party):
     living = room.actor("a1")
     assert living.receive(0.3) is None
     dying.close()
-    assert expect(living, Grant) == Grant(groups=2)
+    assert expect(living, Grant) == Grant(questions=[0, 1])
     counts = room.buffer.counts()
     assert counts.failed == {"actor lost": 2}
     counts.check()
@@ -178,24 +177,53 @@ def test_a_lost_actors_slots_go_to_the_living(party):
 def test_a_restarted_actor_starts_a_new_account(party):
     room = party()
     first = room.actor("a0")
-    assert expect(first, Grant) == Grant(groups=2)
-    first.send(done("x"))
+    assert expect(first, Grant) == Grant(questions=[0, 1])
+    first.send(done("q0"))
     expect(first, GroupAck)
     first.close()
-    second = room.actor("a0")
-    assert expect(second, Grant) == Grant(groups=2)
+    second = room.actor("a0", incarnation="1" * 16)
+    assert expect(second, Grant) == Grant(questions=[1, 2])
     counts = room.buffer.counts()
     assert (counts.failed, counts.buffered, counts.in_flight) == ({"actor lost": 2}, 1, 2)
     counts.check()
 
 
-def test_an_actor_without_hello_is_refused(party):
+def test_a_hello_again_changes_nothing(party):
     room = party()
-    actor = room.actor(hello=False)
-    actor.send(done("x"))
-    assert "start it again" in expect(actor, Refused).reason
+    actor = room.actor()
+    expect(actor, Grant)
+    actor.send(ActorHello(actor="a0", incarnation="0" * 16))
+    assert actor.receive(0.3) is None
+    assert room.buffer.counts().failed == {}
+
+
+def test_an_actor_that_was_taken_for_lost_delivers_and_joins_again(party):
+    """As after SIGSTOP: what it finished meanwhile counts, and its next hello brings it back."""
+    room = party(dead_after_s=2.0)
+    actor = room.actor()
+    expect(actor, Grant)
+    with room.buffer._changed:
+        room.buffer._ledger.leave("a0", "actor lost")
+    actor.send(done("q0"))
+    assert expect(actor, GroupAck).group_id == "q0"
+    assert actor.receive(0.2) is None
+    actor.send(ActorHello(actor="a0", incarnation="0" * 16))
+    assert expect(actor, Grant) == Grant(questions=[1, 2])
     counts = room.buffer.counts()
-    assert (counts.produced, counts.ignored) == (0, {"from a lost or unknown actor": 1})
+    counts.check()
+    assert (counts.buffered, counts.failed) == (1, {"actor lost": 2})
+
+
+def test_what_a_leaving_actor_had_goes_to_the_others(party):
+    room = party(max_lag=0, step=2)
+    leaving, living = room.actor("a0"), room.actor("a1")
+    expect(leaving, Grant)
+    leaving.send(done("q1"))
+    leaving.send(ActorBye(reason="actor stopped"))
+    assert expect(living, Grant) == Grant(questions=[0])
+    counts = room.buffer.counts()
+    counts.check()
+    assert (counts.failed, counts.buffered) == ({"actor stopped": 1}, 1)
 
 
 def test_finish_reaches_everybody_and_waits_for_the_last_group(party):
@@ -206,10 +234,10 @@ def test_finish_reaches_everybody_and_waits_for_the_last_group(party):
     finisher = threading.Thread(target=lambda: answers.append(room.buffer.finish("done", timeout_s=10)))
     finisher.start()
     assert expect(actor, Finish) == Finish(reason="done")
-    actor.send(done("x"))
+    actor.send(done("q0"))
     expect(actor, GroupAck)
     assert answers == []
-    actor.send(GroupFailed(group_id="y", reason="run finished"))
+    actor.send(ActorBye(reason="run finished"))
     finisher.join(timeout=5)
     assert answers == [True]
     late = room.actor("a1")
@@ -255,7 +283,7 @@ def test_a_broken_disk_stops_the_run_instead_of_losing_rollouts(party, monkeypat
         raise OSError("no space left")
 
     monkeypatch.setattr(room.buffer._writer, "append", full)
-    actor.send(done("x"))
+    actor.send(done("q0"))
     with pytest.raises(BufferClosed, match="no space left"):
         room.buffer.take(2, version=0, timeout_s=10)
     assert actor.receive(0.3) is None, "what was not written is not acknowledged"

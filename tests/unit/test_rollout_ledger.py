@@ -9,98 +9,137 @@ from rollout_samples import make_config, make_group, make_rollout
 
 from inflight.messages import GroupDone, GroupFailed
 from inflight.rollout import ledger as ledger_module
-from inflight.rollout.ledger import ACTOR_LOST, ACTOR_STOPPED, UNDELIVERED, Ledger, defect
+from inflight.rollout.ledger import ACTOR_LOST, MAX_TRIES, UNDELIVERED, Ledger, defect
+from inflight.rollout.questions import Indices, Questions, group_id, index_of
+from inflight.rollout.restore import newest_version
 from inflight.types import RolloutGroup, RoutedExperts, StepReward
 
 ACTORS = st.sampled_from(["a0", "a1", "a2"])
 
 
 class Books(RuleBasedStateMachine):
-    """Actors come, go, deliver, repeat and misbehave while a trainer takes batches."""
+    """Actors come, go, deliver, repeat and misbehave while a trainer takes batches, is killed and goes on."""
 
     def __init__(self):
         super().__init__()
-        self.config = make_config("unused", max_lag=2, step=2, concurrency=3, max_token_lag=2)
+        self.config = make_config("unused", max_lag=2, step=2, concurrency=3, max_token_lag=2, steps=12)
         self.ledger = Ledger(self.config)
-        self.started: dict[str, list[str]] = {}
-        self.granted: dict[str, int] = {}
+        self.started: dict[str, list[int]] = {}
         self.sent: list[tuple[str, object]] = []
         self.trained: list[str] = []
-        self.lost = 0
+        self.kept = (self.ledger.books(), 0, 0)
+        """What a checkpoint holds, the version, and how many were trained."""
+        self.written: list[RolloutGroup] = []
         self.version = 0
-        self.number = 0
 
     def grant(self):
-        for actor, cumulative in self.ledger.grants().items():
-            for _ in range(cumulative - self.granted[actor]):
-                self.number += 1
-                self.started[actor].append(f"{actor}-{self.number}")
-            self.granted[actor] = cumulative
+        for actor, questions in self.ledger.grants().items():
+            assert not set(questions) & {index for started in self.started.values() for index in started}
+            self.started[actor] += questions
 
-    @rule(actor=ACTORS)
-    def hello(self, actor):
-        self.lost += len(self.started.get(actor, []))
-        self.ledger.hello(actor)
-        self.started[actor], self.granted[actor] = [], 0
+    @rule(actor=ACTORS, same=st.booleans())
+    def hello(self, actor, same):
+        again = same and actor in self.started
+        before = self.ledger.counts()
+        self.ledger.hello(actor, "a" if again else f"{len(self.sent)}")
+        if not again:
+            self.started[actor] = []
+            self.ledger.hello(actor, "a")
+        self.ledger.hello(actor, "a")
+        assert not again or self.ledger.counts() == before
         self.grant()
 
     @rule(actor=ACTORS)
     def lose(self, actor):
-        self.lost += len(self.started.pop(actor, []))
-        self.ledger.lost(actor)
+        self.started.pop(actor, None)
+        self.ledger.leave(actor, ACTOR_LOST)
         self.grant()
 
     @precondition(lambda self: any(self.started.values()))
-    @rule(data=st.data(), kind=st.sampled_from(["good", "good", "good", "fail", "malformed", "future"]))
+    @rule(data=st.data(), kind=st.sampled_from(["good", "good", "good", "fail", "again", "malformed", "future"]))
     def deliver(self, data, kind):
         actor = data.draw(st.sampled_from([name for name, started in self.started.items() if started]))
         started = self.started[actor]
-        group_id = started.pop(data.draw(st.integers(0, len(started) - 1)))
+        name = group_id(started.pop(data.draw(st.integers(0, len(started) - 1))))
         version = self.version + 1 if kind == "future" else data.draw(st.integers(0, self.version))
-        group = make_group(group_id, spans=[(0, version)], logprobs=[-1.0] * (5 if kind == "malformed" else 6))
-        message = GroupFailed(group_id=group_id, reason="reward") if kind == "fail" else GroupDone(group=group)
+        group = make_group(name, spans=[(0, version)], logprobs=[-1.0] * (5 if kind == "malformed" else 6))
+        message = GroupDone(group=group)
+        if kind in ("fail", "again"):
+            message = GroupFailed(group_id=name, reason="reward", again=kind == "again")
         kept = self.ledger.settle(actor, message)
         assert (kept is not None) == (kind in ("good", "future"))
+        if kept is not None:
+            self.written.append(kept)
         self.sent.append((actor, message))
         self.grant()
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def repeat(self, data):
+        """Late, twice or from somebody else: a whole group may come in, all else changes nothing."""
         actor, message = data.draw(st.sampled_from(self.sent))
-        if self.ledger.knows(actor):
-            before = self.ledger.counts()
-            assert self.ledger.settle(actor, message) is None
-            assert self.ledger.counts().ignored["repeat"] == before.ignored.get("repeat", 0) + 1
+        in_flight = [index for started in self.started.values() for index in started]
+        if isinstance(message, GroupFailed) and index_of(message.group_id) in self.started.get(actor, []):
+            return  # that would be news
+        if isinstance(message, GroupDone) and index_of(message.group.group_id) in in_flight:
+            return  # so would that
+        before = self.ledger.counts()
+        kept = self.ledger.settle(actor, message)
+        if kept is None:
+            assert sum(self.ledger.counts().ignored.values()) == sum(before.ignored.values()) + 1
+        else:
+            self.written.append(kept)
+        self.grant()
 
-    @rule(wanted=st.integers(1, 4))
-    def take(self, wanted):
+    @rule(wanted=st.integers(1, 4), checkpoint=st.booleans())
+    def take(self, wanted, checkpoint):
         usable = []
         self.ledger.judge(usable, wanted, self.version, self.config.gate)
         if len(usable) == wanted:
             self.ledger.train(usable)
             self.trained += [gated.group.group_id for gated in usable]
             self.version += 1
+            if checkpoint:
+                self.kept = (self.ledger.books(), self.version, len(self.trained))
         self.grant()
+
+    @rule()
+    def die_and_go_on(self):
+        books, self.version, trained = self.kept
+        del self.trained[trained:]
+        self.written = [group for group in self.written if newest_version(group) <= self.version]
+        waiting = [group for group in self.written if index_of(group.group_id) not in books.settled]
+        self.ledger = Ledger(self.config, books, waiting)
+        self.started, self.sent = {}, []
 
     @invariant()
     def everything_is_counted(self):
         counts = self.ledger.counts()
         counts.check()
         assert counts.in_flight == sum(map(len, self.started.values()))
-        assert counts.in_flight + counts.buffered <= self.ledger.capacity
-        assert counts.granted == self.number
         assert counts.trained == len(self.trained)
-        assert counts.failed.get(ACTOR_LOST, 0) == self.lost
+        assert counts.trained + counts.in_flight + counts.buffered <= 24 or not counts.in_flight
+
+    @invariant()
+    def every_question_is_somewhere_once(self):
+        """Settled, buffered, in flight or waiting to be asked again: none is skipped."""
+        questions = self.ledger._questions
+        held = [index_of(group.group_id) for group in self.ledger._queue]
+        placed = held + [index for started in self.started.values() for index in started] + questions._open
+        placed += [index for index in range(questions._next) if index in questions.settled]
+        assert sorted(placed) == list(range(questions._next))
 
     @invariant()
     def nothing_is_trained_twice(self):
         assert len(set(self.trained)) == len(self.trained)
+        settled = self.ledger.books().settled
+        assert all(index_of(name) in settled for name in self.trained)
 
     @invariant()
     def no_slot_lies_idle(self):
         counts = self.ledger.counts()
-        if counts.in_flight + counts.buffered < self.ledger.capacity:
+        room = min(self.ledger.capacity, 24 - counts.trained) - counts.in_flight - counts.buffered
+        if room > 0:
             assert all(groups == self.config.rollout.concurrency for groups in self.ledger.in_flight.values())
 
 
@@ -112,67 +151,133 @@ def done(group_id, **kwargs):
     return GroupDone(group=make_group(group_id, **kwargs))
 
 
+def failed(name, reason="r", again=False):
+    return GroupFailed(group_id=name, reason=reason, again=again)
+
+
 def test_slots_are_shared_out_evenly():
     ledger = Ledger(make_config("unused", max_lag=0, step=5, concurrency=4))
-    ledger.hello("a0")
-    assert ledger.grants() == {"a0": 4}, "never more than an actor works on at once"
-    ledger.hello("a1")
-    assert ledger.grants() == {"a1": 1}
-    ledger.settle("a0", GroupFailed(group_id="x", reason="r"))
-    assert ledger.grants() == {"a1": 2}, "the actor with the fewest in flight comes first"
+    ledger.hello("a0", "x")
+    assert ledger.grants() == {"a0": [0, 1, 2, 3]}, "never more than an actor works on at once"
+    ledger.hello("a1", "x")
+    assert ledger.grants() == {"a1": [4]}
+    ledger.settle("a0", failed("q2"))
+    assert ledger.grants() == {"a1": [5]}, "the actor with the fewest in flight comes first"
 
 
 def test_the_queue_is_first_in_first_out_and_an_early_end_loses_nothing():
     config = make_config("unused", max_lag=1, step=2, concurrency=4)
     ledger = Ledger(config)
-    ledger.hello("a0")
+    ledger.hello("a0", "x")
     ledger.grants()
-    for name, version in (("x", 9), ("w", 0), ("y", 9), ("z", 9)):
+    for name, version in (("q3", 9), ("q0", 0), ("q1", 9), ("q2", 9)):
         ledger.settle("a0", done(name, spans=[(0, version)]))
     usable = []
     ledger.judge(usable, 4, 9, config.gate)
-    assert [gated.group.group_id for gated in usable] == ["x", "y", "z"]
+    assert [gated.group.group_id for gated in usable] == ["q3", "q1", "q2"]
     assert ledger.counts().buffered == 3
     usable = []
     ledger.judge(usable, 2, 9, config.gate)
     ledger.train(usable)
     counts = ledger.counts()
-    assert [gated.group.group_id for gated in usable] == ["x", "y"]
+    assert [gated.group.group_id for gated in usable] == ["q3", "q1"]
     assert (counts.trained, counts.buffered, counts.dropped) == (2, 1, {"fewer than 2 usable rollouts": 1})
     assert counts.rollouts_dropped == {"too few fresh tokens": 2}
     counts.check()
+    books = ledger.books()
+    assert (books.settled_below, books.settled_beyond) == (2, [3]), "0 was dropped, 1 and 3 trained on, 2 waits"
+
+
+def test_what_would_not_be_trained_on_is_not_asked():
+    config = make_config("unused", max_lag=3, step=2, concurrency=9, steps=3)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    assert ledger.grants() == {"a0": [0, 1, 2, 3, 4, 5]}, "three steps of two, though the capacity is 8"
+    ledger.settle("a0", failed("q1"))
+    assert ledger.grants() == {"a0": [6]}, "another takes the place of one that will not come"
 
 
 def test_a_group_that_nobody_was_granted_changes_nothing():
     ledger = Ledger(make_config("unused", max_lag=0, step=1))
-    ledger.hello("a0")
-    ledger.hello("a1")
-    assert ledger.grants() == {"a0": 1}
-    assert ledger.settle("a1", done("x")) is None
-    assert ledger.counts().ignored == {"not granted": 1}
-    assert ledger.settle("a0", done("x")) is not None, "the id was not burnt"
+    ledger.hello("a0", "x")
+    for name in ("q7", "x", "q01", "q-1"):
+        assert ledger.settle("a0", done(name)) is None
+    assert ledger.counts().ignored == {"not granted": 4}
+    assert ledger.grants() == {"a0": [0]}
 
 
-def test_a_leaving_actor_is_granted_no_more():
-    ledger = Ledger(make_config("unused"))
-    ledger.hello("a0")
-    assert ledger.grants() == {"a0": 2}
-    ledger.settle("a0", GroupFailed(group_id="x", reason=ACTOR_STOPPED))
-    assert ledger.grants() == {}
-    assert ledger.counts().failed == {ACTOR_STOPPED: 1}
+def test_a_late_group_of_a_lost_actor_is_welcome_once():
+    """Whether its question waits to be asked again or somebody else works on it: the first answer counts."""
+    ledger = Ledger(make_config("unused", max_lag=0, step=2, concurrency=1))
+    ledger.hello("a0", "x")
+    ledger.hello("a1", "x")
+    assert ledger.grants() == {"a0": [0], "a1": [1]}
+    ledger.leave("a0", ACTOR_LOST)
+    assert ledger.settle("a0", failed("q0")) is None
+    assert ledger.settle("a0", done("q0")) is not None
+    ledger.leave("a1", ACTOR_LOST)
+    ledger.hello("a2", "x")
+    assert ledger.grants() == {"a2": [1]}
+    assert ledger.settle("a1", done("q1")) is not None
+    assert ledger.settle("a2", done("q1")) is None
+    counts = ledger.counts()
+    counts.check()
+    assert (counts.buffered, counts.in_flight, counts.failed) == (2, 0, {ACTOR_LOST: 2})
+    assert counts.ignored == {"not granted": 1, "repeat": 1}
 
 
-def test_a_farewell_counts_even_when_no_slot_is_held():
-    ledger = Ledger(make_config("unused"))
-    ledger.hello("a0")
-    ledger.settle("a0", GroupFailed(group_id="x", reason=ACTOR_STOPPED))
-    assert ledger.grants() == {}
-    assert ledger.counts().ignored == {"not granted": 1}
+def test_a_question_is_asked_again_when_a_generator_was_at_fault_but_not_for_ever():
+    ledger = Ledger(make_config("unused", max_lag=0, step=1))
+    ledger.hello("a0", "x")
+    for _ in range(MAX_TRIES):
+        assert ledger.grants() == {"a0": [0]}
+        ledger.settle("a0", failed("q0", "connection lost", again=True))
+    assert ledger.grants() == {"a0": [1]}
+    assert ledger.counts().failed == {"connection lost": MAX_TRIES}
+    ledger.leave("a0", ACTOR_LOST)
+    ledger.hello("a0", "y")
+    assert ledger.grants() == {"a0": [1]}, "a lost actor is no fault of the question"
+    ledger.settle("a0", failed("q1", "reward timeout"))
+    assert ledger.grants() == {"a0": [2]}
+
+
+def test_books_go_on_where_they_were():
+    config = make_config("unused", max_lag=1, step=2, concurrency=4)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    ledger.grants()
+    groups = [ledger.settle("a0", done(name)) for name in ("q2", "q0", "q3")]
+    usable = []
+    ledger.judge(usable, 1, 0, config.gate)
+    ledger.train(usable)
+    ledger.settle("a0", failed("q1"))
+    after = Ledger(config, ledger.books(), groups[1:])
+    counts = after.counts()
+    counts.check()
+    assert (counts.trained, counts.buffered, counts.failed, counts.granted) == (1, 2, {"r": 1}, 4)
+    after.hello("a0", "x")
+    assert after.grants() == {"a0": [4, 5]}
+    assert after.settle("a0", done("q2")) is None, "it was trained on"
+
+
+def test_indices_stay_small():
+    indices = Indices()
+    for index in (1, 2, 0, 5, 3, 3, 0):
+        indices.add(index)
+    assert (indices.below, indices.beyond) == (4, [5])
+    assert [index for index in range(7) if index in indices] == [0, 1, 2, 3, 5]
+    assert Indices(2, [0, 2, 7]).below == 3
+    questions = Questions(Indices(2, [4]), held=[6])
+    assert [questions.take() for _ in range(4)] == [2, 3, 5, 7]
+    questions.give_back(3)
+    assert not questions.claim(2)
+    assert questions.claim(3)
+    assert questions.take() == 8
 
 
 def test_closing_counts_what_never_came():
     ledger = Ledger(make_config("unused"))
-    ledger.hello("a0")
+    ledger.hello("a0", "x")
     ledger.grants()
     ledger.close()
     assert ledger.counts().failed == {UNDELIVERED: 2}
@@ -182,20 +287,20 @@ def test_closing_counts_what_never_came():
 def test_reasons_are_bounded(monkeypatch):
     monkeypatch.setattr(ledger_module, "MAX_REASONS", 2)
     ledger = Ledger(make_config("unused", concurrency=4))
-    ledger.hello("a0")
+    ledger.hello("a0", "x")
     ledger.grants()
     for number in range(4):
-        ledger.settle("a0", GroupFailed(group_id=f"g{number}", reason=f"reason {number}"))
+        ledger.settle("a0", failed(f"q{number}", f"reason {number}"))
     assert ledger.counts().failed == {"reason 0": 1, "reason 1": 1, "other": 2}
 
 
 def test_training_out_of_order_is_refused():
     config = make_config("unused")
     ledger = Ledger(config)
-    ledger.hello("a0")
+    ledger.hello("a0", "x")
     ledger.grants()
-    ledger.settle("a0", done("x"))
-    ledger.settle("a0", done("y"))
+    ledger.settle("a0", done("q0"))
+    ledger.settle("a0", done("q1"))
     usable = []
     ledger.judge(usable, 2, 0, config.gate)
     with pytest.raises(RuntimeError, match="not the oldest"):

@@ -7,11 +7,13 @@ import os
 import random
 import signal
 import threading
+import time
 
 import pytest
 import torch
 from fake_generator import FakeGenerator, eventually
 from rollout_samples import make_config, make_rollout
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,8 +21,13 @@ from inflight import summary
 from inflight.bus import Link, Listener, Received
 from inflight.config import AuditConfig, ModelConfig, PublishConfig, TrainerConfig, save
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
-from inflight.metrics import METRICS_FILE, read_lines
-from inflight.trainer.__main__ import main
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.restore import newest_version
+from inflight.rollout.stream import Reader
+from inflight.trainer import checkpoints, keep, loop
+from inflight.trainer.__main__ import STOPPED, main
+from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
 
 
@@ -30,23 +37,21 @@ class FakeActor:
     def __init__(self, config, generator):
         self.config, self.generator = config, generator
         self.finish: Finish | None = None
-        self._made = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self):
         with Link(self.config.endpoint("rollouts"), "a0", self.config.bus) as link:
-            link.send(ActorHello(actor="a0"))
+            link.send(ActorHello(actor="a0", incarnation="0" * 16))
             while not self._closing.is_set():
                 message = link.receive(0.05)
                 if isinstance(message, Finish):
                     self.finish = message
                     self.kept = [each.name for each in (self.config.path / "checkpoints").glob("step-*")]
                 elif isinstance(message, Grant):
-                    while self._made < message.groups:
-                        link.send(GroupDone(group=self._group(f"q{self._made}")))
-                        self._made += 1
+                    for index in message.questions:
+                        link.send(GroupDone(group=self._group(f"q{index}")))
 
     def _group(self, name):
         source, version = random.Random(name), self.generator.version
@@ -62,6 +67,11 @@ class FakeActor:
     def close(self):
         self._closing.set()
         self._thread.join(5)
+
+
+def trained(run):
+    """The questions of every step, as metrics.jsonl tells them."""
+    return [index for line in run.lines() for index in line["questions"]]
 
 
 class Run:
@@ -87,7 +97,8 @@ class Run:
         self.actor: FakeActor | None = None
 
     def start(self, *, actor=True):
-        self.generator = FakeGenerator(self.config.endpoint("weights")).start()
+        version = self.config.start_version
+        self.generator = FakeGenerator(self.config.endpoint("weights"), version=version).start()
         if actor:
             self.actor = FakeActor(self.config, self.generator)
         return self
@@ -224,6 +235,163 @@ def test_checkpoints_can_be_started_from(make_run):
     assert moments["model.norm.weight.step"] == 3
 
 
+@dataclasses.dataclass
+class Died(Exception):
+    """As if by SIGKILL: nothing of the trainer runs after it."""
+
+
+def go_on(run, **trainer):
+    """The folder as the launcher would give it to the next start, after the others were started again."""
+    for each in (run.actor, run.generator, run.launcher):
+        each.close()
+    time.sleep(1.2)  # a closed socket lingers for a second, under the name that the next one bears
+    run.config = dataclasses.replace(
+        run.config, resume=True, checkpoint=str(checkpoints.newest(run.folder) or ""),
+        trainer=dataclasses.replace(run.config.trainer, **trainer),
+    )  # fmt: skip
+    save(run.config)
+    run.launcher = Listener(run.config.endpoint("status"), run.config.bus)
+    return run.start()
+
+
+@pytest.mark.parametrize("dies_in", ["publish", "checkpoint", "line"])
+def test_a_run_goes_on_from_its_checkpoint(make_run, monkeypatch, dies_in):
+    """Versions, optimizer, schedule and random numbers go on; no question is trained on twice or left out."""
+    run = make_run(steps=6, checkpoint_every=2, warmup_steps=8).start()
+    with monkeypatch.context() as patched:
+        if dies_in == "publish":
+            kill_at(patched, loop.Trainer, "publish", lambda trainer, version: version == 4)
+        elif dies_in == "checkpoint":
+            kill_at(patched, loop.Trainer, "checkpoint", lambda trainer: trainer.steps_done == 4)
+        else:
+            kill_at(patched, loop.Trainer, "_write_line", lambda trainer, step, *_: step == 4)
+        with pytest.raises(Died):
+            train(run)
+    assert checkpoints.newest(run.folder).name == "step-000002"
+    before = read_rollouts(run)
+    go_on(run)
+    learner = []
+    monkeypatch.setattr(loop.Trainer, "run", noting(loop.Trainer.run, lambda t: learner.append(state_of(t._learner))))
+    assert train(run) == 0
+    (state,) = learner
+    assert state["step"] == 2
+    assert state["lr"] == pytest.approx(1e-3 * 3 / 8)
+    assert [line["step"] for line in run.lines()] == [1, 2, 3, 4, 5, 6]
+    assert sorted(trained(run)) == list(range(12))
+    times = [line["time_s"] for line in run.lines()]
+    assert times == sorted(times)
+    swaps = [line for line in read_lines(run.folder / SWAPS_FILE) if line["event"] == "committed"]
+    assert [swap["version"] for swap in swaps] == [1, 2, 3, 4, 5, 6]
+    groups = read_rollouts(run)
+    assert len({group.group_id for group in groups}) == len(groups)
+    kept = {group.group_id: group for group in groups}
+    for group in before:
+        undone = newest_version(group) > 2
+        assert (kept.get(group.group_id) == group) != undone, "a tag of an undone version would lie"
+    saved = checkpoints.read(checkpoints.newest(run.folder))
+    assert (saved.step, saved.books.settled_below, saved.books.trained) == (6, 12, 12)
+    counts = summary.summarize(run.folder)
+    assert (counts.steps, counts.version) == (6, 6)
+
+
+def kill_at(patched, owner, name, when):
+    original = getattr(owner, name)
+
+    def killed(self, *arguments):
+        if when(self, *arguments):
+            raise Died
+        return original(self, *arguments)
+
+    patched.setattr(owner, name, killed)
+
+
+def noting(function, note):
+    def noted(self):
+        note(self)
+        return function(self)
+
+    return noted
+
+
+def state_of(learner):
+    parameter = next(iter(learner.policy.master.parameters()))
+    return {"step": float(learner.optimizer.state[parameter]["step"]), "lr": learner.optimizer.param_groups[0]["lr"]}
+
+
+def read_rollouts(run):
+    return list(Reader(run.folder / ROLLOUTS_FILE))
+
+
+def test_stopping_within_a_step_leaves_its_groups_to_be_trained_on(make_run, monkeypatch):
+    run = make_run(steps=5).start()
+
+    def stop(self, batch, stopped):
+        if self.optimizer.state:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stopped()
+            self.policy.drop_gradients()
+            raise Stopped
+        return backward(self, batch, stopped)
+
+    backward = Learner.backward
+    with monkeypatch.context() as patched:
+        patched.setattr(Learner, "backward", stop)
+        assert train(run) == STOPPED
+    assert checkpoints.read(checkpoints.newest(run.folder)).books.trained == 2
+    assert train(go_on(run)) == 0
+    assert sorted(trained(run)) == list(range(10))
+
+
+def test_without_a_checkpoint_it_begins_anew_with_what_was_sampled(make_run, monkeypatch):
+    run = make_run(steps=3).start()
+    with monkeypatch.context() as patched:
+        kill_at(patched, loop.Trainer, "publish", lambda trainer, version: version == 1)
+        with pytest.raises(Died):
+            train(run)
+    before = read_rollouts(run)
+    assert train(go_on(run)) == 0
+    assert sorted(trained(run)) == list(range(6))
+    assert read_rollouts(run)[: len(before)] == before
+
+
+def test_a_finished_run_can_be_given_more_steps(make_run):
+    run = make_run(steps=2).start()
+    assert train(run) == 0
+    assert train(go_on(run, steps=4, checkpoints_kept=1)) == 0
+    assert sorted(trained(run)) == list(range(8))
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_a_damaged_checkpoint_is_one_line(make_run, capfd):
+    run = make_run(steps=1).start()
+    assert train(run) == 0
+    state = run.folder / "checkpoints" / "step-000001" / "trainer.json"
+    state.write_text(state.read_text()[:-9])
+    assert train(go_on(run, steps=2)) == 1
+    assert "step-000001/trainer.json can't be read" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, capfd):
+    """Written in part: the folder under its final name is the one before, and nothing else is left."""
+    run = make_run(steps=4, checkpoint_every=1).start()
+    real, calls = keep.save_file, []
+
+    def full(tensors, path, *rest, **kwargs):
+        calls.append(path)
+        if len(calls) > 2:
+            path.write_bytes(b"half")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        return real(tensors, path, *rest, **kwargs)
+
+    monkeypatch.setattr(keep, "save_file", full)
+    object.__setattr__(run.config.audit, "keep_versions", False)
+    save(run.config)
+    assert train(run) == 1
+    assert "can't be written: I/O error: No space left" in capfd.readouterr().err.splitlines()[-1]
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000001"]
+    assert checkpoints.read(run.folder / "checkpoints" / "step-000001").step == 1
+
+
 def test_no_batch_in_time_is_one_clear_line(make_run, capfd):
     run = make_run(batch_timeout_s=0.5).start(actor=False)
     assert train(run) == 1
@@ -241,7 +409,10 @@ def test_a_generator_that_never_joins_is_named(make_run, capfd):
 
 
 def test_a_generator_that_dies_ends_the_run(make_run, capfd):
-    run = make_run(steps=10_000, batch_timeout_s=600.0).start()
+    run = make_run(steps=10_000, batch_timeout_s=600.0)
+    object.__setattr__(run.config.publish, "join_timeout_s", 5.0)
+    save(run.config)
+    run.start()
     after(lambda: len(run.lines()) >= 2, run.generator.close)
     assert train(run) == 1
     last = capfd.readouterr().err.strip().splitlines()[-1]
@@ -251,7 +422,7 @@ def test_a_generator_that_dies_ends_the_run(make_run, capfd):
 def test_sigterm_keeps_the_last_whole_step(make_run):
     run = make_run(steps=10_000).start()
     after(lambda: len(run.lines()) >= 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(run) == 0
+    assert train(run) == STOPPED, "a run that was stopped is no success"
     steps = run.lines()[-1]["step"]
     assert [p.name for p in (run.folder / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
     assert run.actor.finish.reason == "the trainer was stopped"
@@ -264,7 +435,7 @@ def test_sigterm_wakes_a_trainer_that_waits_for_a_batch(make_run):
         return any(status.values.get("phase") == "training" for status in run.read_statuses())
 
     after(training, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(run) == 0
+    assert train(run) == STOPPED
     assert run.lines() == []
 
 

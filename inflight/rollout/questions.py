@@ -1,0 +1,90 @@
+"""Which of the task's questions are settled, which is asked next, and which must be asked again.
+
+A question is known by its index in the task's stream, which depends on the seed alone; its group is named after it.
+It is settled once it was trained on, dropped by the gate or failed for good. Until then it comes back whenever the
+attempt at it is lost, under the same name and so with the same sampling seeds: what was slow is not drawn anew.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterable
+
+_GROUP_ID = re.compile(r"q(0|[1-9][0-9]{0,17})")
+
+
+def group_id(index: int) -> str:
+    """Name of the group that answers the index-th question."""
+    return f"q{index}"
+
+
+def index_of(name: str) -> int | None:
+    """The question of a group; None when the name is none that `group_id` gives."""
+    match = _GROUP_ID.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+class Indices:
+    """A set of indices that is nearly all of 0, 1, …: small however far it goes."""
+
+    def __init__(self, below: int = 0, beyond: Iterable[int] = ()) -> None:
+        """All indices under `below`, and those of `beyond`."""
+        self.below = below
+        self._beyond = set(beyond)
+        self._close_up()
+
+    @property
+    def beyond(self) -> list[int]:
+        """Members above the first gap, ascending."""
+        return sorted(self._beyond)
+
+    def add(self, index: int) -> None:
+        """A member more; nothing happens when it is one."""
+        if index >= self.below:
+            self._beyond.add(index)
+            self._close_up()
+
+    def __contains__(self, index: int) -> bool:
+        return index < self.below or index in self._beyond
+
+    def _close_up(self) -> None:
+        self._beyond = {index for index in self._beyond if index >= self.below}
+        while self.below in self._beyond:
+            self._beyond.remove(self.below)
+            self.below += 1
+
+
+class Questions:
+    """Hands out indices, the lowest open one first; not thread-safe."""
+
+    def __init__(self, settled: Indices, held: Iterable[int] = ()) -> None:
+        """`settled` are done with, `held` have an answer that waits to be trained on; all others are open."""
+        held = set(held)
+        self.settled = settled
+        self._next = max([settled.below, *(index + 1 for index in settled.beyond), *(index + 1 for index in held)])
+        self._open = [i for i in range(settled.below, self._next) if i not in settled and i not in held]
+        """Heap of those below `_next` that nobody works on."""
+
+    def take(self) -> int:
+        """The question to ask now."""
+        if self._open:
+            return heapq.heappop(self._open)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, index: int) -> None:
+        """An attempt was lost: to be asked again."""
+        heapq.heappush(self._open, index)
+
+    def claim(self, index: int) -> bool:
+        """Takes one that was given back; False when it does not wait to be asked again."""
+        if index not in self._open:
+            return False
+        self._open.remove(index)
+        heapq.heapify(self._open)
+        return True
+
+    def settle(self, index: int) -> None:
+        """It is done with for good."""
+        self.settled.add(index)

@@ -1,0 +1,128 @@
+"""The run folder as the launcher holds it: made or found again, locked while any process of the run lives, its sockets.
+
+The lock belongs to an open file that the run's processes inherit, so it lasts until the last of them is gone: a folder
+is never written to by two starts of a run, not even when the launcher was killed and the trainer is still stopping.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Self
+
+from inflight import config as configuration
+from inflight.config import ConfigError, RunConfig
+from inflight.trainer import checkpoints
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a Unix socket's path on Linux."""
+LOCK_WAIT_S = 30.0
+"""How long a resumed run waits for the processes of its last start to end."""
+FIXED = ("model", "task", "seed")
+"""Parts of the configuration that may not differ when a run goes on: they decide the weights and the questions."""
+
+
+class LaunchError(RuntimeError):
+    """A run that can't be started; one line for the user."""
+
+
+class RunFolder:
+    """Use as a context manager; leaving it removes the sockets and gives up the lock."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Makes the folder or, with `resume`, finds the run in it; `config` is then what its processes shall read.
+
+        Raises LaunchError when the folder holds a run (or, with `resume`, none), is in use, or can't be made;
+        ConfigError or CheckpointError when the run in it can't go on with this configuration.
+        """
+        self.path = config.path
+        holds_run = (self.path / configuration.CONFIG_FILE).exists()
+        if holds_run and not config.resume:
+            raise LaunchError(f"{self.path} holds a run already; choose another run_dir, or go on with it: resume=true")
+        if config.resume and not holds_run:
+            raise LaunchError(f"{self.path} holds no run that could go on; leave resume=true out to start one")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise LaunchError(f"can't make the run folder: {error}") from None
+        try:
+            self._lock(LOCK_WAIT_S if config.resume else 0.0)
+            self.config = _resumed(config) if config.resume else config
+            self._make_sockets()
+        except BaseException:
+            os.close(self.lock)
+            raise
+
+    @property
+    def bus(self) -> Path:
+        """Where the sockets are; a link when the path is too long for them."""
+        return self.path / "bus"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove_sockets()
+        os.close(self.lock)
+
+    def _lock(self, timeout_s: float) -> None:
+        deadline, told = time.monotonic() + timeout_s, False
+        while True:
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise LaunchError(f"{self.path} is in use: processes of this run are still alive") from None
+            if not told:
+                print("waiting for the processes of the last start to end", flush=True)
+                told = True
+            time.sleep(0.2)
+
+    def _make_sockets(self) -> None:
+        self._remove_sockets()  # of a launcher that was killed
+        elsewhere: str | None = None
+        try:
+            if _fits(self.bus):
+                self.bus.mkdir(mode=0o700)
+                return
+            elsewhere = tempfile.mkdtemp(prefix="inflight-")
+            if not _fits(Path(elsewhere)):
+                raise LaunchError(f"the path of {elsewhere} is too long for sockets; set TMPDIR to a short one")
+            self.bus.symlink_to(elsewhere)
+        except (OSError, LaunchError) as error:
+            if elsewhere is not None:
+                shutil.rmtree(elsewhere, ignore_errors=True)
+            if isinstance(error, LaunchError):
+                raise
+            raise LaunchError(f"can't make the run folder: {error}") from None
+
+    def _remove_sockets(self) -> None:
+        if self.bus.is_symlink():
+            shutil.rmtree(self.bus.resolve(), ignore_errors=True)
+            self.bus.unlink()
+        else:
+            shutil.rmtree(self.bus, ignore_errors=True)
+
+
+def _resumed(config: RunConfig) -> RunConfig:
+    """The configuration of the next start: its own values, from the newest checkpoint of the run in the folder."""
+    before = configuration.load(config.path)
+    for name in FIXED:
+        was, now = getattr(before, name), getattr(config, name)
+        if was != now:
+            raise ConfigError(f"{name}={now} is not allowed: the run in {config.path} began with {was}")
+    folder = checkpoints.newest(config.path)
+    if folder is not None:
+        checkpoints.read(folder)
+    return replace(config, checkpoint=str(folder) if folder else "")
+
+
+def _fits(bus: Path) -> bool:
+    return len(os.fsencode(bus / "rollouts")) < MAX_SOCKET_PATH

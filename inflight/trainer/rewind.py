@@ -1,0 +1,56 @@
+"""Takes the files of a run back to a checkpoint, so that no step is told twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from inflight.config import RunConfig
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.rollout.books import NO_BOOKS
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.restore import restore
+from inflight.trainer.checkpoints import SCHEMA, Saved, read
+from inflight.types import RolloutGroup
+
+log = logging.getLogger(__name__)
+
+
+def begin(config: RunConfig) -> tuple[Saved, list[RolloutGroup]]:
+    """Where this start of a run begins, and the groups that wait to be trained on; the folder is taken back to there.
+
+    Raises CheckpointError, StreamError or ValueError naming a file that is damaged, OSError when the disk is full.
+    """
+    begun = Saved(schema=SCHEMA, step=0, elapsed_s=0.0, books=NO_BOOKS)
+    if config.checkpoint:
+        begun = read(Path(config.checkpoint))
+    if not config.resume:
+        return begun, []
+    rewind(config, begun.step)
+    waiting = restore(config.path / ROLLOUTS_FILE, begun.books, begun.step)
+    log.info("going on from step %d, %d groups wait to be trained on", begun.step, len(waiting))
+    return begun, waiting
+
+
+def rewind(config: RunConfig, step: int) -> None:
+    """Cuts what belongs to later steps: lines of metrics.jsonl and swaps.jsonl, kept versions. Safe to repeat.
+
+    Raises ValueError when a line is damaged (other than the last, which may be torn), OSError when the disk is full.
+    """
+    _cut(config.path / METRICS_FILE, "step", step)
+    _cut(config.path / SWAPS_FILE, "version", step)
+    for path in config.version_file(0).parent.glob("*.safetensors"):
+        if path.stem.isdigit() and int(path.stem) > step:
+            path.unlink()
+
+
+def _cut(path: Path, key: str, step: int) -> None:
+    """Keeps the lines whose `key` is `step` at most; the file is replaced whole."""
+    if not path.exists():
+        return
+    kept = [line for line in read_lines(path) if int(line.get(key, 0)) <= step]
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text("".join(json.dumps(line, separators=(", ", ": ")) + "\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)

@@ -158,6 +158,12 @@ def test_and_by_the_share_that_is_masked():
     assert kept(gate(members(FRESH, MIXED, OLD), 9, rules[0])) == ["g/0", "g/1", "g/2"]
 
 
+def test_what_is_masked_stays_masked():
+    gated = gate(members(FRESH, MIXED, FRESH), 9, {"name": "token_lag", "at_most": 100}, max_token_lag=3)
+    assert gated.rollouts[1].mask == [False, False, True, True]
+    assert gated.masked == {"too old": 2}
+
+
 def test_rules_combine_in_their_order():
     old, whole = {"name": "oldest_lag", "at_most": 3}, {"name": "whole_group"}
     assert gate(members(FRESH, MIXED, OLD), 9, whole, old).dropped is None

@@ -92,6 +92,12 @@ def test_without_one_the_drawn_token_was_possible_all_the_same():
     assert math.isfinite(got[rare])
 
 
+def test_the_likeliest_token_is_always_left():
+    got = processed_logprobs(logits()[None], Sampling(top_p=1e-9))[0]
+    assert got.argmax() == logits().argmax()
+    assert int((got > -math.inf).sum()) == 1
+
+
 def test_what_is_cut_off_has_no_gradient():
     leaf = logits()[None].requires_grad_()
     chosen = int(leaf.argmax())

@@ -91,7 +91,7 @@ class Client:
         return self.call("collective_rpc", method, None, args)
 
     def swap_by(self, way: str) -> None:
-        """How the CUDA worker swaps from now on: remap, calls, idle, cold or copy."""
+        """How the CUDA worker swaps from now on: remap, calls, idle or copy."""
         if self._remaps:
             self.rpc("swap_by", way)
         self.take_swaps()

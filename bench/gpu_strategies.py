@@ -169,7 +169,6 @@ STRATEGIES: dict[str, Strategy] = {
     "inflight": inflight,
     "inflight-copy": inflight,  # the worker copies the shadow over the live weights instead
     "inflight-calls": inflight,  # the worker remaps by several calls from Python, not in one
-    "inflight-cold": inflight,  # the worker does not rehearse a remap
     "inflight-idle": inflight,  # the worker waits until the device is idle, not only behind the last use of weights
     "blocking": blocking,
     "vllm-packed": packed,

@@ -3,7 +3,6 @@
     live range    --> set 0 or set 1      what parameters, compiled code and CUDA graphs point to
     own range 0   --> set 0               always mapped; the way to write a set that is not live
     own range 1   --> set 1
-    spare range   --> set 0 or set 1      nothing uses it: see `remap`
 
 `remap` moves the live range to the other set: unmap, map, set access, under a millisecond for 15 GB, no byte copied.
 One large handle a set matters: 32 handles take 4 ms, 512 take 50 ms. Each set also keeps a range of its own, so that a
@@ -26,9 +25,6 @@ from inflight.generator.oneshot import Moved, NoCompiler, NotMoved, OneShot
 from inflight.weights.transport.cuda import CudaError, check
 
 logger = logging.getLogger("vllm.inflight")
-
-REHEARSALS = 2.5
-"""A rehearsal takes as long as a remap; it must not outlast the step in flight."""
 
 
 class ArenaError(RuntimeError):
@@ -74,8 +70,6 @@ class Arena:
         self._own: list[int] = []
         self._current = 0
         self._oneshot = self._make_oneshot()
-        self._last: Moved | None = None
-        self._spare = 0
         self._add_set()
         self._live = self._reserve()
         self._map(self._live, 0)
@@ -100,8 +94,6 @@ class Arena:
         """Allocates the second set. Raises ArenaError saying how much memory lacks."""
         if len(self._handles) == 1:
             self._add_set()
-            self._spare = self._reserve()
-            self._map(self._spare, 1)
 
     @property
     def shadow(self) -> torch.Tensor:
@@ -113,21 +105,19 @@ class Arena:
         """First byte of the live range; never changes."""
         return self._live
 
-    def remap(self, *, behind: torch.cuda.Event | None = None, in_one: bool = True, rehearse: bool = True) -> Moved:
+    def remap(self, *, behind: torch.cuda.Event | None = None, in_one: bool = True) -> Moved:
         """Waits for the last use of the live range, then moves it to the other set.
 
         `behind` was recorded after the last use; None waits for all that the device has to do. `in_one`: in one call
-        (see oneshot.py), where that could be compiled. `rehearse`: move the spare range first, when the wait of the
-        last remap says that the device will be busy meanwhile. Raises ArenaError when it failed with the old weights
-        live, ArenaLost when nothing is mapped any more.
+        (see oneshot.py), where that could be compiled. Raises ArenaError when it failed with the old weights live,
+        ArenaLost when nothing is mapped any more.
         """
         target = 1 - self._current
         try:
             if in_one and self._oneshot is not None:
                 handle = int(self._handles[target])
                 event = int(behind.cuda_event) if behind is not None else 0
-                spare = self._spare if rehearse and self._time_to_rehearse() else 0
-                moved = self._oneshot(self._live, self.nbytes, handle, self.device.index, event=event, spare=spare)
+                moved = self._oneshot(self._live, self.nbytes, handle, self.device.index, event)
             else:
                 moved = self._calls(target, behind)
         except NotMoved as error:
@@ -135,11 +125,7 @@ class Arena:
                 raise ArenaError(f"the live weights stay: {error}") from None
             self._restore(error)
         self._current = target
-        self._last = moved
         return moved
-
-    def _time_to_rehearse(self) -> bool:
-        return self._last is not None and self._last.wait > REHEARSALS * self._last.move
 
     def _calls(self, target: int, behind: torch.cuda.Event | None) -> Moved:
         started = time.perf_counter()

@@ -166,13 +166,12 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         return {"gap_s": max(answer["gap_s"], getattr(self.inflight_shadow, "last_gap_s", 0.0))}
 
     def swap_by(self, way: str) -> None:
-        """RPC for benches, from the next swap on: `remap`, remap in several `calls`, remap of an `idle` device, remap
-        `cold`, without a rehearsal, or `copy`."""
+        """RPC for benches, from the next swap on: `remap`, remap in several `calls`, remap of an `idle` device, or
+        `copy`."""
         shadow = self.inflight_shadow
         if isinstance(shadow, RemapShadow):
             shadow.settle()
-            shadow.copies, shadow.in_one = way == "copy", way != "calls"
-            shadow.idle, shadow.rehearse = way == "idle", way != "cold"
+            shadow.copies, shadow.in_one, shadow.idle = way == "copy", way != "calls", way == "idle"
 
     def take_swaps(self) -> list[tuple[float, float, float, float]]:
         """RPC: what oneshot.Moved holds, for each swap since the last call."""

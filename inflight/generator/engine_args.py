@@ -12,6 +12,13 @@ from inflight.models import prepare
 CPU_WORKER = "inflight.generator.worker.InflightCPUWorker"
 CUDA_WORKER = "inflight.generator.cuda_worker.InflightCUDAWorker"
 LOOPBACK = "127.0.0.1"
+ON_CUDA: dict[str, Any] = {
+    # A worker process even for one device: the engine core hands out tokens while the worker swaps.
+    "distributed_executor_backend": "mp",
+    # The size of the KV cache is given, so this share has one use left: an engine does not start unless so much of the
+    # device is free. By default that is nearly all, which refuses a device that the trainer is on as well.
+    "gpu_memory_utilization": 0.05,
+}
 
 
 def environment(config: RunConfig) -> dict[str, str]:
@@ -52,8 +59,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
         "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
-        # On CUDA a worker process even for one device: the engine core hands out tokens while the worker swaps.
-        **({"distributed_executor_backend": "mp"} if worker == CUDA_WORKER else {}),
+        **(ON_CUDA if worker == CUDA_WORKER else {}),
         **generator.extra,
         "worker_cls": worker,
         "additional_config": settings.as_additional_config(),

@@ -27,20 +27,13 @@ static double now(void) {
 }
 
 /* Waits for `event`, without one for the whole device. Returns a CUresult; `step` says which call returned it,
-   `seconds` how long the wait, unmap, map and access took. `spare`, unless 0, is a mapped range of the same size that
-   nothing uses: it is moved first, while the device is busy, so that the driver's code and data are in the caches when
-   the device waits for them. Whether that succeeds does not matter. */
-int wait_and_move(const struct driver *driver, void *event, address_t spare, address_t address, size_t nbytes,
-                  address_t handle, int device, int *step, double seconds[4]) {
+   `seconds` how long the wait, unmap, map and access took. */
+int wait_and_move(const struct driver *driver, void *event, address_t address, size_t nbytes, address_t handle,
+                  int device, int *step, double seconds[4]) {
     const struct access access = {ON_DEVICE, device, READ_WRITE};
     double at[5];
     int status;
     at[0] = now();
-    if (spare) {
-        driver->unmap(spare, nbytes);
-        driver->map(spare, nbytes, 0, handle, 0);
-        driver->access(spare, nbytes, &access, 1);
-    }
     *step = event ? WAIT_EVENT : WAIT_ALL;
     status = event ? driver->wait_event(event) : driver->wait_all();
     at[1] = now();

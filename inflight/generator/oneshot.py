@@ -59,8 +59,8 @@ class OneShot:
     def __init__(self) -> None:
         self._call = _compiled().wait_and_move
         self._call.argtypes = [
-            ctypes.POINTER(_Driver), ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_ulonglong, ctypes.c_size_t,
-            ctypes.c_ulonglong, ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double),
+            ctypes.POINTER(_Driver), ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_ulonglong,
+            ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double),
         ]  # fmt: skip
         self._call.restype = ctypes.c_int
         try:
@@ -70,14 +70,13 @@ class OneShot:
             raise NoCompiler(f"the CUDA driver lacks what is needed: {error}") from None
         self._driver = _Driver(*found)
 
-    def __call__(self, address: int, nbytes: int, handle: int, device: int, *, event: int = 0, spare: int = 0) -> Moved:
+    def __call__(self, address: int, nbytes: int, handle: int, device: int, event: int = 0) -> Moved:
         """Waits, then maps `[address, address + nbytes)` onto `handle`, readable and writable. Raises NotMoved.
 
         `event` is a CUevent that was recorded behind the last use of the range; 0 waits for all of the current context.
-        `spare` is a mapped range of `nbytes` that nothing uses: moving it first warms the caches; 0 leaves that out.
         """
         step, seconds = ctypes.c_int(), (ctypes.c_double * 4)()
-        status = self._call(self._driver, event or None, spare, address, nbytes, handle, device, step, seconds)
+        status = self._call(self._driver, event or None, address, nbytes, handle, device, step, seconds)
         if status != 0:
             call = _STEPS[step.value]
             raise NotMoved(f"{call}: CUresult {status}", unmapped=call in ("cuMemMap", "cuMemSetAccess"))

@@ -205,8 +205,6 @@ class RemapShadow(CudaShadow):
         """Remap in one call, not in several: see oneshot.py."""
         self.idle = False
         """Wait until the device is idle, not only behind the last use of weights: for comparison."""
-        self.rehearse = True
-        """Rehearse while the step in flight runs: see Arena.remap."""
         self.last_gap_s = 0.0
         """Seconds of the last remap that was done."""
         self.swaps: list[Moved] = []
@@ -253,7 +251,7 @@ class RemapShadow(CudaShadow):
         self._copied.synchronize()
 
     def _remap(self, behind: torch.cuda.Event | None = None) -> None:
-        self.swaps.append(self._arena.remap(behind=behind, in_one=self.in_one, rehearse=self.rehearse))
+        self.swaps.append(self._arena.remap(behind=behind, in_one=self.in_one))
         self._armed = False
         self.last_gap_s = self.swaps[-1].move
 

@@ -56,6 +56,7 @@ def test_values_follow_the_configuration(model: str) -> None:
     on_cuda = engine_values(config(model), "g0", CUDA_WORKER)
     assert on_cuda["enforce_eager"] is False
     assert on_cuda["distributed_executor_backend"] == "mp"
+    assert on_cuda["gpu_memory_utilization"] < 0.1
 
 
 def test_the_worker_finds_its_settings(model: str) -> None:

@@ -13,13 +13,13 @@ from inflight.generator.oneshot import NoCompiler, NotMoved, OneShot
 RANGE, BYTES, HANDLE, DEVICE = 0x7_0000_0000, 15 << 30, 0x1234_5678_9ABC, 3
 WAITS = ("cuCtxSynchronize", "cuEventSynchronize")
 CALLS = (*WAITS, "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
-EVENT, SPARE = 0x5555_0000_1111, 0x6_0000_0000
+EVENT = 0x5555_0000_1111
 
 
 class FakeDriver:
-    """Notes the calls with their arguments; the one named `failing` and all on the range `failing_at` return 999."""
+    """Notes the calls with their arguments; the one named `failing` returns 999."""
 
-    def __init__(self, failing: str = "", failing_at: int = 0) -> None:
+    def __init__(self, failing: str = "") -> None:
         self.calls: list[tuple[Any, ...]] = []
         u64, size = ctypes.c_ulonglong, ctypes.c_size_t
         waits, access = ((), (u64,)), (u64, size, ctypes.POINTER(ctypes.c_int), size)
@@ -29,7 +29,7 @@ class FakeDriver:
             def call(*values: Any) -> int:
                 plain = [tuple(value[:3]) if hasattr(value, "contents") else value for value in values]
                 self.calls.append((name, *plain))
-                return 999 if name == failing or (failing_at and failing_at in values) else 0
+                return 999 if name == failing else 0
 
             return call
 
@@ -68,31 +68,16 @@ def test_waits_then_unmaps_maps_and_sets_access(made: Any) -> None:
 
 def test_waits_for_the_event_that_it_is_given(made: Any) -> None:
     driver = FakeDriver()
-    made(driver)(RANGE, BYTES, HANDLE, DEVICE, event=EVENT)
+    made(driver)(RANGE, BYTES, HANDLE, DEVICE, EVENT)
     assert [call[0] for call in driver.calls] == ["cuEventSynchronize", *CALLS[2:]]
     assert driver.calls[0] == ("cuEventSynchronize", EVENT)
-
-
-def test_rehearses_with_the_spare_range_before_it_waits(made: Any) -> None:
-    driver = FakeDriver()
-    made(driver)(RANGE, BYTES, HANDLE, DEVICE, event=EVENT, spare=SPARE)
-    assert [call[:2] for call in driver.calls] == [
-        *((call, SPARE) for call in CALLS[2:]), ("cuEventSynchronize", EVENT), *((call, RANGE) for call in CALLS[2:])
-    ]  # fmt: skip
-
-
-def test_a_rehearsal_that_fails_changes_nothing(made: Any) -> None:
-    driver = FakeDriver(failing_at=SPARE)
-    moved = made(driver)(RANGE, BYTES, HANDLE, DEVICE, spare=SPARE)
-    assert [call[1] for call in driver.calls if call[0] == "cuMemMap"] == [SPARE, RANGE]
-    assert moved.move > 0
 
 
 @pytest.mark.parametrize("failing", CALLS)
 def test_stops_at_the_call_that_fails_and_names_it(made: Any, failing: str) -> None:
     driver = FakeDriver(failing)
     with pytest.raises(NotMoved, match=f"{failing}: CUresult 999") as caught:
-        made(driver)(RANGE, BYTES, HANDLE, DEVICE, event=EVENT if failing == "cuEventSynchronize" else 0)
+        made(driver)(RANGE, BYTES, HANDLE, DEVICE, EVENT if failing == "cuEventSynchronize" else 0)
     before = ["cuCtxSynchronize", *CALLS[2 : CALLS.index(failing)]] if failing not in WAITS else []
     assert [call[0] for call in driver.calls] == [*before, failing]
     assert caught.value.unmapped == (failing in ("cuMemMap", "cuMemSetAccess"))

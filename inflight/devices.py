@@ -34,8 +34,9 @@ def available() -> list[str]:
 def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
     """Process name → CUDA_VISIBLE_DEVICES; {} without GPUs.
 
-    The trainer has the first, each generator as many of the next as it has ranks; a single GPU is shared by all. After
-    its own, a generator sees the trainer's too: it pulls weights from there over CUDA IPC.
+    Each of the trainer's ranks has one of the first, each generator as many of the next as it has ranks; a single GPU
+    is shared by all. After its own, a generator sees that of the trainer's rank 0 too: it pulls weights from there over
+    CUDA IPC.
 
     Example: four GPUs, one generator of two ranks: {"trainer": "0", "g0": "1,2,0"}.
 
@@ -43,17 +44,17 @@ def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
     """
     if not devices:
         return {}
-    names, ranks = config.generator_names(), config.generator.tensor_parallel_size
-    seen = {"trainer": devices[0]}
-    if len(devices) == 1 and ranks == 1:
-        return seen | dict.fromkeys(names, devices[0])
-    wanted = 1 + len(names) * ranks
+    names, ranks, trainers = config.generator_names(), config.generator.tensor_parallel_size, config.rank_names()
+    if len(devices) == 1 and ranks == len(trainers) == 1:
+        return dict.fromkeys([*trainers, *names], devices[0])
+    wanted = len(trainers) + len(names) * ranks
     if len(devices) < wanted:
         raise ConfigError(
-            f"generator.count={len(names)} with generator.tensor_parallel_size={ranks} is not allowed: with the "
-            f"trainer's that takes {wanted} GPUs, there are {len(devices)}"
+            f"generator.count={len(names)} with generator.tensor_parallel_size={ranks} and "
+            f"trainer.processes={len(trainers)} is not allowed: that takes {wanted} GPUs, there are {len(devices)}"
         )
+    seen = dict(zip(trainers, devices, strict=False))
     for index, name in enumerate(names):
-        own = devices[1 + index * ranks : 1 + (index + 1) * ranks]
-        seen[name] = ",".join([*own, devices[0]])
+        first = len(trainers) + index * ranks
+        seen[name] = ",".join([*devices[first : first + ranks], devices[0]])
     return seen

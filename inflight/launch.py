@@ -117,7 +117,7 @@ def _run(config: RunConfig, commands: Sequence[Command], folder: RunFolder) -> t
 
 
 def usual_commands(config: RunConfig) -> list[Command]:
-    """The trainer, the generators and an actor, with their logs, threads, cores and GPUs.
+    """The trainer's ranks, the generators and an actor, with their logs, threads, cores and GPUs.
 
     Raises ConfigError when the machine has GPUs, but too few, or lacks a core.
     """
@@ -136,9 +136,11 @@ def usual_commands(config: RunConfig) -> list[Command]:
             cores=tuple(cores),
         )
 
-    generator = _environment(config.generator.threads)
+    trainer, generator = _environment(config.trainer.threads), _environment(config.generator.threads)
+    further = list(enumerate(config.rank_names()))[1:]
     return [
-        command("trainer", "trainer", ["trainer"], _environment(config.trainer.threads)),
+        command("trainer", "trainer", ["trainer"], trainer),
+        *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
         *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
         command("a0", "actor", ["rollout", "--name", "a0"], _environment(1)),
     ]
@@ -146,7 +148,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
 
 def _require_cores(config: RunConfig) -> None:
     allowed = os.sched_getaffinity(0)
-    known = {"trainer", "generator", "actor", "a0", *config.generator_names()}
+    known = {"generator", "actor", "a0", *config.rank_names(), *config.generator_names()}
     for name, cores in config.launch.affinity.items():
         place = f"launch.affinity.{name}"
         configuration.require(name in known, place, list(cores), f"the names are {', '.join(sorted(known))}")

@@ -29,7 +29,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Command:
-    """A process to start: its name, its kind (`trainer`, `generator`, `actor`), what to run and where to log."""
+    """A process to start: its name, its kind, what to run and where to log.
+
+    Kinds: `trainer`, `rank` (a further rank of the trainer's), `generator`, `actor`.
+    """
 
     name: str
     kind: str

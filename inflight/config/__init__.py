@@ -169,6 +169,9 @@ class RunConfig:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
+        sequences = self.trainer.groups_per_step * self.rollout.group_size
+        ranks = self.trainer.processes
+        require(ranks <= sequences, "trainer.processes", ranks, f"a step has {sequences} sequences to share out")
 
     @property
     def path(self) -> Path:
@@ -194,8 +197,13 @@ class RunConfig:
         """`g0`, `g1`, …: the names by which messages, metrics and rollouts speak of generators."""
         return [f"g{i}" for i in range(self.generator.count)]
 
+    def rank_names(self) -> list[str]:
+        """`trainer` and its further processes `trainer.1`, `trainer.2`, …"""
+        return ["trainer", *(f"trainer.{rank}" for rank in range(1, self.trainer.processes))]
+
     def endpoint(self, service: str) -> str:
-        """Address of a control socket: `weights`, `rollouts` or `status`. Kept short: ipc paths end at 107 bytes."""
+        """Address of a control socket: `weights`, `rollouts`, `ranks` or `status`. Kept short: ipc paths end at
+        107 bytes."""
         return f"ipc://{(self.path / 'bus').resolve() / service}"
 
     def version_file(self, version: int) -> Path:

@@ -76,6 +76,11 @@ class TrainerConfig:
     autocast: bool = True
     """Forward and backward in bfloat16, on a twin of the weights; master weights and optimizer stay float32."""
     threads: int = 1
+    """CPU threads of each process."""
+    processes: int = 1
+    """Ranks that weights, gradients and optimizer are sharded over (FSDP2); on GPUs each has one of its own."""
+    rank_timeout_s: float = 120.0
+    """The longest that all ranks may take for something they do together: a micro-batch, a step, a gather."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
     checkpoints_kept: int = 0
@@ -83,7 +88,7 @@ class TrainerConfig:
     batch_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
+        require_fields(self, "trainer", "steps groups_per_step micro_batch threads processes", least=1)
         names = "learning_rate weight_decay warmup_steps checkpoint_every checkpoints_kept"
         require_fields(self, "trainer", names, least=0)
-        require_fields(self, "trainer", "grad_clip batch_timeout_s")
+        require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")

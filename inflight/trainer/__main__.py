@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from inflight.bus import BusError, Link, Listener
-from inflight.config import ConfigError, RunConfig, load
+from inflight.config import ConfigError, RunConfig, load, require
 from inflight.models import ModelError, prepare
 from inflight.rollout.gate import rules_of
 
@@ -32,12 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when all steps are done, 1 when the run could not go on, 2 for bad input, STOPPED for SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m inflight.trainer", description=__doc__)
     parser.add_argument("--run-dir", required=True)
+    parser.add_argument("--rank", type=int, default=0, help="of trainer.processes ranks; 0 speaks with all others")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(arguments.run_dir)
         _require_supported(config)
+        allowed = f"0 to {config.trainer.processes - 1} (trainer.processes)"
+        require(0 <= arguments.rank < config.trainer.processes, "--rank", arguments.rank, allowed)
         signal.signal(signal.SIGTERM, _stop_start)
+        if arguments.rank:
+            from inflight.trainer.follower import follow
+
+            follow(config, arguments.rank)
+            return 0
         return _run(config)
     except (ConfigError, ModelError) as error:
         return _end(error, 2)
@@ -59,9 +67,9 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.policy import load_policy, reference
     from inflight.trainer.report import Reporter
     from inflight.trainer.rewind import begin
+    from inflight.trainer.sharding import TeamSource, assembled
     from inflight.weights.guard import ReadGuard
     from inflight.weights.publisher import Publisher
-    from inflight.weights.source import WeightSource
 
     stop = threading.Event()
     watch = _Watch(stop)
@@ -71,10 +79,17 @@ def _run(config: RunConfig) -> int:
         reporter = stack.enter_context(Reporter(config, link, watch))
         reporter.phase("loading")
         accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        team = stack.enter_context(assembled(config, accelerator.device))
         set_seed(config.seed)
         model_dir = prepare(config.model.name)
-        policy = load_policy(prepare(config.start_model), bfloat16=config.trainer.autocast, device=accelerator.device)
-        source = WeightSource(policy.master, config.model.dtype)
+        settings = config.trainer
+        policy = load_policy(
+            prepare(config.start_model),
+            bfloat16=settings.autocast,
+            device=accelerator.device,
+            sharded=settings.processes > 1,
+        )
+        source = TeamSource(policy.master, config.model.dtype, team)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         guard = ReadGuard(source.device)
         publisher = Publisher(source, weights, config.publish, version=begun.step, ranks=_ranks(config), guard=guard)
@@ -82,7 +97,7 @@ def _run(config: RunConfig) -> int:
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
         buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting))
         start = reference(config, model_dir, accelerator.device)
-        learner = Learner(policy, config, accelerator, start, step=begun.step)
+        learner = Learner(policy, config, accelerator, start, team, step=begun.step)
         if config.checkpoint:
             load_optimizer(Path(config.checkpoint), policy.master, learner.optimizer)
             load_random(Path(config.checkpoint))

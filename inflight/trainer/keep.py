@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -19,6 +21,7 @@ from transformers import PreTrainedModel
 
 from inflight.trainer import randomness
 from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, name_of, step_of
+from inflight.weights.shards import is_sharded, sharded_like
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -45,13 +48,19 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
 
 
 def save_checkpoint(
-    folder: Path, saved: Saved, model: PreTrainedModel, optimizer: torch.optim.Optimizer, model_dir: Path
+    folder: Path,
+    saved: Saved,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    model_dir: Path,
+    together: AbstractContextManager[None] | None = None,
 ) -> Path:
     """`folder/step-000040`: a model directory (float32) that engines can start from, and what the trainer needs beside.
 
     `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of random numbers,
     `trainer.json` the rest (see `checkpoints.Saved`). Forced to the disk. A checkpoint of the same step is the same, so
-    it stays. Raises OSError when it can't be written; then the one before is still whole.
+    it stays. What is sharded is gathered inside `together`. Raises OSError when it can't be written; then the one
+    before is still whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name_of(saved.step)
@@ -59,13 +68,15 @@ def save_checkpoint(
         return target
     for left in folder.glob("step-*.partial-*"):  # of a writer that was killed
         shutil.rmtree(left, ignore_errors=True)
+    with together or nullcontext():
+        weights, moments = model_tensors(model), optimizer_tensors(model, optimizer)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=folder))
     try:
-        model.save_pretrained(partial)
+        model.save_pretrained(partial, state_dict=weights)
         for pattern in _COMPANIONS:
             for file in model_dir.glob(pattern):
                 shutil.copy(file, partial)
-        save_file(_optimizer_tensors(model, optimizer), partial / OPTIMIZER_FILE)
+        save_file(moments, partial / OPTIMIZER_FILE)
         save_file(randomness.capture(), partial / RANDOM_FILE)
         (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
         for file in partial.iterdir():
@@ -98,7 +109,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         for key in ("exp_avg", "exp_avg_sq"):
             if state[key].shape != parameter.shape:
                 raise CheckpointError(f"{folder / OPTIMIZER_FILE}: {name}.{key} is of another shape than {name}")
-        optimizer.state[parameter] = {key: value.to(parameter.device) for key, value in state.items()}
+        optimizer.state[parameter] = {key: sharded_like(parameter, value) for key, value in state.items()}
     if tensors:
         raise CheckpointError(f"{folder / OPTIMIZER_FILE} has state for {next(iter(tensors))}, which is no parameter")
 
@@ -115,13 +126,30 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"{path} can't be read: {error}") from None
 
 
-def _optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict, whole. Of a sharded model by a collective that all ranks take part in, for rank 0 alone: on its
+    CPU; the others get empty tensors."""
+    kept = model.state_dict(keep_vars=True)
+    found = {id(tensor): _whole(tensor) for tensor in {id(each): each for each in kept.values()}.values()}
+    return {name: found[id(tensor)] for name, tensor in kept.items()}  # tied parameters stay one tensor
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """`<parameter>.<state>` → tensor, whole; see model_tensors."""
     return {
-        f"{name}.{key}": value.detach().contiguous()
+        f"{name}.{key}": _whole(value).contiguous()
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach()
+    if not is_sharded(plain):
+        return plain
+    gathered: torch.Tensor = plain.full_tensor()  # type: ignore[attr-defined]
+    return gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
 
 
 def _to_disk(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,8 +18,12 @@ from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.loss import make_loss
+from inflight.trainer.parcel import unpack
 from inflight.trainer.policy import Policy
+from inflight.trainer.split import rounds
 from inflight.trainer.stats import Stats, combine
+from inflight.trainer.team import Team
+from inflight.weights.shards import is_sharded
 
 
 class Stopped(Exception):
@@ -43,15 +48,18 @@ class Learner:
         config: RunConfig,
         accelerator: Accelerator,
         reference: PreTrainedModel | None = None,
+        team: Team | None = None,
         *,
         step: int = 0,
     ) -> None:
         """`reference` is what the divergence is measured against, where `trainer.objective` asks for the start.
 
-        `step` steps were taken before: the schedule of the learning rate goes on from there. Raises ConfigError for an
-        objective or an advantage that does not exist or refuses its options.
+        `team` is rank 0's; None for a trainer alone and on the other ranks. `step` steps were taken before: the
+        schedule of the learning rate goes on from there. Raises ConfigError for an objective or an advantage that does
+        not exist or refuses its options.
         """
         self.policy, self._config, self._accelerator = policy, config, accelerator
+        self.team = team or Team(None, config)
         self._reference, self._loss = reference, make_loss(config)
         self._sampling = Sampling.of(config.rollout)
         worth = config.trainer.advantage
@@ -79,23 +87,33 @@ class Learner:
     def backward(self, batch: Batch, stop: Callable[[], bool]) -> tuple[float, Stats]:
         """Leaves the gradient of the batch's loss on the master weights; the loss and what happened.
 
-        Both are the same whatever the micro-batches. Raises Stopped when `stop()` says so between micro-batches.
+        Both are the same whatever the micro-batches and ranks. Raises Stopped when `stop()` says so between
+        micro-batches.
         """
-        loss, parts = 0.0, []
-        for part in batch.to(self._accelerator.device).micro_batches(self._config.trainer.micro_batch):
+        settings = self._config.trainer
+        done: list[tuple[float, Stats]] = []
+        for own, *others in rounds(batch, settings.micro_batch, settings.processes):
             if stop():
-                self.policy.drop_gradients()
+                with self.team.together("drop"):
+                    self.policy.drop_gradients()
                 raise Stopped
-            scores = self._score(self.policy.compute, part, entropy_gradient=self._loss.entropy > 0)
-            share, stats = self._loss(scores, part, self._reference_logprobs(part))
-            self._accelerator.backward(share)
-            self.policy.collect_gradients()
-            loss += float(share.detach())
-            parts.append(stats)
-        return loss, combine(parts)
+            with self.team.learning(others):
+                done.append(self.learn(own))
+        done += [(each.loss, unpack(Stats, each.stats)) for each in self.team.learned()]
+        return sum(loss for loss, _ in done), combine([stats for _, stats in done])
 
-    def _score(self, model: PreTrainedModel, batch: Batch, *, entropy_gradient: bool = False) -> Scores:
-        return score_tokens(model, batch, self._sampling, entropy_gradient=entropy_gradient)
+    def learn(self, batch: Batch) -> tuple[float, Stats]:
+        """Adds the gradient of a micro-batch; its share of the step's loss, and what happened."""
+        part = batch.to(self._accelerator.device)
+        scores = self._score(self.policy.score, part, entropy_gradient=self._loss.entropy > 0)
+        share, stats = self._loss(scores, part, self._reference_logprobs(part))
+        # FSDP2 averages the ranks' gradients, but each has a share of one sum.
+        self._accelerator.backward(share * self._config.trainer.processes)
+        self.policy.collect_gradients()
+        return float(share.detach()), stats
+
+    def _score(self, score: Callable[..., Scores], batch: Batch, *, entropy_gradient: bool = False) -> Scores:
+        return score(batch, self._sampling, entropy_gradient=entropy_gradient)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
@@ -104,15 +122,23 @@ class Learner:
             return None
         if self._config.trainer.objective.kl_reference == "teacher":
             return batch.teacher_logprobs
-        return None if self._reference is None else self._score(self._reference, batch).logprobs
+        if self._reference is None:
+            return None
+        return self._score(functools.partial(score_tokens, self._reference), batch).logprobs
 
     def step(self) -> float:
         """Clips, steps, forgets the gradient; its norm before clipping. Raises LearnError when that is not finite."""
-        norm = float(self._accelerator.clip_grad_norm_(self.policy.master.parameters(), self._config.trainer.grad_clip))
-        if not math.isfinite(norm):
-            raise LearnError(f"the gradient's norm is {norm}: the step was not taken")
-        self.optimizer.step()
+        with self.team.together("step"):
+            norm = self._clip()
+            if not math.isfinite(norm):
+                raise LearnError(f"the gradient's norm is {norm}: the step was not taken")
+            self.optimizer.step()
         self._schedule.step()
         self.policy.drop_gradients()
         self.policy.refresh()
         return norm
+
+    def _clip(self) -> float:
+        """The norm over all shards; each rank scales its own by it."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.master.parameters(), self._config.trainer.grad_clip)
+        return float(norm.full_tensor() if is_sharded(norm) else norm)  # type: ignore[attr-defined]

@@ -112,9 +112,10 @@ class Trainer:
     def checkpoint(self) -> None:
         """Writes what a run can go on from: everything as it is after the last whole step."""
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
-        folder = self._config.path / FOLDER
+        folder, learner = self._config.path / FOLDER, self._learner
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
-        save_checkpoint(folder, saved, self._learner.policy.master, self._learner.optimizer, self._model_dir)
+        together = learner.team.together("checkpoint")
+        save_checkpoint(folder, saved, learner.policy.master, learner.optimizer, self._model_dir, together)
         drop_checkpoints(folder, self._config.trainer.checkpoints_kept)
         self._reporter.phase("training")
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from inflight.types import DTYPE_BYTES, ParamMeta
+from inflight.weights.shards import is_sharded, whole
 
 WIRE_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that may travel, by their names in ParamMeta."""
@@ -68,18 +69,22 @@ class WeightSource:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, full detached tensor) in the order of `metas`, read anew: what the parameters hold now.
 
-        Sharded parameters are gathered one at a time, so a round never holds more than one full tensor besides the
-        shards. Raises SourceError when the module no longer has the parameters it had: one is gone, has another shape,
-        or a tie was broken (the alias would silently keep its old value in the generators).
+        Sharded parameters come gathered and cast (weights/shards.py), so a round never holds more than a bucket of
+        whole ones besides the shards. Raises SourceError when the module no longer has the parameters it had: one is
+        gone, has another shape, or a tie was broken (the alias would silently keep its old value in the generators).
         """
         for alias, travelling in self.tied.items():
             if _storage_key(self._read(alias)) != _storage_key(self._read(travelling)):
                 raise SourceError(f"{alias} no longer shares its storage with {travelling}: make a new WeightSource")
-        for meta in self.metas:
-            tensor = self._read(meta.name)
-            if tuple(tensor.shape) != meta.shape:
-                raise SourceError(f"{meta.name} has changed its shape from {meta.shape} to {tuple(tensor.shape)}")
-            yield meta.name, _full(tensor.detach())
+        tensors = whole((self._as_planned(meta).detach(), WIRE_DTYPES[meta.dtype]) for meta in self.metas)
+        for meta, tensor in zip(self.metas, tensors, strict=True):
+            yield meta.name, tensor
+
+    def _as_planned(self, meta: ParamMeta) -> torch.Tensor:
+        tensor = self._read(meta.name)
+        if tuple(tensor.shape) != meta.shape:
+            raise SourceError(f"{meta.name} has changed its shape from {meta.shape} to {tuple(tensor.shape)}")
+        return tensor
 
     def _read(self, name: str) -> torch.Tensor:
         path, _, leaf = name.rpartition(".")
@@ -117,16 +122,7 @@ def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     Shards and empty tensors have no address that means the same on every rank, so they go by object identity: two
     names of one sharded parameter are one Python object.
     """
-    if _is_sharded(tensor) or tensor.numel() == 0:
+    if is_sharded(tensor) or tensor.numel() == 0:
         return ("object", id(tensor))
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _is_sharded(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor; for an FSDP2 DTensor a collective that all ranks must reach in the same order."""
-    return tensor.full_tensor() if _is_sharded(tensor) else tensor  # type: ignore[attr-defined]

@@ -11,23 +11,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from inflight.messages.base import Checksum, Message, Seconds, Text
+from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
 from inflight.types import Count, Digest, Name, ParamMeta, RolloutGroup, Version
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 64 << 20
 """A rollout group of 4,096 samples of 1,000 tokens fits; weights never travel here."""
 
-Text = Annotated[str, Meta(max_length=4096)]
-Seconds = Annotated[float, Meta(ge=0)]
-Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
-
 
 class WireError(ValueError):
     """A received frame that is not a valid message of this schema."""
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all messages; the tag on the wire is the class name."""
 
 
 # --- any endpoint -------------------------------------------------------------------------------------------------
@@ -245,6 +239,13 @@ AnyMessage = (
     | ActorBye
     | Finish
     | Status
+    | TrainerHello
+    | Meet
+    | Learn
+    | Learned
+    | Order
+    | Done
+    | RankFailed
 )
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,0 +1,125 @@
+"""A rank of the trainer other than 0: does what rank 0 says (trainer/team.py), until that is over."""
+
+from __future__ import annotations
+
+import signal
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from inflight.bus import Link
+from inflight.config import RunConfig
+from inflight.messages import AnyMessage, Finish
+from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
+from inflight.models import prepare
+from inflight.trainer.batch import Batch
+from inflight.trainer.bound import bounded
+from inflight.trainer.keep import load_optimizer, model_tensors, optimizer_tensors
+from inflight.trainer.learner import Learner
+from inflight.trainer.parcel import pack, unpack
+from inflight.trainer.policy import load_policy, reference
+from inflight.trainer.sharding import form_group
+from inflight.weights.guard import ReadGuard
+from inflight.weights.source import WeightSource
+from inflight.weights.transport.rendezvous import Board
+
+_POLL_S = 0.2
+REASON_CHARACTERS = 1000
+
+
+class FollowError(RuntimeError):
+    """Rank 0 has said what a rank can't do, or nothing in time."""
+
+
+def follow(config: RunConfig, rank: int) -> None:
+    """Takes part until rank 0 says that all is over. Raises PeerLost when it is gone, and what a step raises."""
+    torch.set_num_threads(config.trainer.threads)
+    with Link(config.endpoint("ranks"), config.rank_names()[rank], config.bus) as link:
+        try:
+            _take_part(config, rank, link)
+        except Exception as error:
+            link.send(RankFailed(reason=(" ".join(str(error).split()) or repr(error))[:REASON_CHARACTERS]))
+            raise
+
+
+def _take_part(config: RunConfig, rank: int, link: Link) -> None:
+    link.send(TrainerHello(rank=rank))
+    rendezvous = _rendezvous(link, config.publish.join_timeout_s)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    settings = config.trainer
+    bound_s = settings.rank_timeout_s
+
+    def in_time() -> AbstractContextManager[None]:
+        return bounded(bound_s, lambda: f"rank {rank}: not done within {bound_s:g} s together with the others")
+
+    board = Board(rendezvous, bound_s)
+    with in_time():
+        form_group(board.store, rank, settings.processes, accelerator.device, bound_s)
+    set_seed(config.seed)
+    follower = Follower(config, accelerator)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets one too, and says when it is over
+    while not isinstance(message := link.receive(_POLL_S), Finish):
+        if message is not None:
+            with in_time():
+                link.send(follower.do(message))
+    with in_time():
+        dist.destroy_process_group()
+
+
+def _rendezvous(link: Link, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        match link.receive(_POLL_S):
+            case Meet(rendezvous=rendezvous):
+                return rendezvous
+            case Finish(reason=reason):
+                raise FollowError(f"over before it began: {reason}")
+        if time.monotonic() > deadline:
+            raise FollowError(f"the trainer's other ranks are not there after {timeout_s:g} s")
+
+
+class Follower:
+    """The model's shards on this rank, and what is done with them."""
+
+    def __init__(self, config: RunConfig, accelerator: Accelerator) -> None:
+        """Loads and shards the model, together with the other ranks."""
+        device, bfloat16 = accelerator.device, config.trainer.autocast
+        policy = load_policy(prepare(config.start_model), bfloat16=bfloat16, device=device, sharded=True)
+        start = reference(config, prepare(config.model.name), device)
+        self._learner = Learner(policy, config, accelerator, start, step=config.start_version)
+        if config.checkpoint:
+            load_optimizer(Path(config.checkpoint), policy.master, self._learner.optimizer)
+        self._source = WeightSource(policy.master, config.model.dtype)
+        self._guard = ReadGuard(self._source.device)
+        self._guard.hold(self._learner.optimizer.optimizer)
+
+    def do(self, message: AnyMessage) -> Done | Learned:
+        """What rank 0 does at the same time, and the answer to it. Raises FollowError for anything else."""
+        match message:
+            case Learn(number=number, batch=batch):
+                loss, stats = self._learner.learn(unpack(Batch, batch))
+                return Learned(number=number, loss=loss, stats=pack(stats))
+            case Order(number=number, what=what):
+                self._obey(what)
+                return Done(number=number)
+        raise FollowError(f"rank 0 sent {type(message).__name__}")
+
+    def _obey(self, what: str) -> None:
+        master = self._learner.policy.master
+        match what:
+            case "step":
+                self._learner.step()
+            case "drop":
+                self._learner.policy.drop_gradients()
+            case "gather":
+                with self._guard.reading():
+                    for _ in self._source:
+                        pass
+            case "checkpoint":
+                model_tensors(master)
+                optimizer_tensors(master, self._learner.optimizer)

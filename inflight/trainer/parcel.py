@@ -1,0 +1,55 @@
+"""Micro-batches, and what came of them, as messages and back; by their fields, which are tensors and counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import torch
+
+from inflight.messages.ranks import TensorData
+
+_DTYPES = {
+    "bool": torch.bool, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+Record = TypeVar("Record")
+
+
+class ParcelError(ValueError):
+    """A message whose fields make no such record; names the field."""
+
+
+def pack(record: Any) -> dict[str, Any]:
+    """The tensors and counts of a dataclass by field; what is None does not travel."""
+    values = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {
+        name: _pack(value) if isinstance(value, torch.Tensor) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def unpack(kind: type[Record], parcel: Mapping[str, TensorData | dict[str, int]]) -> Record:
+    """Raises ParcelError for unknown or missing fields and for bytes that are not the tensor they claim to be."""
+    values = {name: _unpack(name, each) if isinstance(each, TensorData) else each for name, each in parcel.items()}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ParcelError(f"not a {kind.__name__}: {error}") from None
+
+
+def _pack(tensor: torch.Tensor) -> TensorData:
+    plain = tensor.contiguous().cpu()
+    return TensorData(dtype=_NAMES[plain.dtype], shape=list(plain.shape), data=plain.numpy().tobytes())
+
+
+def _unpack(name: str, data: TensorData) -> torch.Tensor:
+    dtype = _DTYPES[data.dtype]
+    if len(data.data) != math.prod(data.shape) * dtype.itemsize:
+        raise ParcelError(f"{name} of shape {data.shape} in {data.dtype} can't have {len(data.data)} bytes")
+    if not data.data:
+        return torch.zeros(data.shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data.data), dtype=dtype).view(data.shape)

@@ -1,0 +1,98 @@
+"""Weights sharded over the trainer's ranks with FSDP2, and their publication (decisions/004-fully-shard.md)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from inflight.bus import Listener
+from inflight.config import RunConfig
+from inflight.trainer.team import Team, TeamError
+from inflight.weights.source import WeightSource
+from inflight.weights.transport.rendezvous import Board
+
+GROUP_TIMEOUT_FACTOR = 2
+"""The group's own timeout, in the trainer's: ours comes first, because it can name who is missing."""
+
+
+def form_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """The process group of all ranks: NCCL on GPUs, each rank's own being the first that it sees; gloo on CPUs.
+
+    Raises RuntimeError when the others do not come.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host; its name may resolve to nothing
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.PrefixStore("trainer", store),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=GROUP_TIMEOUT_FACTOR * timeout_s),
+        device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
+    )
+
+
+@contextmanager
+def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
+    """The team of a run as rank 0 sees it, with its process group; a trainer alone has neither others nor a group.
+
+    An error that comes of a rank that is gone is told with its name. Raises TeamError when not all come.
+    """
+    settings = config.trainer
+    if settings.processes == 1:
+        yield Team(None, config)
+        return
+    with Listener(config.endpoint("ranks"), config.bus) as listener:
+        team, board = Team(listener, config), Board("", settings.rank_timeout_s)
+        team.wait_joined(config.publish.join_timeout_s, board.address)
+        try:
+            with team.within_bound("meet"):
+                form_group(board.store, 0, settings.processes, device, settings.rank_timeout_s)
+            yield team
+        except TeamError:
+            raise
+        except RuntimeError as error:
+            raise TeamError(team.explain(error)) from error
+        finally:
+            team.finish("the trainer ends")
+        with team.within_bound("leave"):  # after an error the process ends, which needs nobody
+            dist.destroy_process_group()
+
+
+def shard(root: nn.Module, model: PreTrainedModel, *, bfloat16: bool, device: torch.device) -> None:
+    """Shards each block of `model`, and with `root`, whose forward calls it, all that is left: embeddings and head.
+
+    Those belong together because they may be tied. Parameters, gradients and optimizer state stay float32; with
+    `bfloat16` a block is gathered, and computes, in bfloat16, and gradients are averaged over ranks in float32. Moves
+    the model to `device`, shard by shard.
+    """
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)  # of float inputs there are none at the root
+    blocks = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+
+
+class TeamSource(WeightSource):
+    """A source whose every round is one of the whole team: each rank gives its shards."""
+
+    def __init__(self, module: nn.Module, wire_dtype: str, team: Team) -> None:
+        """See WeightSource."""
+        super().__init__(module, wire_dtype)
+        self._team = team
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        with self._team.together("gather"):
+            yield from super().__iter__()

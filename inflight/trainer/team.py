@@ -1,0 +1,161 @@
+"""Rank 0's end of the trainer's ranks: it says what all do next, and names who does not answer.
+
+    other rank --TrainerHello--> rank 0      once all are there:
+    other rank <-----Meet------- rank 0      where the process group is formed
+    other rank <-----Learn------ rank 0      a micro-batch each, so all take part in the same collectives
+    other rank ----Learned-----> rank 0
+    other rank <-----Order------ rank 0      step, gather, checkpoint, drop
+    other rank -----Done-------> rank 0
+    other rank <-----Finish----- rank 0
+
+Only rank 0 knows of the run: it takes batches, stops, publishes, writes files. The others do what they are told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+from inflight.bus import BusError, Listener, Lost, Received
+from inflight.config import RunConfig
+from inflight.messages import AnyMessage, Finish, Heartbeat
+from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
+from inflight.trainer.batch import Batch
+from inflight.trainer.bound import bounded
+from inflight.trainer.parcel import pack
+
+_POLL_S = 0.2
+EXPLAIN_S = 2.0
+"""How long a failed collective is looked into: as long as the news of a lost rank may need."""
+
+
+class TeamError(RuntimeError):
+    """A rank of the trainer that is missing, has failed or does not answer; names it."""
+
+
+class Team:
+    """The other ranks, as rank 0 sees them. Without any, everything here returns at once.
+
+    Example:
+        with team.together("step"):
+            optimizer.step()         # the others do the same, and collectives inside meet
+    """
+
+    def __init__(self, listener: Listener | None, config: RunConfig) -> None:
+        """The listener stays the caller's. None: this process is a trainer alone, or not rank 0."""
+        self._listener = listener
+        self._bound_s = config.trainer.rank_timeout_s
+        names = config.rank_names()[1:] if listener is not None else []
+        self._done = dict.fromkeys(names, -1)
+        """Rank → number of the last order that it has done; -1 before its hello, 0 after."""
+        self._told = 0
+        self._learned: list[Learned] = []
+        self._gone: dict[str, str] = {}
+        """Rank → why it takes no part any more."""
+
+    def wait_joined(self, timeout_s: float, rendezvous: str) -> None:
+        """Waits for all and tells them where to meet. Raises TeamError naming who is missing."""
+        self._wait(0, timeout_s, "has not joined")
+        self._send_all(Meet(rendezvous=rendezvous))
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What is inside is done by all ranks, within the bound. Raises TeamError when one is known to be gone."""
+        if self._done:
+            self._told += 1
+            self._send_all(Order(number=self._told, what=what))
+        with self.within_bound(what):
+            yield
+
+    @contextmanager
+    def learning(self, shares: Sequence[Batch]) -> Iterator[None]:
+        """Gives each of the others its micro-batch; rank 0's goes inside."""
+        if self._done:
+            self._told += 1
+        for name, share in zip(self._done, shares, strict=True):
+            self._send(name, Learn(number=self._told, batch=pack(share)))
+        with self.within_bound("learn"):
+            yield
+
+    def learned(self) -> list[Learned]:
+        """What the others have made of all their micro-batches since the last call. Raises TeamError."""
+        self._wait(self._told, self._bound_s, "has not learned")
+        found, self._learned = self._learned, []
+        return found
+
+    def within_bound(self, what: str) -> AbstractContextManager[None]:
+        """Ends the process, naming who is missing, when what is inside takes longer than the bound."""
+        if not self._done:
+            return contextlib.nullcontext()
+        return bounded(self._bound_s, lambda: self._late(what))
+
+    def finish(self, reason: str) -> None:
+        """Sends the others home."""
+        for name in self._done:
+            with contextlib.suppress(BusError):
+                self._listen().send(name, Finish(reason=reason))
+
+    def explain(self, error: BaseException) -> str:
+        """The error of a collective with the rank that caused it, if one is gone."""
+        deadline = time.monotonic() + (EXPLAIN_S if self._done else 0.0)
+        while not self._gone and time.monotonic() < deadline:
+            for name in self._done:  # to a rank that is gone nothing can be sent, which the bus notices at once
+                with contextlib.suppress(BusError):
+                    self._listen().send(name, Heartbeat())
+            self._hear(_POLL_S)
+        return f"{self._missing()} ({error})" if self._gone else str(error)
+
+    def _listen(self) -> Listener:
+        assert self._listener is not None
+        return self._listener
+
+    def _send_all(self, message: AnyMessage) -> None:
+        for name in self._done:
+            self._send(name, message)
+
+    def _send(self, name: str, message: AnyMessage) -> None:
+        while self._hear(0.0):
+            pass
+        if self._gone:
+            raise TeamError(self._missing())
+        try:
+            self._listen().send(name, message)
+        except BusError as error:
+            raise TeamError(str(error)) from None
+
+    def _wait(self, number: int, timeout_s: float, verb: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while late := [name for name, done in self._done.items() if done < number]:
+            self._hear(_POLL_S)
+            if self._gone:
+                raise TeamError(self._missing())
+            if time.monotonic() > deadline:
+                raise TeamError(f"{', '.join(late)} {verb} after {timeout_s:g} s")
+
+    def _hear(self, timeout_s: float) -> bool:
+        """Takes one event; False when there was none."""
+        event = self._listen().receive(timeout_s)
+        match event:
+            case Lost(peer=peer) if peer in self._done:
+                self._gone.setdefault(peer, "is gone")
+            case Received(peer=peer, message=RankFailed(reason=reason)) if peer in self._done:
+                self._gone[peer] = f"has failed: {reason}"
+            case Received(peer=peer, message=TrainerHello()) if peer in self._done:
+                self._done[peer] = 0
+            case Received(peer=peer, message=Done() | Learned() as message) if peer in self._done:
+                self._done[peer] = message.number
+                if isinstance(message, Learned):
+                    self._learned.append(message)
+        return event is not None
+
+    def _missing(self) -> str:
+        return "; ".join(f"{name} {why}" for name, why in self._gone.items())
+
+    def _late(self, what: str) -> str:
+        while self._hear(0.0):
+            pass
+        late = [name for name, done in self._done.items() if done < self._told]
+        who = self._missing() or f"no answer from {', '.join(late) or 'rank 0 itself'}"
+        return f"{what}: not done by all ranks within {self._bound_s:g} s: {who}"

@@ -1,0 +1,196 @@
+"""A trainer of two processes, with gloo: the same numbers as one process, and an end that names a rank that is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_generator import eventually
+from rollout_samples import make_config
+from safetensors.torch import load_file
+from test_trainer_run import Run
+
+from inflight.compose import compose
+from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
+from inflight.devices import assign
+from inflight.launch import usual_commands
+from inflight.trainer.__main__ import STOPPED, main
+
+STEPS = 3
+TOLERANCE = 1e-6
+
+
+class Trainers:
+    """The trainer's processes of a run, each with its log."""
+
+    def __init__(self, run):
+        self.run = run
+        self.processes = []
+        for rank in range(run.config.trainer.processes):
+            with (run.folder / f"rank{rank}.log").open("w") as log:
+                argv = [sys.executable, "-m", "inflight.trainer", "--run-dir", str(run.folder), "--rank", str(rank)]
+                self.processes.append(subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT))
+
+    def wait(self, timeout_s=120.0):
+        """Exit codes, rank by rank; then the others go home too."""
+        codes = [process.wait(timeout_s) for process in self.processes]
+        self.run.close()
+        return codes
+
+    def log(self, rank):
+        return (self.run.folder / f"rank{rank}.log").read_text()
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+        self.run.close()
+
+
+@pytest.fixture(scope="module")
+def make_trainers(tmp_path_factory):
+    """Runs with a played generator and actor, whose trainer is real."""
+    opened = []
+
+    def make(dtype="float32", **trainer):
+        settings = {"steps": STEPS, "groups_per_step": 4, "autocast": dtype == "bfloat16"}
+        run = Run(tmp_path_factory.mktemp("run"), **(settings | trainer))
+        run.config = dataclasses.replace(run.config, model=ModelConfig(name="tiny", dtype=dtype))
+        save(run.config)
+        run.start()
+        opened.append(Trainers(run))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def two(make_trainers):
+    """A float32 run over two ranks; in its last round of micro-batches one rank has nothing to do."""
+    trainers = make_trainers(processes=2, micro_batch=3)
+    assert trainers.wait() == [0, 0], trainers.log(0) + trainers.log(1)
+    return trainers
+
+
+@pytest.fixture(scope="module")
+def one(make_trainers):
+    trainers = make_trainers(micro_batch=3)
+    assert trainers.wait() == [0], trainers.log(0)
+    return trainers
+
+
+def distance(ours, theirs):
+    """Relative, over all tensors."""
+    assert ours.keys() == theirs.keys()
+    square = sum((ours[name].double() - theirs[name].double()).square().sum() for name in ours)
+    return float((square / sum(each.double().square().sum() for each in theirs.values())).sqrt())
+
+
+def test_two_ranks_learn_what_one_process_learns(one, two):
+    for ours, theirs in zip(two.run.lines(), one.run.lines(), strict=True):
+        assert ours["tokens_trained"] == theirs["tokens_trained"] == 40
+        for name in ("loss", "grad_norm", "log_ratio_mean", "log_ratio_max", "clip_share", "entropy"):
+            assert ours[name] == pytest.approx(theirs[name], rel=TOLERANCE, abs=1e-9), name
+    for step in range(STEPS + 1):
+        version = [load_file(trainers.run.config.version_file(step)) for trainers in (two, one)]
+        assert distance(*version) <= TOLERANCE
+    start, end = (load_file(one.run.config.version_file(step)) for step in (0, STEPS))
+    assert distance(end, start) > 100 * TOLERANCE
+
+
+def test_checkpoints_hold_the_whole_model_and_optimizer(one, two):
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        files = [next(each.run.folder.glob("checkpoints/step-*")) / name for each in (two, one)]
+        assert distance(*map(load_file, files)) <= 1e-5
+    version = load_file(two.run.config.version_file(STEPS))
+    model = load_file(next(two.run.folder.glob("checkpoints/step-*")) / "model.safetensors")
+    assert all(torch.equal(model[name], version[name]) for name in version)
+
+
+def test_a_published_version_is_byte_for_byte_that_of_one_process(one, two):
+    """The start, which both hold alike; and the end, against the checkpoint that one process packs."""
+    first = [load_file(trainers.run.config.version_file(0)) for trainers in (two, one)]
+    assert all(torch.equal(first[0][name], first[1][name]) for name in first[1])
+    live = two.run.generator.shadows[0].live
+    kept = load_file(two.run.config.version_file(STEPS))
+    assert live.keys() == kept.keys()
+    assert all(torch.equal(live[name], kept[name]) for name in kept)
+
+
+def test_in_bfloat16_ranks_do_what_the_twin_does(make_trainers):
+    both = [make_trainers("bfloat16", processes=processes) for processes in (2, 1)]
+    for trainers in both:
+        assert set(trainers.wait()) == {0}, "".join(map(trainers.log, range(len(trainers.processes))))
+    for ours, theirs in zip(*(trainers.run.lines() for trainers in both), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-2, abs=1e-3)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
+    start, end = ([load_file(each.run.config.version_file(step)) for each in both] for step in (0, STEPS))
+    assert all(torch.equal(start[0][name], start[1][name]) for name in start[1])
+    assert distance(*end) < 0.2 * distance(end[1], start[1])
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_rank_that_is_gone_ends_the_run_and_is_named(make_trainers, stopped):
+    trainers = make_trainers(processes=2, steps=10_000, rank_timeout_s=8.0)
+    eventually(lambda: len(trainers.run.lines()) >= 2, "training", timeout_s=120)
+    trainers.processes[1].send_signal(signal.SIGSTOP if stopped else signal.SIGKILL)
+    assert trainers.processes[0].wait(60) == 1
+    trainers.close()
+    last = trainers.log(0).strip().splitlines()[-1]
+    assert last.startswith("inflight trainer: ")
+    assert "trainer.1" in last
+
+
+def test_a_stop_is_seen_by_all_ranks_at_the_same_point(make_trainers):
+    trainers = make_trainers(processes=2, steps=10_000)
+    eventually(lambda: len(trainers.run.lines()) >= 2, "training", timeout_s=120)
+    for process in trainers.processes:
+        os.kill(process.pid, signal.SIGTERM)
+    assert trainers.wait() == [STOPPED, 0], trainers.log(0) + trainers.log(1)
+    done = trainers.run.lines()[-1]["step"]
+    assert [path.name for path in (trainers.run.folder / "checkpoints").iterdir()] == [f"step-{done:06d}"]
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path, capfd):
+    config = dataclasses.replace(make_config(tmp_path), trainer=TrainerConfig(processes=2))
+    object.__setattr__(config.publish, "join_timeout_s", 0.5)
+    save(config)
+    (tmp_path / "bus").mkdir()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["--run-dir", str(tmp_path)]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "trainer.1 has not joined after 0.5 s" in capfd.readouterr().err
+
+
+def test_what_can_not_be_is_refused(tmp_path, capfd):
+    with pytest.raises(ConfigError, match=r"trainer\.processes=0 is not allowed: 1 or more"):
+        compose("tiny", ["trainer.processes=0"])
+    with pytest.raises(ConfigError, match=r"trainer\.processes=9 is not allowed: a step has 8 sequences"):
+        compose("tiny", ["trainer.processes=9"])
+    with pytest.raises(ConfigError, match=r"trainer\.processes=2 is not allowed: that takes 3 GPUs, there are 2"):
+        assign(compose("tiny", ["trainer.processes=2"]), ["0", "1"])
+    save(compose("tiny", [f"run_dir={tmp_path}"]))
+    assert main(["--run-dir", str(tmp_path), "--rank", "1"]) == 2
+    assert "--rank=1 is not allowed: 0 to 0 (trainer.processes)" in capfd.readouterr().err
+
+
+def test_ranks_are_started_with_a_gpu_and_a_log_each(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    commands = {
+        each.name: each for each in usual_commands(compose("tiny", [f"run_dir={tmp_path}", "trainer.processes=2"]))
+    }
+    assert list(commands) == ["trainer", "trainer.1", "g0", "a0"]
+    rank = commands["trainer.1"]
+    assert rank.argv[1:] == ["-m", "inflight.trainer", "--run-dir", str(tmp_path), "--rank", "1"]
+    assert (rank.kind, rank.log.name) == ("rank", "trainer.1.log")
+    seen = {name: each.environment.get("CUDA_VISIBLE_DEVICES") for name, each in commands.items()}
+    assert seen == {"trainer": "4", "trainer.1": "5", "g0": "6,4", "a0": None}

@@ -242,8 +242,13 @@ def _read_status(listener: Listener, view: View, restarts: Restarts) -> None:
 
 
 def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
+    grace = config.launch.stop_grace_s
     for name in late:
-        print(f"inflight launch: {name} did not stop within {config.launch.stop_grace_s} s, killed", file=sys.stderr)
+        text = f"{name} did not stop within {grace} s, killed"
+        if outcome.interrupted is not None:  # as it may be: a step of a trainer can take longer than anyone waits
+            lost = "; what it did since the last checkpoint will be done again" if name == "trainer" else ""
+            text = f"{name} was busy when it was asked to stop and was ended after {grace} s, as planned{lost}"
+        print(f"inflight launch: {text}", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
         _summarize(config)
     if outcome.failed is not None:

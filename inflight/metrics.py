@@ -18,12 +18,18 @@ class JsonLines:
     """Appends objects to a file, a line each, so that a reader or a crash never meets half a line but the last."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Writes one line. Numbers that JSON has no word for become null: a NaN loss must not end the log of it."""
-        self._file.write(json.dumps(_finite(values), allow_nan=False, separators=(", ", ": ")) + "\n")
-        self._file.flush()
+        """Writes one line, or raises OSError and leaves none: a disk that is full now may have room for the next.
+
+        Numbers that JSON has no word for become null: a NaN loss must not end the log of it.
+        """
+        line = (json.dumps(_finite(values), allow_nan=False, separators=(", ", ": ")) + "\n").encode()
+        written = self._file.write(line)
+        if written != len(line):
+            self._file.truncate(self._file.tell() - written)
+            raise OSError(f"{self._file.name}: only {written} of {len(line)} bytes could be written")
 
     def close(self) -> None:
         """Closes the file."""

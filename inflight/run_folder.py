@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from inflight import config as configuration
+from inflight.bus import make_keys, needs_keys
 from inflight.config import ConfigError, RunConfig
 from inflight.trainer import checkpoints
 
@@ -55,6 +57,7 @@ class RunFolder:
             self._lock(LOCK_WAIT_S if config.resume else 0.0)
             self.config = _resumed(config) if config.resume else config
             self._make_sockets()
+            self._make_secrets()
         except BaseException:
             os.close(self.lock)
             raise
@@ -102,6 +105,17 @@ class RunFolder:
             if isinstance(error, LaunchError):
                 raise
             raise LaunchError(f"can't make the run folder: {error}") from None
+
+    def _make_secrets(self) -> None:
+        """New ones for each start: the key of the generators' HTTP servers, and of sockets that others can reach."""
+        file = os.open(self.config.api_key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(file, "w") as key:
+            key.write(secrets.token_urlsafe(32) + "\n")
+        if needs_keys(self.config.endpoint("weights")):
+            folder = self.path / "keys"
+            shutil.rmtree(folder, ignore_errors=True)
+            make_keys(folder, ["trainer", "a0", *self.config.generator_names()])
+            self.config = replace(self.config, bus=replace(self.config.bus, keys=str(folder)))
 
     def _remove_sockets(self) -> None:
         if self.bus.is_symlink():

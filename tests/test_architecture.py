@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "metrics": set(),
     "processes": set(),
     "restarts": {"config", "processes"},
-    "run_folder": {"config", "trainer"},
+    "run_folder": {"bus", "config", "trainer"},
     "models": set(),
     "messages": {"types"},
     "bus": {"config", "messages"},
@@ -62,7 +62,7 @@ UNBOUND = {"launch", "cli"}
 WEIGHTS_BELOW = {"source", "plan", "pack", "transport"}
 WEIGHTS_ABOVE = {"publisher", "receiver"}
 # Libraries that belong to one place alone.
-BELONGS_TO = {"zmq": r"bus", "vllm": r"generator\..*", "hydra": r"compose", "psutil": r"processes|generator\..*"}
+BELONGS_TO = {"zmq": r"bus(\..*)?", "vllm": r"generator\..*", "hydra": r"compose", "psutil": r"processes|generator\..*"}
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
 """Where the name on the package index differs from the module, or another declared package always brings it."""

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from inflight.config.checks import ConfigError, require, require_fields
+from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
 from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
 
@@ -102,44 +103,10 @@ class PublishConfig:
 
 
 @dataclass(frozen=True)
-class BusConfig:
-    """Control sockets: ipc files in the run folder."""
-
-    heartbeat_s: float = 1.0
-    dead_after_s: float = 30.0
-    """A peer that was silent for so long is taken for dead."""
-
-    def __post_init__(self) -> None:
-        fits = 0 < self.heartbeat_s < self.dead_after_s
-        require(fits, "bus.heartbeat_s", self.heartbeat_s, "above 0 and below bus.dead_after_s")
-
-
-@dataclass(frozen=True)
 class AuditConfig:
     """What the run keeps for `inflight audit`."""
 
     keep_versions: bool = False
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """The launcher and the processes it watches."""
-
-    affinity: dict[str, list[int]] = field(default_factory=dict)
-    """Cores that a process may use, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
-    stop_grace_s: float = 6.0
-    """Seconds between SIGTERM and SIGKILL when the run ends."""
-    restarts: int = 3
-    """How often a generator or an actor that had worked is started again; the run ends at the next failure."""
-    restart_delay_s: float = 1.0
-    """Seconds before the first restart of a process; twice as long before each further one."""
-    line_every_s: float = 5.0
-    """Seconds between the lines of progress when the output is no terminal."""
-
-    def __post_init__(self) -> None:
-        require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")
-        require_fields(self, "launch", "line_every_s")
-        require_fields(self, "launch", "restarts restart_delay_s", least=0)
 
 
 @dataclass(frozen=True)
@@ -204,7 +171,21 @@ class RunConfig:
     def endpoint(self, service: str) -> str:
         """Address of a control socket: `weights`, `rollouts`, `ranks` or `status`. Kept short: ipc paths end at
         107 bytes."""
+        if self.bus.address:
+            return f"tcp://{self.bus.address}:{self.bus.port + SERVICES.index(service)}"
         return f"ipc://{(self.path / 'bus').resolve() / service}"
+
+    @property
+    def api_key_file(self) -> Path:
+        """The secret of this start of the run that generators ask of whoever sends them requests."""
+        return self.path / "bus" / "api.key"
+
+    def api_key(self) -> str:
+        """That secret; empty where no launcher made one, and then none is asked."""
+        try:
+            return self.api_key_file.read_text().strip()
+        except FileNotFoundError:
+            return ""
 
     def version_file(self, version: int) -> Path:
         """Where the weights of a version are kept as they travelled (audit.keep_versions)."""
@@ -216,6 +197,8 @@ class RunConfig:
 
 
 CONFIG_FILE = "config.yaml"
+SERVICES = ("weights", "rollouts", "status", "ranks")
+"""Control sockets, in the order of their ports."""
 
 
 def schema() -> DictConfig:

@@ -30,6 +30,8 @@ def environment(config: RunConfig) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",  # a stop must fit into what the launcher allows
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_SERVER_DEV_MODE": "0",  # it would let anyone call any method of a worker, over HTTP
+        **({"VLLM_API_KEY": key} if (key := config.api_key()) else {}),
     }
 
 
@@ -43,6 +45,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         version=config.start_version,
         heartbeat_s=config.bus.heartbeat_s,
         dead_after_s=config.bus.dead_after_s,
+        keys=config.bus.keys,
         share_prefix_across_versions=generator.share_prefix_across_versions,
         swap=generator.swap,
     )

@@ -21,6 +21,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Version of the weights that the engine was started with."""
     heartbeat_s: float = 1.0
     dead_after_s: float = 30.0
+    keys: str = ""
+    """Folder of the CURVE keys, where the sockets use some."""
     share_prefix_across_versions: bool = False
     """Read by the patched prefix cache."""
     swap: str = "auto"
@@ -42,4 +44,4 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def bus(self) -> BusConfig:
         """Heartbeats of the worker's link to the publisher."""
-        return BusConfig(heartbeat_s=self.heartbeat_s, dead_after_s=self.dead_after_s)
+        return BusConfig(heartbeat_s=self.heartbeat_s, dead_after_s=self.dead_after_s, keys=self.keys)

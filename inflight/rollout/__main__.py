@@ -53,7 +53,8 @@ async def work(config: RunConfig, name: str, tokens: Tokens) -> None:
 
     # A connection a request: an idle one that the server closes at the wrong moment would look like a lost generator.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector) as session:
+    headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         with (
             Link(config.endpoint("rollouts"), name, config.bus) as link,
             Link(config.endpoint("status"), name, config.bus) as status,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import statistics
 import threading
 import time
@@ -32,6 +33,7 @@ from inflight.weights.publisher import Publisher, PublishReport
 
 _TICK_S = 0.2
 _STATUS_S = 1.0
+log = logging.getLogger(__name__)
 Value = float | int | str
 
 
@@ -117,6 +119,8 @@ class Reporter:
         self._values: dict[str, Value] = {"steps": config.trainer.steps}
         self._publisher: Publisher | None = None
         self._noted = 0
+        self._error: OSError | None = None
+        """Why swaps can't be noted."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainer report", daemon=True)
         self._thread.start()
@@ -131,7 +135,9 @@ class Reporter:
             self._values["phase"] = text
 
     def line(self, values: dict[str, object]) -> None:
-        """Writes a step's line; its numbers go into the status as well."""
+        """Writes a step's line; its numbers go into the status as well. Raises OSError when the disk is full."""
+        if self._error is not None:
+            raise self._error
         self._metrics.write(values)
         with self._lock:
             self._values.update({k: v for k, v in values.items() if isinstance(v, int | float | str)})
@@ -142,7 +148,12 @@ class Reporter:
         due = 0.0
         while not self._closing.wait(_TICK_S):
             self._watch()
-            self._note_swaps()
+            try:
+                self._note_swaps()
+            except OSError as error:  # a full disk: told once, and by the next line to the trainer, who ends the run
+                if self._error is None:
+                    log.error("%s can't be written: %s", SWAPS_FILE, error)
+                self._error = error
             if time.monotonic() >= due:
                 due = time.monotonic() + _STATUS_S
                 self._send()
@@ -151,10 +162,10 @@ class Reporter:
         events = self._publisher.events if self._publisher is not None else []
         for event in events[self._noted :]:
             self._swaps.write(swap_line(event))
+            self._noted += 1
             if isinstance(event, Swap):
                 with self._lock:
                     self._values |= {"gap_ms": event.gap_s * 1e3, "running_at_swap": event.running}
-        self._noted = len(events)
 
     def _send(self) -> None:
         with self._lock:
@@ -168,10 +179,12 @@ class Reporter:
         """Stops the thread, sends a last status, closes the files."""
         self._closing.set()
         self._thread.join(timeout=5)
-        self._note_swaps()
         self._send()
-        self._metrics.close()
-        self._swaps.close()
+        for last in (self._note_swaps, self._metrics.close, self._swaps.close):
+            try:
+                last()
+            except OSError as error:  # what ends the run is told already; it must not be hidden by this
+                log.error("the reports are not complete: %s", error)
 
     def __enter__(self) -> Reporter:
         return self

@@ -98,7 +98,7 @@ def test_garbage_is_counted_and_changes_nothing(endpoint):
 
 
 def test_a_link_that_is_not_read_bounds_its_queue(endpoint, monkeypatch):
-    monkeypatch.setattr("inflight.bus.MAX_QUEUED", 50)
+    monkeypatch.setattr("inflight.bus.endpoint.MAX_QUEUED", 50)
     with Link(endpoint, "a0", QUICK) as link, pytest.raises(BusError, match="does not read"):
         for _ in range(5000):
             link.send(Status(source="a0", values={"x": 1.0}))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +17,7 @@ import psutil
 import pytest
 
 from inflight import launch as launching
+from inflight import run_folder
 from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
 from inflight.launch import LaunchError, launch, usual_commands
@@ -268,3 +271,104 @@ def test_a_closed_terminal_stops_all(config):
 def test_bad_input_is_one_line_and_code_2(capsys):
     assert launching.main(["--config-name", "tiny", "trainer.steps=0"]) == 2
     assert capsys.readouterr().err == "inflight launch: trainer.steps=0 is not allowed: 1 or more\n"
+
+
+HEARD_THEN_FAILS = """
+import os, sys, time
+from inflight import config
+from inflight.bus import Link
+from inflight.messages import Status
+run = config.load(os.environ["RUN_DIR"])
+with Link(run.endpoint("status"), "g0", run.bus) as link:
+    link.send(Status(source="g0", values={"version": 0}))
+    time.sleep(0.5)
+print("was here", flush=True)
+sys.exit(CODE)
+"""
+
+
+def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(config, capfd):
+    settings = dataclasses.replace(config.launch, restarts=2, restart_delay_s=0.1)
+    config = dataclasses.replace(config, launch=settings)
+    commands = [
+        command(config, "trainer", LIVE_FOREVER),
+        command(config, "g0", HEARD_THEN_FAILS.replace("CODE", "1"), "generator"),
+    ]
+    assert launch(config, commands) == 1
+    error = capfd.readouterr().err
+    assert "g0 ended with code 1; it is started again in 0.1 s (1 of 2)" in error
+    assert "g0 ended with code 1; it is started again in 0.2 s (2 of 2)" in error
+    assert "g0 ended with code 1, after 2 restarts (launch.restarts=2); its log: " in error
+    assert last_lines(config.path / "logs" / "g0.log", 9).count("was here") == 3
+
+
+@pytest.mark.parametrize("code", ["import sys; sys.exit(1)", HEARD_THEN_FAILS.replace("CODE", "2")])
+def test_what_would_fail_again_is_not_started_again(config, capfd, code):
+    """A generator that never came up, and one whose input is bad."""
+    assert launch(config, [command(config, "trainer", LIVE_FOREVER), command(config, "g0", code, "generator")]) == 1
+    assert "started again" not in capfd.readouterr().err
+
+
+def test_what_a_dead_generator_left_behind_is_ended_before_the_next(config):
+    grandchild = WITH_GRANDCHILD.replace("time.sleep(600)\n", "").replace(IGNORES_TERM, LIVE_FOREVER)
+    commands = [
+        command(config, "trainer", "import time; time.sleep(4)"),
+        command(config, "g0", grandchild + HEARD_THEN_FAILS.replace("CODE", "1"), "generator"),
+    ]
+    config = dataclasses.replace(config, launch=dataclasses.replace(config.launch, restarts=1, restart_delay_s=60))
+    assert launch(config, commands) == 0
+    assert all(gone(pid) for pid in pids_in(config.path / "logs" / "g0.log"))
+
+
+def resumed(config: RunConfig, **changes) -> RunConfig:
+    return dataclasses.replace(config, resume=True, **changes)
+
+
+def test_a_run_that_goes_on_is_the_same_run(config):
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
+    with pytest.raises(ConfigError, match=r"seed=7 is not allowed: the run in .* began with 0"):
+        launch(resumed(config, seed=7), [])
+    (config.path / "bus").mkdir()
+    (config.path / "bus" / "left").touch()  # of a launcher that was killed
+    assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
+    assert not (config.path / "bus").exists()
+
+
+def test_a_folder_without_a_run_can_not_go_on(config):
+    with pytest.raises(LaunchError, match="holds no run that could go on"):
+        launch(resumed(config), [])
+    assert not config.path.exists()
+
+
+def test_a_run_goes_on_when_the_last_process_is_gone(config, monkeypatch):
+    """The lock is inherited: a trainer that outlives its launcher still holds it."""
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.5)
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
+    descriptor = os.open(config.path / "lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    survivor = subprocess.Popen([sys.executable, "-c", LIVE_FOREVER], pass_fds=[descriptor])
+    os.close(descriptor)
+    try:
+        with pytest.raises(LaunchError, match="processes of this run are still alive"):
+            launch(resumed(config), [])
+    finally:
+        survivor.kill()
+        survivor.wait()
+    assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
+
+
+def test_secrets_are_made_for_each_start_and_for_their_owner_alone(config, monkeypatch):
+    look = """
+    import os, pathlib
+    for name in ("bus/api.key", "keys/g0.key_secret"):
+        path = pathlib.Path(os.environ["RUN_DIR"]) / name
+        print(oct(path.stat().st_mode & 0o777), len(path.read_text()) > 40, flush=True)
+    """
+    own = next((a[4][0] for a in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)), "127.0.0.1")
+    if own.startswith("127."):
+        monkeypatch.setattr(run_folder, "needs_keys", lambda endpoint: True)  # this machine has no other address
+    bus = dataclasses.replace(config.bus, address=own, port=43700)
+    config = dataclasses.replace(config, bus=bus)
+    assert launch(config, [command(config, "trainer", look)]) == 0
+    assert last_lines(config.path / "logs" / "trainer.log", 2) == ["0o600 True", "0o600 True"]
+    assert not (config.path / "bus").exists()

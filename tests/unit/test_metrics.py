@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+
 import pytest
 
 from inflight.metrics import JsonLines, read_lines
@@ -40,3 +43,21 @@ def test_a_damaged_line_is_named(tmp_path):
 
 def test_no_file_is_no_lines(tmp_path):
     assert read_lines(tmp_path / "none") == []
+
+
+def test_a_line_that_does_not_fit_leaves_no_half(tmp_path):
+    """With a limit on the file's size as on a full disk: what is there stays readable, and later lines can follow."""
+    path = tmp_path / "m.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        with JsonLines(path) as lines:
+            lines.write({"step": 1})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+            with pytest.raises(OSError):
+                lines.write({"text": "x" * 100})
+            lines.write({"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert read_lines(path) == [{"step": 1}, {"step": 2}]

@@ -1,0 +1,88 @@
+"""CURVE keys of a run: who may speak on its sockets where other hosts can reach them.
+
+The launcher makes a pair for the listeners and one for each process, named as its identities begin (`g0` for `g0.r1`).
+Secret keys lie in files that only their owner may read, public ones in `allowed/`. A listener takes connections of
+those alone, and a message only under the names of the key that it came with: a stolen key is one process, not all.
+Encryption numbers each message, so a recorded one can't be sent again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import zmq
+import zmq.auth
+from zmq.auth.thread import ThreadAuthenticator
+
+LISTENER = "listener"
+
+
+class KeysError(RuntimeError):
+    """Keys that are missing or can't be used; one line."""
+
+
+def make_keys(folder: Path, names: Iterable[str]) -> None:
+    """Makes new pairs for the listeners and the named processes. Raises OSError when they can't be written."""
+    before = os.umask(0o077)
+    try:
+        allowed = folder / "allowed"
+        allowed.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in (LISTENER, *names):
+            public, _ = zmq.auth.create_certificates(folder, name)
+            if name != LISTENER:
+                os.replace(public, allowed / Path(public).name)
+    finally:
+        os.umask(before)
+
+
+def needed(endpoint: str) -> bool:
+    """Whether other hosts may reach an address: everything but Unix sockets and loopback."""
+    kind, _, rest = endpoint.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if kind in ("ipc", "inproc"):
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host != "localhost"
+
+
+def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> ThreadAuthenticator:
+    """Lets a listening socket take the allowed keys alone; the result is to be stopped after it is closed."""
+    public, secret = _load(folder / f"{LISTENER}.key_secret")
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve(domain="*", location=str(folder / "allowed"))
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_server = True
+    return authenticator
+
+
+def identify(socket: zmq.Socket[bytes], identity: str, folder: Path) -> None:
+    """Gives a connecting socket its key, and the one that it must find at the other end."""
+    public, secret = _load(folder / f"{name_of(identity)}.key_secret")
+    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_serverkey = _load(folder / f"{LISTENER}.key", secret=False)[0]
+
+
+def owners(folder: Path) -> dict[str, str]:
+    """Allowed public key → the name that it belongs to."""
+    return {_load(path, secret=False)[0].decode(): path.stem for path in (folder / "allowed").glob("*.key")}
+
+
+def name_of(identity: str) -> str:
+    """The process that an identity belongs to: `g0` for `g0.r1`."""
+    return identity.partition(".")[0]
+
+
+def _load(path: Path, *, secret: bool = True) -> tuple[bytes, bytes]:
+    try:
+        public, found = zmq.auth.load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise KeysError(f"the key {path} can't be read: {error}") from None
+    if secret and path.stat().st_mode & 0o077:
+        raise KeysError(f"the secret key {path} may be read by others: chmod 600")
+    return public, found or b""

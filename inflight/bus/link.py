@@ -1,0 +1,74 @@
+"""The side of a control socket that connects."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+import zmq
+
+from inflight.bus import keys
+from inflight.bus.endpoint import IDENTITY, BusError, Endpoint, PeerLost
+from inflight.config import BusConfig
+from inflight.messages import AnyMessage, Heartbeat, encode
+
+FIRST_CONTACT_S = 300.0
+"""How long a Link waits for the first sign of a listener, whose process may still be starting."""
+
+
+class Link(Endpoint):
+    """The side that connects, under an identity such as `g0.r1`."""
+
+    def __init__(self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S):
+        """Connects in the background. Raises BusError for an identity or address that can't be used."""
+        super().__init__(zmq.DEALER, identity, config)
+        self._endpoint = endpoint
+        self._next_beat = 0.0
+        self._deadline = time.monotonic() + first_contact_s
+        if not IDENTITY.fullmatch(identity):
+            raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        try:
+            if keys.needed(endpoint) and not config.keys:
+                raise keys.KeysError("it may lead to another host and needs keys (bus.keys)")
+            if config.keys:
+                keys.identify(self._socket, identity, Path(config.keys))
+            self._socket.connect(endpoint)
+        except (zmq.ZMQError, keys.KeysError) as error:
+            self._socket.close()
+            raise BusError(f"can't connect to {endpoint}: {error}") from None
+        self._start(identity)
+
+    def send(self, message: AnyMessage) -> None:
+        """Queues a message for the listener."""
+        self._queue(self._endpoint, encode(message))
+
+    def receive(self, timeout_s: float) -> AnyMessage | None:
+        """The next message, or None when nothing came within `timeout_s`. Raises PeerLost when the listener is gone."""
+        message: AnyMessage | None = self._take(timeout_s)
+        if message is None and time.monotonic() > self._deadline:
+            raise PeerLost(f"nothing heard from {self._endpoint} for too long")
+        return message
+
+    def _send_frame(self, peer: str, frame: bytes) -> None:
+        self._socket.send(frame, zmq.NOBLOCK)
+
+    def _read_all(self) -> None:
+        while self._has_room():
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._decode("the listener", frame)
+            if message is None:
+                continue
+            self._deadline = time.monotonic() + self._config.dead_after_s
+            if not isinstance(message, Heartbeat):
+                self._put(message, len(frame))
+
+    def _tend(self, now: float) -> None:
+        if now >= self._next_beat:
+            self._next_beat = now + self._config.heartbeat_s
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(encode(Heartbeat()), zmq.NOBLOCK)

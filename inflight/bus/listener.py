@@ -1,0 +1,150 @@
+"""The side of a control socket that binds."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from inflight.bus import keys
+from inflight.bus.endpoint import IDENTITY, BusError, Endpoint
+from inflight.bus.rate import Rate
+from inflight.config import BusConfig
+from inflight.messages import AnyMessage, Heartbeat, encode
+
+_HANDSHAKES = {
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake not finished",
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake of another protocol",
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "key not allowed",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message and who sent it."""
+
+    peer: str
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A peer that was silent for `dead_after_s`, or whose connection is gone."""
+
+    peer: str
+
+
+class Listener(Endpoint):
+    """The side that binds. `endpoint` is resolved: a `tcp://127.0.0.1:*` shows its port."""
+
+    def __init__(self, endpoint: str, config: BusConfig) -> None:
+        """Raises BusError when the address can't be bound, or can be reached by other hosts and there are no keys."""
+        super().__init__(zmq.ROUTER, endpoint, config)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted process takes over its identity at once
+        self._seen: dict[str, float] = {}
+        self._rate = Rate()
+        self._authenticator = None
+        self._owners: dict[str, str] = {}
+        """Public key → name, where keys are used."""
+        self._events = self._socket.get_monitor_socket(sum(_HANDSHAKES))
+        try:
+            if keys.needed(endpoint) and not config.keys:
+                raise BusError(f"{endpoint} can be reached by other hosts: it needs keys (bus.keys)")
+            if config.keys:
+                self._owners = keys.owners(Path(config.keys))
+                self._authenticator = keys.guard(self._socket, self._context, Path(config.keys))
+            self._socket.bind(endpoint)
+        except (zmq.ZMQError, keys.KeysError) as error:
+            self._free()
+            raise BusError(f"can't listen on {endpoint}: {error}") from None
+        except BusError:
+            self._free()
+            raise
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._start(endpoint)
+
+    def send(self, peer: str, message: AnyMessage) -> None:
+        """Queues a message. Raises BusError when the peer is not connected (never seen, or lost)."""
+        self._check()
+        if peer not in self._seen:
+            raise BusError(f"{peer} is not connected, {type(message).__name__} not sent")
+        self._queue(peer, encode(message))
+
+    def receive(self, timeout_s: float) -> Received | Lost | None:
+        """The next message or loss, or None when nothing came within `timeout_s`."""
+        return cast("Received | Lost | None", self._take(timeout_s))
+
+    def peers(self) -> set[str]:
+        """Identities that are alive as far as known."""
+        return set(self._seen)
+
+    def _send_frame(self, peer: str, frame: bytes) -> None:
+        try:
+            self._socket.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._lose(peer)
+
+    def _lose(self, peer: str) -> None:
+        if self._seen.pop(peer, None) is not None:
+            self._put(Lost(peer), 0)
+
+    def _read_all(self) -> None:
+        self._read_handshakes()
+        while self._has_room():
+            try:
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            peer = parts[0].bytes.decode("ascii", "replace")
+            if len(parts) != 2 or not IDENTITY.fullmatch(peer):
+                self.refusals.add(repr(peer[:64]), "no identity, or not one frame")
+            elif not self._rate.allows(peer):
+                self.refusals.add(peer, "too many messages")
+            elif not self._owns(parts[1], peer):
+                self.refusals.add(peer, "under a name that its key does not own")
+            else:
+                self._read(peer, parts[1].bytes)
+
+    def _read(self, peer: str, frame: bytes) -> None:
+        message = self._decode(peer, frame)
+        if message is None:
+            return
+        self._seen[peer] = time.monotonic()
+        if isinstance(message, Heartbeat):
+            with contextlib.suppress(zmq.Again):  # a peer with a full queue has enough to read
+                self._send_frame(peer, encode(Heartbeat()))
+        else:
+            self._put(Received(peer, message), len(frame))
+
+    def _owns(self, frame: zmq.Frame, peer: str) -> bool:
+        """Whether a message came with the key of the process that it names; True where no keys are used."""
+        if self._authenticator is None:
+            return True
+        return self._owners.get(str(frame.get("User-Id"))) == keys.name_of(peer)
+
+    def _read_handshakes(self) -> None:
+        """Connections that never became one: port scanners, other protocols, keys that are not allowed."""
+        while self._events.poll(0):
+            event = recv_monitor_message(self._events, zmq.NOBLOCK)["event"]
+            self.refusals.add("a stranger", _HANDSHAKES[zmq.Event(event)])
+
+    def _free(self) -> None:
+        self._socket.disable_monitor()
+        self._events.close()
+        self._socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+
+    def _tend(self, now: float) -> None:
+        if not self._has_room():
+            return  # heartbeats are waiting unread behind our own slow reader
+        for peer in [p for p, seen in self._seen.items() if now - seen > self._config.dead_after_s]:
+            self._lose(peer)

@@ -1,0 +1,58 @@
+"""Control sockets, and the processes that the launcher watches."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+
+from inflight.config.checks import require, require_fields
+
+
+@dataclass(frozen=True)
+class BusConfig:
+    """Control sockets: Unix sockets in the run folder, unless `address` is set."""
+
+    address: str = ""
+    """An IP address of this host to listen on instead. One that other hosts can reach needs keys."""
+    port: int = 5700
+    """The first of the four ports, for weights, rollouts, status and the trainer's ranks."""
+    keys: str = ""
+    """Folder of CURVE keys; the launcher makes it where `address` needs it."""
+    heartbeat_s: float = 1.0
+    dead_after_s: float = 30.0
+    """A peer that was silent for so long is taken for dead."""
+
+    def __post_init__(self) -> None:
+        require(1024 <= self.port <= 65532, "bus.port", self.port, "1024 to 65532")
+        require(not self.address or _is_address(self.address), "bus.address", self.address, "an IP address, or empty")
+        fits = 0 < self.heartbeat_s < self.dead_after_s
+        require(fits, "bus.heartbeat_s", self.heartbeat_s, "above 0 and below bus.dead_after_s")
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """The launcher and the processes it watches."""
+
+    affinity: dict[str, list[int]] = field(default_factory=dict)
+    """Cores that a process may use, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
+    stop_grace_s: float = 6.0
+    """Seconds between SIGTERM and SIGKILL when the run ends."""
+    restarts: int = 3
+    """How often a generator or an actor that had worked is started again; the run ends at the next failure."""
+    restart_delay_s: float = 1.0
+    """Seconds before the first restart of a process; twice as long before each further one."""
+    line_every_s: float = 5.0
+    """Seconds between the lines of progress when the output is no terminal."""
+
+    def __post_init__(self) -> None:
+        require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")
+        require_fields(self, "launch", "line_every_s")
+        require_fields(self, "launch", "restarts restart_delay_s", least=0)
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return not ipaddress.ip_address(text).is_unspecified

@@ -1,0 +1,126 @@
+"""A run of real processes that tests do harm to (not a test file)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from inflight.metrics import METRICS_FILE, read_lines
+from inflight.rollout.questions import index_of
+from inflight.rollout.stream import Reader
+from inflight.trainer import checkpoints
+
+LAUNCHER = Path(__file__).parent / "launcher.py"
+ALWAYS = (
+    "trainer.groups_per_step=2",
+    "trainer.checkpoint_every=2",
+    "rollout.group_size=2",
+    "launch.line_every_s=1",
+    "bus.heartbeat_s=0.2",
+    "bus.dead_after_s=5",
+    "publish.join_timeout_s=120",
+    "launch.restart_delay_s=0.2",
+)
+BOUND_S = 240.0
+"""Against hanging; no measure of speed."""
+
+
+class Run:
+    """Starts the launcher on one folder as often as a test wants."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self._overrides = [f"run_dir={folder}", *ALWAYS, *overrides]
+        self._launcher: subprocess.Popen[str] | None = None
+        self.output = ""
+        """Of the last launcher that has ended."""
+
+    def start(self, *more: str) -> Run:
+        """The launcher, in the background."""
+        command = [sys.executable, str(LAUNCHER), *self._overrides, *more]
+        self._launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return self
+
+    def resume(self) -> Run:
+        """The same command with `resume=true`."""
+        return self.start("resume=true")
+
+    def ended(self) -> bool:
+        """Whether the launcher is gone."""
+        return self._launcher is None or self._launcher.poll() is not None
+
+    def wait(self) -> int:
+        """The launcher's exit code; its output is kept."""
+        self.output, _ = self._launcher.communicate(timeout=BOUND_S)
+        return self._launcher.returncode
+
+    def process(self, name: str) -> psutil.Process | None:
+        """The launcher, `trainer`, `g0` or `a0`; None while it does not run."""
+        if self.ended():
+            return None
+        launcher = psutil.Process(self._launcher.pid)
+        if name == "launcher":
+            return launcher
+        marks = {"trainer": "inflight.trainer", "a0": "inflight.rollout"}
+        for child in launcher.children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
+                line = child.cmdline()
+                if marks.get(name, "stand_in.py") in " ".join(line) and (name in marks or line[-1] == name):
+                    return child
+        return None
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> bool:
+        """False when it does not run."""
+        try:
+            process = self.process(name)
+            if process is not None:
+                process.send_signal(number)
+        except psutil.NoSuchProcess:
+            return False
+        return process is not None
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Polls; a launcher that ends first is enough, too."""
+        deadline = time.monotonic() + BOUND_S
+        while not condition() and not self.ended():
+            assert time.monotonic() < deadline, f"it did not happen within {BOUND_S} s\n{self.logs()}"
+            time.sleep(0.05)
+
+    def steps(self) -> int:
+        """Lines of metrics.jsonl."""
+        return len(self.lines())
+
+    def lines(self) -> list[dict[str, object]]:
+        """What the trainer told of its steps."""
+        return read_lines(self.folder / METRICS_FILE)
+
+    def trained(self) -> list[int]:
+        """The questions of all steps."""
+        return sorted(index for line in self.lines() for index in line["questions"])
+
+    def written(self) -> list[int]:
+        """The questions of the rollout file."""
+        return sorted(index_of(group.group_id) for group in Reader(self.folder / "rollouts" / "rollouts.msgpack"))
+
+    def saved(self) -> checkpoints.Saved:
+        """The newest checkpoint."""
+        return checkpoints.read(checkpoints.newest(self.folder))
+
+    def logs(self) -> str:
+        """For the message of a test that failed."""
+        texts = [f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted((self.folder / "logs").glob("*.log"))]
+        return "\n".join([self.output[-2000:], *texts])
+
+    def end(self) -> None:
+        """Leaves nothing behind."""
+        if not self.ended():
+            os.kill(self._launcher.pid, signal.SIGTERM)
+            self.wait()

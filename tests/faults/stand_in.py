@@ -1,0 +1,72 @@
+"""A generator without vLLM as a process: real bus, real transport and a small HTTP server; `python stand_in.py RUN g0`.
+
+It answers each request after a while of its own, under the version that it holds then (not a test file).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+
+from aiohttp import web
+from fake_generator import FakeGenerator
+
+from inflight import config as configuration
+from inflight.bus import Link
+from inflight.messages import Finish, Status
+
+SLOWEST_S = 0.6
+
+
+def answer(seed: int, version: int) -> dict[str, object]:
+    """A completion that depends on the seed alone."""
+    source = random.Random(seed)
+    tokens = [source.randrange(3, 13) for _ in range(4)]
+    return {
+        "index": 0, "text": "", "finish_reason": "stop", "token_ids": tokens,
+        "logprobs": {"token_logprobs": [-2.5] * 4, "tokens": [], "top_logprobs": None},
+        "token_versions": [[0, version]], "prefill_versions": [[0, 0, version]],
+    }  # fmt: skip
+
+
+async def serve(run_dir: str, name: str) -> None:
+    """Until SIGTERM, or until the trainer says that the run is over."""
+    config = configuration.load(run_dir)
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
+
+    async def complete(request: web.Request) -> web.Response:
+        seed = (await request.json())["seed"]
+        await asyncio.sleep(random.Random(seed).random() * SLOWEST_S)
+        return web.json_response({"choices": [answer(seed, generator.version)]})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/completions", complete), web.get("/health", health)])
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    generator = FakeGenerator(config.endpoint("weights"), name, version=config.start_version).start()
+    partial = config.path / "bus" / f"{name}.partial"
+    partial.write_text(url)
+    os.replace(partial, config.path / "bus" / f"{name}.url")
+    with Link(config.endpoint("status"), name, config.bus) as status:
+        while not ended.is_set() and not any(isinstance(message, Finish) for message in generator.heard):
+            status.send(Status(source=name, values={"version": generator.version}))
+            await asyncio.sleep(0.2)
+    await runner.cleanup()
+    generator.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(*sys.argv[1:]))
+    os._exit(0)

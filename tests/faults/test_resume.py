@@ -1,0 +1,74 @@
+"""Runs that are killed and go on: they train on the very questions of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.faults
+
+VICTIMS = ("launcher", "trainer", "a0", "g0")
+
+
+def kill_and_go_on(run, kills, seed):
+    """Kills somebody at random, `kills` times, and starts the launcher again whenever it has ended."""
+    source = random.Random(seed)
+    run.start()
+    told = []
+    while len(told) < kills:
+        begun = run.steps()
+        run.until(lambda begun=begun: run.steps() > begun + 1 or run.process("trainer") is None)
+        time.sleep(source.random() * 0.8)
+        victim = source.choice(VICTIMS)
+        if not run.ended() and run.kill(victim):
+            told.append((victim, run.steps()))
+            if victim in ("launcher", "trainer"):
+                run.wait()
+        if run.ended():
+            run.wait()
+            run.resume()
+    while run.wait() != 0:
+        told.append(("ended", run.output[-300:]))
+        assert len(told) < 3 * kills, f"{told}\n{run.logs()}"
+        run.resume()
+    return told
+
+
+def check(run, undisturbed, told):
+    assert run.trained() == undisturbed.trained(), told
+    assert [line["step"] for line in run.lines()] == [line["step"] for line in undisturbed.lines()]
+    books = run.saved().books
+    assert (books.settled_below, books.settled_beyond, books.dropped) == (len(run.trained()), [], {})
+    assert books.trained == len(run.trained())
+    written = run.written()
+    assert len(set(written)) == len(written)
+
+
+def test_two_kills(make_run):
+    undisturbed, run = (make_run("trainer.steps=10", "gate.max_token_lag=1000") for _ in range(2))
+    assert undisturbed.start().wait() == 0, undisturbed.logs()
+    assert undisturbed.trained() == list(range(20))
+    check(run, undisturbed, kill_and_go_on(run, 2, seed=0))
+
+
+@pytest.mark.slow
+def test_ten_kills(make_run):
+    undisturbed, run = (make_run("trainer.steps=60", "gate.max_token_lag=1000") for _ in range(2))
+    assert undisturbed.start().wait() == 0, undisturbed.logs()
+    told = kill_and_go_on(run, 10, seed=1)
+    assert len(told) >= 10
+    check(run, undisturbed, told)
+
+
+def test_a_second_start_in_the_same_folder_is_refused(make_run):
+    run = make_run("trainer.steps=100000").start()
+    run.until(lambda: run.steps() >= 1)
+    other = type(run)(run.folder)
+    assert other.start().wait() == 2
+    assert "holds a run already" in other.output
+    assert run.kill("launcher", signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    assert "resume=true" in run.output

@@ -1,0 +1,162 @@
+"""Strangers on a control socket: what they send changes nothing, is counted, and is told in the log, not too often."""
+
+import logging
+import random
+import socket
+import stat
+import time
+
+import pytest
+import zmq
+import zmq.auth
+
+from inflight.bus import BusError, Link, Listener, Received, keys, make_keys
+from inflight.bus import rate as rate_module
+from inflight.bus.rate import Rate
+from inflight.bus.refusals import Refusals
+from inflight.config import BusConfig, ConfigError
+from inflight.messages import Commit, GroupAck, encode
+
+LIMIT_S = 20.0
+
+
+def config(**changes):
+    return BusConfig(heartbeat_s=0.05, dead_after_s=20.0, **changes)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_keys(tmp_path / "keys", ["g0", "a0"])
+    return tmp_path / "keys"
+
+
+def until(condition):
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def port_of(listener):
+    return int(listener.endpoint.rpartition(":")[2])
+
+
+def test_random_bytes_and_port_scanners_are_counted_and_logged(caplog):
+    source = random.Random(0)
+    with Listener("tcp://127.0.0.1:*", config()) as listener:
+        for size in (0, 1, 10, 64, 5000):
+            with socket.create_connection(("127.0.0.1", port_of(listener))) as scanner:
+                scanner.sendall(source.randbytes(size))
+        with socket.create_connection(("127.0.0.1", port_of(listener))) as scanner:
+            scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(lambda: listener.refused >= 4)
+        with Link(listener.endpoint, "g0", config()) as link:
+            link.send(Commit(version=1))
+            assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
+            assert listener.peers() == {"g0"}
+    assert "refused from a stranger: handshake" in caplog.text
+
+
+def test_keys_let_in_those_that_are_allowed(folder):
+    with Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener:
+        with Link(listener.endpoint, "g0.r1", config(keys=str(folder))) as link:
+            link.send(Commit(version=7))
+            assert listener.receive(LIMIT_S) == Received("g0.r1", Commit(version=7))
+            listener.send("g0.r1", GroupAck(group_id="q0"))
+            assert link.receive(LIMIT_S) == GroupAck(group_id="q0")
+        assert listener.refused == 0
+
+
+def test_a_wrong_key_no_key_and_a_name_of_another_change_nothing(folder, tmp_path, caplog):
+    make_keys(tmp_path / "others", ["g0"])
+    (tmp_path / "others" / "listener.key").write_bytes((folder / "listener.key").read_bytes())
+    with Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener:
+        with Link(listener.endpoint, "g0", config(keys=str(tmp_path / "others"))) as wrong:
+            wrong.send(Commit(version=1))
+            until(lambda: listener.refusals.counts["key not allowed"])
+        with Link(listener.endpoint, "g0", config()) as plain:
+            plain.send(Commit(version=1))
+            until(lambda: len(listener.refusals.counts) >= 2)
+        (folder / "thief.key_secret").write_bytes((folder / "a0.key_secret").read_bytes())
+        (folder / "thief.key_secret").chmod(0o600)
+        with Link(listener.endpoint, "thief.r0", config(keys=str(folder))) as thief:
+            thief.send(Commit(version=1))
+            until(lambda: listener.refusals.counts["under a name that its key does not own"])
+        assert listener.receive(0.2) is None
+        assert listener.peers() == set()
+    assert "key not allowed" in caplog.text
+
+
+def test_an_address_that_others_can_reach_needs_keys():
+    for end in (lambda: Listener("tcp://0.0.0.0:*", config()), lambda: Link("tcp://192.0.2.1:5700", "g0", config())):
+        with pytest.raises(BusError, match="needs keys"):
+            end()
+    assert not keys.needed("tcp://[::1]:5700")
+    assert not keys.needed("ipc:///x")
+    assert keys.needed("tcp://example.org:5700")
+
+
+def test_secret_keys_are_for_their_owner_alone(folder):
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    secret = folder / "g0.key_secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert not list((folder / "allowed").glob("*secret*"))
+    secret.chmod(0o644)
+    with pytest.raises(BusError, match="may be read by others"):
+        Link("tcp://127.0.0.1:1", "g0", config(keys=str(folder)))
+    with pytest.raises(BusError, match="can't be read"):
+        Link("tcp://127.0.0.1:1", "g7", config(keys=str(folder)))
+
+
+def test_a_flood_is_refused_and_others_are_heard(monkeypatch, bus_endpoint):
+    monkeypatch.setattr(rate_module, "BURST", 50.0)
+    monkeypatch.setattr(rate_module, "PER_SECOND", 1.0)
+    with Listener(bus_endpoint, config()) as listener, Link(bus_endpoint, "quiet", config()) as quiet:
+        context = zmq.Context()
+        raw = context.socket(zmq.DEALER)
+        raw.setsockopt(zmq.IDENTITY, b"loud")
+        raw.connect(bus_endpoint)
+        for _ in range(400):
+            raw.send(encode(Commit(version=1)))
+        until(lambda: listener.refusals.counts["too many messages"] >= 300)
+        quiet.send(Commit(version=2))
+        until(lambda: (got := listener.receive(LIMIT_S)) is not None and got.peer == "quiet")
+        context.destroy(linger=0)
+
+
+def test_names_without_end_are_bounded(monkeypatch):
+    monkeypatch.setattr(rate_module, "MAX_PEERS", 10)
+    rate = Rate()
+    assert [rate.allows(f"p{number}") for number in range(12)] == [True] * 10 + [False] * 2
+
+
+def test_a_reason_is_logged_once_in_a_while(caplog):
+    refusals = Refusals("here")
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):
+            refusals.add("p", "no valid message")
+            refusals.add(f"p{number}", "too many messages")
+    assert refusals.counts == {"no valid message": 1000, "too many messages": 1000}
+    assert caplog.text.count("no valid message") == 1
+    assert len(caplog.records) <= 260
+
+
+def test_queues_are_bounded_in_bytes(monkeypatch, bus_endpoint):
+    """A reader that does not read holds no more than the limit and one message; the rest waits at the sender."""
+    monkeypatch.setattr("inflight.bus.endpoint.MAX_QUEUED_BYTES", 20_000)
+    big = GroupAck(group_id="x" * 500)
+    with Listener(bus_endpoint, config()) as listener, Link(bus_endpoint, "g0", config()) as link:
+        sent = 0
+        with pytest.raises(BusError, match="does not read"):
+            for _ in range(100_000):
+                link.send(big)
+                sent += 1
+        assert listener._bytes_in <= 20_000 + 600
+        assert sum(1 for _ in iter(lambda: listener.receive(1.0), None)) == sent
+        assert listener._bytes_in == 0
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "host", "::"])
+def test_addresses_are_checked(address):
+    with pytest.raises(ConfigError, match=r"bus\.address"):
+        BusConfig(address=address)

@@ -1,5 +1,5 @@
 # Each target sets itself up on a fresh machine with Python 3.11 to 3.13; a second call starts at once.
-.PHONY: help setup demo test test-slow lint bench verify-patches clean
+.PHONY: help setup demo test test-slow test-faults fuzz lint bench verify-patches clean
 
 PY := .venv/bin/python
 READY := .venv/ready
@@ -14,6 +14,8 @@ export TOKENIZERS_PARALLELISM ?= false
 help:
 	@echo "make demo            train SmolLM2-135M with a generator that never stops (some minutes on 2 cores)"
 	@echo "make test            unit tests, tests against a real vLLM on CPU, and a whole tiny run"
+	@echo "make test-faults     harm done to real processes: kills, stops, full disks, strangers"
+	@echo "make fuzz            every decoder against damaged input (SECONDS=600)"
 	@echo "make test-slow       the tests that take minutes each"
 	@echo "make lint            ruff and mypy"
 	@echo "make bench           measure the stall at a swap, the transfer and the lag on this machine"
@@ -33,6 +35,12 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)
+
+test-faults: $(READY)
+	$(PY) -m pytest -m "faults and not gpu" tests/faults $(ARGS)
+
+fuzz: $(READY)
+	$(PY) tests/fuzz/run.py $(or $(SECONDS),600)
 
 lint: $(READY)
 	$(PY) -m ruff check .

@@ -231,7 +231,9 @@ def load(run_dir: str | Path) -> RunConfig:
         return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: {run_dir} is not a run folder") from None
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         field_name = getattr(error, "full_key", None)
         reason = " ".join(str(error).split("full_key:")[0].split())
         raise ConfigError(f"{path}: {field_name + ': ' if field_name else ''}{reason}") from None

@@ -182,7 +182,7 @@ def test_ctrl_c_while_it_trains_leaves_nothing_behind(tmp_path):
 def test_a_killed_worker_ends_the_run(tmp_path):
     """The engine dies of it, the generator says so, the launcher shows it and stops the others."""
     run_dir = tmp_path / "run"
-    launcher = start(run_dir, "trainer.steps=1000")
+    launcher = start(run_dir, "trainer.steps=1000", "launch.restarts=0")
     wait_for_steps(launcher, run_dir, 1)
     everyone = wait_for_engine(launcher, run_dir, "VLLM::Worker")
     (worker,) = titled(everyone, "VLLM::Worker")

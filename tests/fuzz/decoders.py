@@ -1,0 +1,147 @@
+"""Everything that reads bytes of others: what it may raise, whole inputs to damage, and what an accepted one must hold.
+
+A target takes bytes. Only its declared errors may come out of it; what it accepts must be the same again after it was
+written and read once more, so that no garbage passes for data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from rollout_samples import make_config, make_group
+from safetensors.torch import save
+
+from inflight import config as configuration
+from inflight.audit.replay import AuditError, KeptVersions
+from inflight.config import ConfigError
+from inflight.messages import (
+    ActorHello,
+    Commit,
+    Failed,
+    Grant,
+    GroupDone,
+    GroupFailed,
+    Heartbeat,
+    Ready,
+    Status,
+    WireError,
+    decode,
+    encode,
+)
+from inflight.metrics import read_lines
+from inflight.rollout.books import NO_BOOKS
+from inflight.rollout.client import Retry, Unpatched, parse_turn
+from inflight.rollout.ledger import defect
+from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
+from inflight.trainer import checkpoints
+from inflight.trainer.checkpoints import CheckpointError, Saved
+
+FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
+
+
+@dataclass(frozen=True)
+class Target:
+    """One decoder."""
+
+    read: Callable[[bytes], None]
+    errors: tuple[type[Exception], ...]
+    samples: list[bytes]
+
+
+def _message(data: bytes) -> None:
+    message = decode(data)
+    assert decode(encode(message)) == message
+    if isinstance(message, GroupDone):
+        defect(message.group, 2)
+
+
+def _stream(data: bytes) -> None:
+    path = FOLDER / "rollouts.msgpack"
+    path.write_bytes(data)
+    reader = Reader(path)
+    groups = list(reader)
+    frames = MAGIC + b"".join(map(encode_frame, groups))
+    path.write_bytes(frames)
+    assert list(Reader(path)) == groups
+    assert reader.good_bytes <= len(data)
+
+
+def _turn(data: bytes) -> None:
+    turn = parse_turn(data, "g0")
+    assert len(turn.token_ids) == len(turn.logprobs)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(turn), type=type(turn)) == turn
+
+
+def _checkpoint(data: bytes) -> None:
+    folder = FOLDER / "step-000003"
+    folder.mkdir(exist_ok=True)
+    (folder / checkpoints.STATE_FILE).write_bytes(data)
+    saved = checkpoints.read(folder)
+    assert saved.step == 3
+    saved.books.settled.add(1)
+
+
+def _lines(data: bytes) -> None:
+    path = FOLDER / "metrics.jsonl"
+    path.write_bytes(data)
+    assert all(isinstance(line, dict) for line in read_lines(path))
+
+
+def _config(data: bytes) -> None:
+    (FOLDER / configuration.CONFIG_FILE).write_bytes(data)
+    assert configuration.load(FOLDER).run_dir
+
+
+def _version(data: bytes) -> None:
+    path = FOLDER / "000001.safetensors"
+    path.write_bytes(data)
+    for tensor in KeptVersions(FOLDER).load(1).values():
+        tensor.numel()
+
+
+def _config_sample() -> bytes:
+    config = make_config("unused")
+    with contextlib.chdir(FOLDER):
+        configuration.save(config)
+    return (FOLDER / "unused" / configuration.CONFIG_FILE).read_bytes()
+
+
+MESSAGES = [
+    Heartbeat(), Commit(version=3), Grant(questions=[1, 2]), ActorHello(actor="a0", incarnation="0" * 16),
+    Failed(version=1, phase="build", reason="x", poisoned=False),
+    Ready(version=1, digest="0" * 64, receive_s=0.1, build_s=0.2),
+    GroupDone(group=make_group("q1")), GroupFailed(group_id="q1", reason="r", again=True),
+    Status(source="a0", values={"x": 1, "y": 2.5, "z": "t"}),
+]  # fmt: skip
+ANSWER = {
+    "choices": [{
+        "finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]},
+        "token_versions": [[0, 1]], "prefill_versions": [[0, 0, 1]],
+    }]
+}  # fmt: skip
+TARGETS = {
+    "messages": Target(_message, (WireError,), [encode(message) for message in MESSAGES]),
+    "rollouts": Target(
+        _stream,
+        (StreamError,),
+        [MAGIC + encode_frame(make_group("q1")) + encode_frame(make_group("q2", spans=[(0, 3)]))],
+    ),
+    "completions": Target(_turn, (Retry, Unpatched), [json.dumps(ANSWER).encode()]),
+    "checkpoint": Target(
+        _checkpoint,
+        (CheckpointError,),
+        [msgspec.json.encode(Saved(schema=checkpoints.SCHEMA, step=3, elapsed_s=1.0, books=NO_BOOKS))],
+    ),
+    "metrics": Target(_lines, (ValueError,), [b'{"step": 1, "reward": 0.5}\n{"step": 2}\n']),
+    "config": Target(_config, (ConfigError,), [_config_sample()]),
+    "version": Target(
+        _version, (AuditError,), [save({"a": torch.zeros(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)})]
+    ),
+}

@@ -76,10 +76,10 @@ class GeneratorConfig:
         require_fields(self, "generator", "count tensor_parallel_size max_model_len max_num_seqs threads", least=1)
         require_fields(self, "generator", "kv_cache_gib start_timeout_s")
         require(
-            self.swap in ("auto", "remap", "copy", "host", "rebind", "blocking"),
+            self.swap in ("auto", "remap", "copy", "host", "rebind"),
             "generator.swap",
             self.swap,
-            "auto, remap, copy, host, rebind, blocking",
+            "auto, remap, copy, host, rebind",
         )
 
 

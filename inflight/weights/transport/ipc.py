@@ -93,9 +93,12 @@ class IpcReceiver:
     def close(self) -> None:
         """Ends a wait for the trainer and unmaps its buffers."""
         self._board.close()
-        for address in self._open.values():
+        while self._open:  # both the receiver's thread and whoever ends it may be here
+            try:
+                _, address = self._open.popitem()
+            except KeyError:
+                return
             driver.cuIpcCloseMemHandle(address)
-        self._open.clear()
 
     def _address(self, offer: bytes, device: torch.device) -> int:
         offset, _, handle = _HEADER.unpack(offer)

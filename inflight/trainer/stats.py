@@ -95,7 +95,7 @@ def measure(
     mask = terms.mask
     log_ratio = terms.log_ratio[mask].double()
     weight = ratio(log_ratio)
-    gated = batch.completion_mask & ~mask
+    gated = batch.completion_mask & ~mask & (batch.scales > 0)[:, None]  # a rank without work repeats a sequence
     columns = (
         torch.ones_like(log_ratio), torch.zeros_like(log_ratio), log_ratio, log_ratio**2, log_ratio.abs(),
         (log_ratio.abs() > TAIL).double(), weight, weight**2, weight - 1 - log_ratio, clipped[mask].double(),

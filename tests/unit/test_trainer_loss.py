@@ -21,6 +21,7 @@ from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
 from inflight.trainer.loss import Loss
 from inflight.trainer.objectives.ppo import ppo
 from inflight.trainer.policy import Policy, load_policy
+from inflight.trainer.split import rounds
 from inflight.trainer.stats import LAGS, combine
 from inflight.types import RolloutGroup
 
@@ -195,6 +196,23 @@ def test_the_twin_computes_in_bfloat16_and_follows_the_float32_master(tiny_model
     assert any(not torch.equal(old, new) for old, new in zip(before, master.parameters(), strict=True))
     for ours, theirs in zip(master.parameters(), twin.parameters(), strict=True):
         assert torch.equal(ours.to(torch.bfloat16), theirs)
+
+
+def test_a_rank_without_work_counts_nothing(tiny_model, tmp_path):
+    """Three sequences, one a micro-batch, for two ranks: the fourth place is filled with one that weighs nothing."""
+    batch, learner = sequences((5, 2, 7)), make_learner(tiny_model, tmp_path)
+    batch.trained_mask[0, 3] = False  # one token is gated
+    parts = [part for each in rounds(batch, 1, 2) for part in each]
+    assert len(parts) == 4
+    learnt = [learner.learn(part) for part in parts]
+    loss, stats = sum(loss for loss, _ in learnt), combine([stats for _, stats in learnt])
+    got = gradients(learner)
+    alone = make_learner(tiny_model, tmp_path)
+    wanted, all_stats = alone.backward(batch, never)
+    assert loss == pytest.approx(wanted, abs=1e-6)
+    torch.testing.assert_close(got, gradients(alone), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(stats.sums, all_stats.sums)
+    assert stats.sums[:, 1].sum() == 1
 
 
 def test_learning_raises_the_probability_of_what_was_rewarded(tiny_model, tmp_path):

@@ -46,7 +46,8 @@ class RunFolder:
         holds_run = (self.path / configuration.CONFIG_FILE).exists()
         if holds_run and not config.resume:
             raise LaunchError(f"{self.path} holds a run already; choose another run_dir, or go on with it: resume=true")
-        if config.resume and not holds_run:
+        begun = holds_run or (self.path / "lock").exists()  # a launcher may be killed before it has written anything
+        if config.resume and not begun:
             raise LaunchError(f"{self.path} holds no run that could go on; leave resume=true out to start one")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -55,7 +56,7 @@ class RunFolder:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:
             self._lock(LOCK_WAIT_S if config.resume else 0.0)
-            self.config = _resumed(config) if config.resume else config
+            self.config = _resumed(config) if holds_run else config
             self._make_sockets()
             self._make_secrets()
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -30,6 +30,8 @@ class Received:
 
     peer: str
     message: AnyMessage
+    nbytes: int = field(default=0, compare=False)
+    """Its size on the wire."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Listener(Endpoint):
             with contextlib.suppress(zmq.Again):  # a peer with a full queue has enough to read
                 self._send_frame(peer, encode(Heartbeat()))
         else:
-            self._put(Received(peer, message), len(frame))
+            self._put(Received(peer, message, len(frame)), len(frame))
 
     def _owns(self, frame: zmq.Frame, peer: str) -> bool:
         """Whether a message came with the key of the process that it names; True where no keys are used."""

@@ -37,6 +37,9 @@ class RolloutConfig:
     """Groups an actor keeps in flight at the most."""
     request_timeout_s: float = 300.0
     reward_timeout_s: float = 30.0
+    buffer_mib: float = 1024.0
+    """Finished groups that may wait for the trainer, in MiB as they travel; beyond, no more is asked than one step
+    needs."""
     keep: bool = True
     """Write every rollout to the run folder (needed by the audit)."""
 
@@ -48,7 +51,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
-        require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s")
+        require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s buffer_mib")
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
         require_fields(self, "rollout", "top_k min_p kept_tokens", least=0)
         require(self.min_p <= 1, "rollout.min_p", self.min_p, "0 to 1")

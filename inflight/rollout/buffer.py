@@ -175,7 +175,7 @@ class Buffer:
                 if isinstance(event, Lost):
                     self._ledger.leave(event.peer, ACTOR_LOST)
                 else:
-                    self._handle(event.peer, event.message)
+                    self._handle(event.peer, event.message, event.nbytes)
                 self._grant()
             except BaseException as error:
                 self._broken = error
@@ -183,7 +183,7 @@ class Buffer:
             finally:
                 self._changed.notify_all()
 
-    def _handle(self, peer: str, message: AnyMessage) -> None:
+    def _handle(self, peer: str, message: AnyMessage, nbytes: int) -> None:
         self._heard[peer] = time.monotonic()
         if isinstance(message, ActorHello):
             self._ledger.hello(peer, message.incarnation)
@@ -192,13 +192,13 @@ class Buffer:
         elif isinstance(message, ActorBye):
             self._ledger.leave(peer, message.reason)
         elif isinstance(message, GroupDone | GroupFailed):
-            self._settle(peer, message)
+            self._settle(peer, message, nbytes)
         else:
             self._ledger.ignore(f"unexpected {type(message).__name__}")
 
-    def _settle(self, peer: str, message: GroupDone | GroupFailed) -> None:
+    def _settle(self, peer: str, message: GroupDone | GroupFailed, nbytes: int) -> None:
         """Written before it is acknowledged, acknowledged every time it comes."""
-        group = self._ledger.settle(peer, message)
+        group = self._ledger.settle(peer, message, nbytes)
         if group is not None and self._writer is not None:
             self._writer.append(group)
         group_id = message.group.group_id if isinstance(message, GroupDone) else message.group_id

@@ -23,6 +23,7 @@ from inflight.messages import GroupDone, GroupFailed
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup, gate_group
 from inflight.rollout.questions import Questions, index_of
+from inflight.rollout.stream import encode_frame
 from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 
 ACTOR_LOST = "actor lost"
@@ -94,8 +95,11 @@ class Ledger:
         self._group_size = config.rollout.group_size
         self._accounts: dict[str, _Account] = {}
         self._queue = collections.deque(groups)
-        self._held = {index for group in self._queue if (index := index_of(group.group_id)) is not None}
-        """Questions of the groups in the queue."""
+        self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
+        self._held = {
+            index: len(encode_frame(group)) for group in self._queue if (index := index_of(group.group_id)) is not None
+        }
+        """Questions of the groups in the queue, and their bytes as they travelled."""
         self._questions = Questions(books.settled, self._held)
         self._tries: collections.Counter[int] = collections.Counter()
         self._trained = books.trained
@@ -142,7 +146,8 @@ class Ledger:
     def grants(self) -> dict[str, list[int]]:
         """Hands every free slot to the actor with the fewest in flight; the new questions by actor."""
         taken = sum(self.in_flight.values()) + len(self._queue)
-        room = min(self.capacity, self._wanted - self._trained) - taken
+        most = self.capacity if sum(self._held.values()) < self._max_bytes else self._step
+        room = min(most, self._wanted - self._trained) - taken
         told: dict[str, list[int]] = {}
         while room > 0:
             free = [(len(account.in_flight), name) for name, account in self._accounts.items()]
@@ -156,8 +161,10 @@ class Ledger:
             room -= 1
         return told
 
-    def settle(self, actor: str, message: GroupDone | GroupFailed) -> RolloutGroup | None:
+    def settle(self, actor: str, message: GroupDone | GroupFailed, nbytes: int = 0) -> RolloutGroup | None:
         """Counts a group exactly once, however often it comes; returns it when it is new and sound, now buffered.
+
+        `nbytes` is its size as it came.
 
         A whole group is welcome from whoever has it: from an actor that was taken for lost, too, as long as nobody
         else was quicker. A failure counts only from the actor that the question is granted to now.
@@ -176,7 +183,7 @@ class Ledger:
             self.ignore("not granted")
         else:
             self._queue.append(message.group)
-            self._held.add(index)
+            self._held[index] = nbytes
             self._produced += 1
             return message.group
         return None
@@ -261,7 +268,7 @@ class Ledger:
         """A group has left the queue, trained on or dropped."""
         self._rollouts_dropped.update({str(why): count for why, count in gated.members_dropped.items()})
         if (index := index_of(gated.group.group_id)) is not None:
-            self._held.discard(index)
+            self._held.pop(index, None)
             self._settled(index)
 
     def _settled(self, index: int) -> None:

@@ -10,8 +10,8 @@ from run import Run
 def make_run(tmp_path):
     runs = []
 
-    def make(*overrides: str) -> Run:
-        runs.append(Run(tmp_path / f"run{len(runs)}", *overrides))
+    def make(*overrides: str, vllm: bool = False) -> Run:
+        runs.append(Run(tmp_path / f"run{len(runs)}", *overrides, vllm=vllm))
         return runs[-1]
 
     yield make

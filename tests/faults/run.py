@@ -36,8 +36,9 @@ BOUND_S = 240.0
 class Run:
     """Starts the launcher on one folder as often as a test wants."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, vllm: bool = False) -> None:
         self.folder = folder
+        self._command = ["-m", "inflight.launch", "--config-name", "tiny"] if vllm else [str(LAUNCHER)]
         self._overrides = [f"run_dir={folder}", *ALWAYS, *overrides]
         self._launcher: subprocess.Popen[str] | None = None
         self.output = ""
@@ -45,8 +46,12 @@ class Run:
 
     def start(self, *more: str) -> Run:
         """The launcher, in the background."""
-        command = [sys.executable, str(LAUNCHER), *self._overrides, *more]
-        self._launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, *self._command, *self._overrides, *more]
+        # As a user would: tests that run an engine in this process have set vLLM's variables for it.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+        self._launcher = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        )
         return self
 
     def resume(self) -> Run:

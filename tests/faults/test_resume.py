@@ -20,7 +20,7 @@ def kill_and_go_on(run, kills, seed):
     told = []
     while len(told) < kills:
         begun = run.steps()
-        run.until(lambda begun=begun: run.steps() > begun + 1 or run.process("trainer") is None)
+        run.until(lambda begun=begun: run.steps() > begun + 1)
         time.sleep(source.random() * 0.8)
         victim = source.choice(VICTIMS)
         if not run.ended() and run.kill(victim):
@@ -52,6 +52,15 @@ def test_two_kills(make_run):
     assert undisturbed.start().wait() == 0, undisturbed.logs()
     assert undisturbed.trained() == list(range(20))
     check(run, undisturbed, kill_and_go_on(run, 2, seed=0))
+
+
+def test_a_launcher_that_is_killed_before_anything_was_written(make_run):
+    run = make_run("trainer.steps=2").start()
+    run.until(lambda: (run.folder / "lock").exists())
+    run.kill("launcher")
+    run.wait()
+    assert run.resume().wait() == 0, run.logs()
+    assert run.trained() == [0, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -352,3 +352,23 @@ def test_evidence_that_does_not_fit_the_tokens_is_refused(turn, rollout):
     bad = msgspec.structs.replace(sound[1], turn=msgspec.structs.replace(sound[1].turn, **turn), **rollout)
     assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=sound), 2) is None
     assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=[sound[0], bad]), 2) == "malformed: evidence"
+
+
+def test_the_buffer_is_bounded_in_bytes_but_never_below_a_step():
+    """Large groups: once they fill the buffer, no more are asked than the next step needs."""
+    config = make_config("unused", max_lag=3, step=2, concurrency=9, buffer_mib=1.0)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    assert ledger.grants() == {"a0": list(range(8))}
+    for index in range(3):
+        ledger.settle("a0", done(group_id(index)), 600_000)
+    ledger.leave("a0", ACTOR_LOST)
+    ledger.hello("a0", "y")
+    assert ledger.grants() == {}, "1.8 MB wait"
+    usable = []
+    ledger.judge(usable, 2, 0, config.gate)
+    ledger.train(usable)
+    assert ledger.grants() == {"a0": list(range(3, 10))}
+    full = Ledger(config, groups=[make_group("q0", length=400_000)])
+    full.hello("a0", "x")
+    assert full.grants() == {"a0": [1]}, "one more makes a step, however large"

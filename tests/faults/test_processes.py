@@ -1,0 +1,150 @@
+"""Harm done to one process of a run: the others go on or end, within bounds, and every group is accounted for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import zmq
+
+from inflight import config as configuration
+from inflight.messages import ActorBye, GroupAck, GroupFailed, encode
+from inflight.rollout.ledger import MAX_TRIES
+
+pytestmark = pytest.mark.faults
+
+SHORT = "trainer.steps=14"
+KEEP_OLD = "gate.max_token_lag=1000"
+
+
+def all_is_trained(run, steps=14):
+    """Every question once, in the order of no one, and no group lost from the books."""
+    assert run.wait() == 0, run.logs()
+    assert run.trained() == list(range(2 * steps)), run.logs()
+    books = run.saved().books
+    assert (books.settled_below, books.settled_beyond, books.trained, books.dropped) == (2 * steps, [], 2 * steps, {})
+    assert run.written() == list(range(2 * steps))
+    return books
+
+
+@pytest.mark.parametrize("victim", ["a0", "g0"])
+def test_a_killed_helper_is_started_again(make_run, victim):
+    run = make_run(SHORT, KEEP_OLD).start()
+    run.until(lambda: run.steps() >= 3)
+    assert run.kill(victim)
+    books = all_is_trained(run)
+    assert f"{victim} was ended by SIGKILL; it is started again in 0.2 s (1 of 3)" in run.output
+    if victim == "a0":
+        assert books.failed.get("actor lost", 0) > 0
+    else:
+        assert set(books.failed) <= {"connection lost", "actor lost"}
+
+
+def test_one_of_two_generators_is_enough(make_run):
+    """g1 dies until it is given up for now; its samples are asked of g0, nothing is lost."""
+    run = make_run(SHORT, KEEP_OLD, "generator.count=2", "launch.restart_delay_s=60").start()
+    run.until(lambda: run.steps() >= 2)
+    assert run.kill("g1")
+    books = all_is_trained(run)
+    assert sum(books.failed.values()) <= MAX_TRIES * 6
+
+
+def test_a_generator_that_is_given_up_ends_the_run_and_it_can_go_on(make_run):
+    run = make_run(SHORT, KEEP_OLD, "launch.restarts=0").start()
+    run.until(lambda: run.steps() >= 3)
+    assert run.kill("g0")
+    assert run.wait() == 1
+    assert "g0 was ended by SIGKILL" in run.output
+    assert "resume=true" in run.output
+    all_is_trained(run.resume())
+
+
+def test_a_stopped_actor_that_was_taken_for_lost_comes_back(make_run):
+    """SIGSTOP for longer than `dead_after_s`: its groups are given back; what it delivers late is taken once."""
+    run = make_run(SHORT, KEEP_OLD, "bus.dead_after_s=2").start()
+    run.until(lambda: run.steps() >= 3)
+    assert run.kill("a0", signal.SIGSTOP)
+    time.sleep(4)
+    at = run.steps()
+    time.sleep(1)
+    assert run.steps() == at, "nobody else samples"
+    assert run.kill("a0", signal.SIGCONT)
+    books = all_is_trained(run)
+    assert books.failed.get("actor lost", 0) > 0
+
+
+def test_sigterm_to_the_trainer_is_no_success_and_loses_no_step(make_run):
+    run = make_run(SHORT, KEEP_OLD, "trainer.checkpoint_every=0").start()
+    run.until(lambda: run.steps() >= 3)
+    assert run.kill("trainer", signal.SIGTERM)
+    assert run.wait() == 1
+    assert "trainer ended with code 143" in run.output
+    assert run.saved().step == run.steps() >= 3
+    all_is_trained(run.resume())
+
+
+def test_a_full_disk_stops_the_run_with_its_checkpoint_whole(make_run):
+    """As if full: no file may grow beyond a size that the rollouts reach after some steps."""
+    run = make_run(SHORT, KEEP_OLD, "audit.keep_versions=false").start()
+    run.until(lambda: run.process("trainer") is not None)
+    run.until(lambda: run.steps() >= 3)
+    rollouts = (run.folder / "rollouts" / "rollouts.msgpack").stat().st_size
+    with contextlib.suppress(Exception):
+        resource.prlimit(run.process("trainer").pid, resource.RLIMIT_FSIZE, (rollouts, rollouts))
+    assert run.wait() == 1
+    assert "trainer ended with code 1" in run.output or "SIGXFSZ" in run.output
+    step = run.saved().step
+    assert step >= 2
+    assert [path.name for path in (run.folder / "checkpoints").iterdir() if "partial" in path.name] == []
+    all_is_trained(run.resume())
+
+
+def test_strangers_on_the_sockets_change_nothing(make_run):
+    """Random bytes, other schemas, answers that nobody asked for, under names of their own and of an actor's kind."""
+    run = make_run(SHORT, KEEP_OLD).start()
+    run.until(lambda: run.steps() >= 1)
+    config = configuration.load(run.folder)
+    context = zmq.Context()
+    for service in ("weights", "rollouts", "status"):
+        raw = context.socket(zmq.DEALER)
+        raw.setsockopt(zmq.IDENTITY, b"a7")
+        raw.connect(config.endpoint(service))
+        for frame in (os.urandom(100), b"\x07" + encode(GroupAck(group_id="q0"))[1:], encode(ActorBye(reason="x")),
+                      encode(GroupFailed(group_id="q3", reason="x", again=False))):  # fmt: skip
+            raw.send(frame)
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as scanner:
+            scanner.connect(config.endpoint(service).removeprefix("ipc://"))
+            scanner.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    all_is_trained(run)
+    context.destroy(linger=0)
+    log = (run.folder / "logs" / "trainer.log").read_text()
+    assert "refused from a7: no valid message" in log
+
+
+def test_a_clock_that_jumps_changes_nothing(make_run, tmp_path, monkeypatch):
+    """Wall-clock time goes back and forth by a day in every process; no bound is measured with it."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import random, time\nreal = time.time\ntime.time = lambda: real() + random.choice((-86400.0, 0.0, 86400.0))\n"
+    )
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    probe = [sys.executable, "-c", "import time; print(time.time.__name__)"]
+    assert subprocess.run(probe, capture_output=True, text=True, check=True).stdout == "<lambda>\n"
+    all_is_trained(make_run(SHORT, KEEP_OLD).start())
+
+
+def test_a_killed_launcher_takes_its_run_along_and_it_goes_on(make_run):
+    run = make_run(SHORT, KEEP_OLD).start()
+    run.until(lambda: run.steps() >= 3)
+    assert run.kill("launcher")
+    run.wait()
+    all_is_trained(run.resume())

@@ -45,5 +45,5 @@ def newest_version(group: RolloutGroup) -> int:
     for rollout in group.rollouts:
         sampled = (span.version for span in rollout.turn.token_versions)
         prefilled = (span.version for span in rollout.turn.prefill_versions)
-        newest = max(newest, *sampled, *prefilled)
+        newest = max([newest, *sampled, *prefilled])
     return newest

@@ -1,0 +1,44 @@
+"""Which rollouts a run that goes on still believes."""
+
+import msgspec
+from rollout_samples import make_group
+
+from inflight.rollout.books import NO_BOOKS
+from inflight.rollout.restore import newest_version, restore
+from inflight.rollout.stream import MAGIC, Reader, Writer
+from inflight.types import PrefillSpan
+
+
+def write(path, *groups):
+    with Writer(path) as writer:
+        for group in groups:
+            writer.append(group)
+
+
+def test_what_is_true_stays_and_what_waits_is_given_back(tmp_path):
+    """Settled, waiting, with a tag or a prefill of an undone version, foreign, written twice, torn."""
+    path = tmp_path / "rollouts.msgpack"
+    settled, waiting = make_group("q0", spans=[(0, 1)]), make_group("q2", spans=[(0, 1), (3, 4)])
+    undone = make_group("q1", spans=[(0, 4), (3, 5)])
+    refilled = make_group("q3", spans=[(0, 4)], prefill_versions=[PrefillSpan(0, 0, 4), PrefillSpan(5, 0, 5)])
+    write(path, settled, undone, waiting, refilled, make_group("foreign"), waiting)
+    with path.open("ab") as file:
+        file.write(b"\x10\x00\x00")
+    books = msgspec.structs.replace(NO_BOOKS, settled_below=1)
+    assert restore(path, books, 4) == [waiting]
+    reader = Reader(path)
+    assert list(reader) == [settled, waiting]
+    assert reader.torn is None
+    assert restore(path, books, 4) == [waiting], "a second time changes nothing"
+    assert [each.name for each in tmp_path.iterdir()] == ["rollouts.msgpack"]
+
+
+def test_a_run_that_wrote_none(tmp_path):
+    assert restore(tmp_path / "rollouts.msgpack", NO_BOOKS, 0) == []
+    (tmp_path / "rollouts.msgpack").write_bytes(MAGIC)
+    assert restore(tmp_path / "rollouts.msgpack", NO_BOOKS, 0) == []
+
+
+def test_the_newest_version_of_a_group():
+    assert newest_version(make_group(spans=[(0, 3), (2, 7)])) == 7
+    assert newest_version(make_group(spans=[], length=0, prefill_versions=[])) == -1

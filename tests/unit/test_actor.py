@@ -285,6 +285,19 @@ def test_a_reward_that_fails_is_counted_and_never_zero(play, text, reason):
     play(scene, task=Moody(seed=0), answers=[choice(text)], reward_timeout_s=0.2)
 
 
+def test_a_slow_reward_bounds_what_is_asked(play):
+    """Nothing is sampled ahead of the scores: what waits for one holds its slot."""
+
+    async def scene(room):
+        await room.until(lambda: len(room.servers[0].requests) == 4)
+        await asyncio.sleep(0.3)
+        assert len(room.servers[0].requests) == 4, "two groups of two, as concurrency allows"
+        assert room.actor.in_flight == 2
+        assert room.buffer.counts().in_flight == 2
+
+    play(scene, task=Moody(seed=0), default=lambda: choice("1"), max_lag=9)
+
+
 def test_a_question_that_fails_is_counted(play):
     class Broken(Addition):
         def item(self, index):

@@ -11,7 +11,8 @@ from inflight.rollout.books import Books
 from inflight.types import Count
 
 FOLDER = "checkpoints"
-STATE_FILE = "trainer.json"
+STATE_FILE = "trainer/state.json"
+"""In a folder of its own, as all that is not the model's: vLLM takes any safetensors beside a model for its weights."""
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d{6,})")
 

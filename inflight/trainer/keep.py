@@ -24,8 +24,8 @@ from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, nam
 from inflight.weights.shards import is_sharded, sharded_like
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
-OPTIMIZER_FILE = "optimizer.safetensors"
-RANDOM_FILE = "random.safetensors"
+OPTIMIZER_FILE = "trainer/optimizer.safetensors"
+RANDOM_FILE = "trainer/random.safetensors"
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 # What a model's directory holds besides weights and what save_pretrained writes: tokenizer and chat template.
 _COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.jinja")
@@ -55,12 +55,12 @@ def save_checkpoint(
     model_dir: Path,
     together: AbstractContextManager[None] | None = None,
 ) -> Path:
-    """`folder/step-000040`: a model directory (float32) that engines can start from, and what the trainer needs beside.
+    """`folder/step-000040`: a model directory (float32) that engines can start from, and what the trainer needs.
 
-    `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of random numbers,
-    `trainer.json` the rest (see `checkpoints.Saved`). Forced to the disk. A checkpoint of the same step is the same, so
-    it stays. What is sharded is gathered inside `together`. Raises OSError when it can't be written; then the one
-    before is still whole.
+    In `trainer/`, `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of
+    random numbers, `state.json` the rest (see `checkpoints.Saved`). Forced to the disk. A checkpoint of the same step
+    is the same, so it stays. What is sharded is gathered inside `together`. Raises OSError when it can't be written;
+    then the one before is still whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name_of(saved.step)
@@ -76,11 +76,12 @@ def save_checkpoint(
         for pattern in _COMPANIONS:
             for file in model_dir.glob(pattern):
                 shutil.copy(file, partial)
+        (partial / STATE_FILE).parent.mkdir()
         save_file(moments, partial / OPTIMIZER_FILE)
         save_file(randomness.capture(), partial / RANDOM_FILE)
         (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
-        for file in partial.iterdir():
-            _to_disk(file)
+        for path in partial.rglob("*"):
+            _to_disk(path)
         partial.chmod(0o755)
         partial.rename(target)
         _to_disk(folder)

@@ -81,7 +81,7 @@ def _turn(data: bytes) -> None:
 
 def _checkpoint(data: bytes) -> None:
     folder = FOLDER / "step-000003"
-    folder.mkdir(exist_ok=True)
+    (folder / checkpoints.STATE_FILE).parent.mkdir(parents=True, exist_ok=True)
     (folder / checkpoints.STATE_FILE).write_bytes(data)
     saved = checkpoints.read(folder)
     assert saved.step == 3

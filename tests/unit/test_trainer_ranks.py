@@ -106,7 +106,7 @@ def test_two_ranks_learn_what_one_process_learns(one, two):
 
 
 def test_checkpoints_hold_the_whole_model_and_optimizer(one, two):
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
         files = [next(each.run.folder.glob("checkpoints/step-*")) / name for each in (two, one)]
         assert distance(*map(load_file, files)) <= 1e-5
     version = load_file(two.run.config.version_file(STEPS))

@@ -229,7 +229,9 @@ def test_checkpoints_can_be_started_from(make_run):
     kept = load_file(run.config.version_file(3))
     assert all(torch.equal(model.state_dict()[name].to(torch.bfloat16), tensor) for name, tensor in kept.items())
     assert AutoTokenizer.from_pretrained(folders[-1])("1+2=")["input_ids"]
-    moments = load_file(folders[-1] / "optimizer.safetensors")
+    beside = [path.name for path in folders[-1].glob("*.safetensors")]
+    assert beside == ["model.safetensors"], "an engine reads them all"
+    moments = load_file(folders[-1] / "trainer" / "optimizer.safetensors")
     names = dict(model.named_parameters())
     assert {f"{name}.exp_avg_sq" for name in names} <= moments.keys()
     assert moments["model.norm.weight.step"] == 3
@@ -365,10 +367,10 @@ def test_a_finished_run_can_be_given_more_steps(make_run):
 def test_a_damaged_checkpoint_is_one_line(make_run, capfd):
     run = make_run(steps=1).start()
     assert train(run) == 0
-    state = run.folder / "checkpoints" / "step-000001" / "trainer.json"
+    state = run.folder / "checkpoints" / "step-000001" / "trainer" / "state.json"
     state.write_text(state.read_text()[:-9])
     assert train(go_on(run, steps=2)) == 1
-    assert "step-000001/trainer.json can't be read" in capfd.readouterr().err.splitlines()[-1]
+    assert "step-000001/trainer/state.json can't be read" in capfd.readouterr().err.splitlines()[-1]
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, capfd):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,12 @@ from rollout_samples import make_config
 from safetensors.torch import load_file
 from test_trainer_run import Run
 
+from inflight.bus import Listener
 from inflight.compose import compose
 from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
 from inflight.devices import assign
 from inflight.launch import usual_commands
+from inflight.trainer import checkpoints
 from inflight.trainer.__main__ import STOPPED, main
 
 STEPS = 3
@@ -38,9 +42,9 @@ class Trainers:
 
     def wait(self, timeout_s=120.0):
         """Exit codes, rank by rank; then the others go home too."""
-        codes = [process.wait(timeout_s) for process in self.processes]
+        self.processes[0].wait(timeout_s)
         self.run.close()
-        return codes
+        return [process.wait(timeout_s) for process in self.processes]
 
     def log(self, rank):
         return (self.run.folder / f"rank{rank}.log").read_text()
@@ -122,6 +126,34 @@ def test_a_published_version_is_byte_for_byte_that_of_one_process(one, two):
     kept = load_file(two.run.config.version_file(STEPS))
     assert live.keys() == kept.keys()
     assert all(torch.equal(live[name], kept[name]) for name in kept)
+
+
+def go_on(trainers, folder, **trainer):
+    """A copy of the run, gone on from its checkpoint."""
+    shutil.copytree(trainers.run.folder, folder, ignore=shutil.ignore_patterns("bus"))
+    (folder / "bus").mkdir()
+    run = copy.copy(trainers.run)
+    run.folder, run.statuses = folder, []
+    run.config = dataclasses.replace(
+        run.config, run_dir=str(folder), resume=True, checkpoint=str(checkpoints.newest(folder)),
+        trainer=dataclasses.replace(run.config.trainer, **trainer),
+    )  # fmt: skip
+    save(run.config)
+    run.launcher = Listener(run.config.endpoint("status"), run.config.bus)
+    return Trainers(run.start())
+
+
+def test_a_run_goes_on_with_as_many_ranks_as_it_is_given(two, tmp_path):
+    continued = []
+    for processes in (2, 1):
+        continued.append(go_on(two, tmp_path / str(processes), processes=processes, steps=STEPS + 2))
+        try:
+            assert set(continued[-1].wait()) == {0}, "".join(map(continued[-1].log, range(processes)))
+        finally:
+            continued[-1].close()
+    end, other = (load_file(each.run.config.version_file(STEPS + 2)) for each in continued)
+    assert distance(end, other) <= TOLERANCE
+    assert distance(end, load_file(two.run.config.version_file(STEPS))) > 100 * TOLERANCE
 
 
 def test_in_bfloat16_ranks_do_what_the_twin_does(make_trainers):

@@ -22,7 +22,7 @@ from torch import nn
 
 from inflight.bus import Link, Listener
 from inflight.config import BusConfig, PublishConfig
-from inflight.messages import Commit, Committed, EngineHello, Manifest
+from inflight.messages import Commit, Committed, EngineHello, Manifest, RankHello
 from inflight.weights.delivery import Failure, Swap
 from inflight.weights.publisher import Publisher, PublishReport
 from inflight.weights.receiver import WeightReceiver
@@ -58,7 +58,7 @@ class ByteShadow:
 def receive(endpoint: str) -> None:
     """The other process: rank and engine of g0, until the publisher's process ends it."""
     link = Link(endpoint, "g0.r0", BUS)
-    receiver = WeightReceiver(link, ByteShadow(), generator="g0", rank=0, world_size=1, version=0)
+    receiver = WeightReceiver(link, ByteShadow(), RankHello(generator="g0", rank=0, world_size=1, version=0))
     receiver.start()
     with Link(endpoint, "g0.engine", BUS) as engine:
         engine.send(EngineHello(generator="g0", world_size=1, version=0, url="none"))

@@ -18,6 +18,9 @@ Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 """SHA-256, hexadecimal."""
 Count = Annotated[int, Meta(ge=0)]
+Incarnation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
+"""Random, and shared by all processes of one start of a generator: it tells a restarted one from one that was cut off
+for a while. Empty for one that is never restarted (benches)."""
 TokenIds = Annotated[list[Count], Meta(max_length=1 << 20)]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -155,3 +158,22 @@ def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
             raise ValueError(f"version span {span} does not fit tokens {span.start}..{upto} of {length}")
         versions.extend([span.version] * (upto - span.start))
     return versions
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """A generator that requests may be sent to: where it serves, and the version that it stamps."""
+
+    url: Annotated[str, Meta(max_length=4096)]
+    version: Version
+    incarnation: Incarnation
+
+
+class Routes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the publisher writes for the actors (RunConfig.routes_file): the newest version and who may be asked.
+
+    A generator that is not named gets no requests: it has not received a version since it joined, is too far behind,
+    does not answer, or may hold a torn one.
+    """
+
+    version: Version
+    generators: dict[Name, Route]

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from inflight.config.checks import ConfigError, require, require_fields
 from inflight.config.processes import BusConfig, LaunchConfig
+from inflight.config.publish import PublishConfig
 from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
 from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
 
@@ -81,25 +82,6 @@ class GeneratorConfig:
             self.swap,
             "auto, remap, copy, host, rebind",
         )
-
-
-@dataclass(frozen=True)
-class PublishConfig:
-    """Transport of the weights and the bounds of each phase of a version."""
-
-    transport: str = "auto"
-    bucket_bytes: int = 64 << 20
-    checksum: str = "crc32"
-    join_timeout_s: float = 300.0
-    transfer_timeout_s: float = 120.0
-    commit_timeout_s: float = 60.0
-
-    def __post_init__(self) -> None:
-        transports = ("auto", "gloo", "nccl", "ipc")
-        require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
-        require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
-        require(self.checksum in ("crc32", "none"), "publish.checksum", self.checksum, "crc32, none")
-        require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s")
 
 
 @dataclass(frozen=True)
@@ -191,9 +173,10 @@ class RunConfig:
         """Where the weights of a version are kept as they travelled (audit.keep_versions)."""
         return self.path / "versions" / f"{version:06d}.safetensors"
 
-    def generator_url(self, index: int) -> str:
-        """Where generator `index` serves; the port was chosen by the launcher and written to the run folder."""
-        return (self.path / "bus" / f"g{index}.url").read_text().strip()
+    @property
+    def routes_file(self) -> Path:
+        """Which generators requests may be sent to, and where they serve: types.Routes as JSON, replaced whole."""
+        return self.path / "bus" / "routes.json"
 
 
 CONFIG_FILE = "config.yaml"

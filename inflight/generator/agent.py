@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+import msgspec
 
 from inflight.bus import Link, PeerLost
-from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Failed, Finish, Refused
+from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Refused
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 
@@ -48,7 +54,11 @@ class EngineAgent:
     engine: Engine
     hello: EngineHello
     commit_timeout_s: float
+    alone_timeout_s: float = 0.0
+    """How long the generator serves on after it has lost the trainer, which may come back."""
     commits: Commits = field(init=False)
+    _committed: Committed | None = field(init=False, default=None)
+    """The last answer to Commit, to be repeated when it got lost."""
 
     def __post_init__(self) -> None:
         self.commits = Commits(self.hello.version)
@@ -59,19 +69,38 @@ class EngineAgent:
         Raises GeneratorEnded when the publisher refuses this engine, is silent for too long, or a commit went wrong.
         """
         self.link.send(self.hello)
+        alone_since: float | None = None
         while True:
             try:
                 message = await asyncio.to_thread(self.link.receive, POLL_S)
             except PeerLost as error:
-                raise GeneratorEnded(f"the trainer is gone: {error}") from None
+                alone_since = await self._be_alone(alone_since, error)
+                continue
+            if message is not None:
+                alone_since = None
             if isinstance(message, Finish):
                 return
             await self._obey(message)
+
+    async def _be_alone(self, since: float | None, error: PeerLost) -> float:
+        """Serves on for a while: a trainer that comes back asks for a hello. Raises GeneratorEnded when none does."""
+        now = time.monotonic()
+        if since is None:
+            log.warning("%s; version %d is served on", error, self.commits.version)
+            return now
+        if now - since > self.alone_timeout_s:
+            raise GeneratorEnded(f"the trainer is gone: {error}") from None
+        await asyncio.sleep(POLL_S)
+        return since
 
     async def _obey(self, message: AnyMessage | None) -> None:
         match message:
             case None:
                 pass
+            case Enquire():
+                self.link.send(msgspec.structs.replace(self.hello, version=self.commits.version))
+            case Commit(version=version) if self._committed is not None and version == self._committed.version:
+                self.link.send(self._committed)
             case Commit(version=version):
                 await self._commit(version)
             case Refused(reason=reason):
@@ -87,12 +116,19 @@ class EngineAgent:
         try:
             async with asyncio.timeout(self.commit_timeout_s):
                 ranks = await self.engine.engine_core.call_utility_async("commit_weights", version)
-        except Exception as error:  # noqa: BLE001 - whatever a rank raised arrives here
-            # The engine stamps the version before the ranks answer, so its tags can't be trusted from here on.
-            reason = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {self.commit_timeout_s:.0f} s"
-            reason = reason.splitlines()[0][:1000]
-            self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=True))
-            raise GeneratorEnded(f"version {version} could not be committed: {reason}") from None
+        except Exception as error:  # noqa: BLE001 - whatever vLLM raises arrives here
+            text = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {self.commit_timeout_s:.0f} s"
+            self._poisoned(version, text)
+        # A rank answers with its error: raised, it would put vLLM's queues of the other ranks' answers out of step.
+        if errors := [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]:
+            self._poisoned(version, "; ".join(errors))
         self.commits.add(version, max(rank["gap_s"] for rank in ranks))
         running = self.engine.get_num_unfinished_requests()
-        self.link.send(Committed(version=version, gap_s=self.commits.gap_s, running=running))
+        self._committed = Committed(version=version, gap_s=self.commits.gap_s, running=running)
+        self.link.send(self._committed)
+
+    def _poisoned(self, version: int, text: str) -> NoReturn:
+        """The engine stamps the version before the ranks answer, so its tags can't be trusted from here on."""
+        reason = text.splitlines()[0][:1000]
+        self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=True))
+        raise GeneratorEnded(f"version {version} could not be committed: {reason}")

@@ -159,10 +159,12 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner
 
-    def commit_weights(self, version: int) -> dict[str, float]:
+    def commit_weights(self, version: int) -> dict[str, Any]:
         """As the mixin's. A remap is done after the answer, at the next forward pass, so `gap_s` is at least that of
         the last one that was done; `copy` and `host` stand still on the device alone, which is not measured here."""
         answer = super().commit_weights(version)
+        if "error" in answer:
+            return answer
         return {"gap_s": max(answer["gap_s"], getattr(self.inflight_shadow, "last_gap_s", 0.0))}
 
     def swap_by(self, way: str) -> None:

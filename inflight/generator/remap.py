@@ -22,6 +22,7 @@ from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
 from inflight.generator.oneshot import Moved
 from inflight.messages import BucketMeta, Manifest
+from inflight.weights.shadow import TornWeights
 from inflight.weights.transport import cuda
 from inflight.weights.transport.landing import DirectReceiver, Landing
 
@@ -99,7 +100,8 @@ class CudaShadow:
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Waits until the last swap is done on the device, so that `target` may be written."""
+        """Waits until the last swap is done on the device, so that `target` may be written. Raises TornWeights when it
+        turns out to have failed."""
         raise NotImplementedError
 
     def agree(self, manifest: Manifest) -> Plan:
@@ -243,12 +245,15 @@ class RemapShadow(CudaShadow):
 
     def settle(self) -> None:
         """Does a swap that no forward pass came to do (the engine is idle). Background thread."""
-        if self._armed:
-            cuda.bind(self.device)
-            with self._lock:
-                if self._armed:
-                    self._remap()
-        self._copied.synchronize()
+        try:
+            if self._armed:
+                cuda.bind(self.device)
+                with self._lock:
+                    if self._armed:
+                        self._remap()
+            self._copied.synchronize()
+        except Exception as error:
+            raise TornWeights(f"the swap before could not be done: {error}") from error
 
     def _remap(self, behind: torch.cuda.Event | None = None) -> None:
         self.swaps.append(self._arena.remap(behind=behind, in_one=self.in_one))
@@ -278,4 +283,7 @@ class CopyShadow(CudaShadow):
         return time.perf_counter() - started
 
     def settle(self) -> None:
-        self._copied.synchronize()
+        try:
+            self._copied.synchronize()
+        except RuntimeError as error:
+            raise TornWeights(f"the swap before could not be done: {error}") from error

@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import importlib.util
 import os
+import secrets
 import signal
 import socket
 import time
 import urllib.request
 from collections.abc import AsyncIterator, Generator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +26,7 @@ from inflight.config import ConfigError, RunConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
 from inflight.generator.plugin import hand_over_often
+from inflight.generator.settings import INCARNATION
 from inflight.messages import EngineHello, Status
 
 STATUS_EVERY_S = 1.0
@@ -53,24 +54,20 @@ async def serve(config: RunConfig, name: str) -> None:
     worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
     if worker == CUDA_WORKER:
         hand_over_often()
+    os.environ[INCARNATION] = secrets.token_hex(8)
     vllm = _entrypoints()
     parser = vllm["make_arg_parser"](FlexibleArgumentParser())
     arguments = server_arguments(parser, engine_values(config, name, worker))
-    url_file = config.path / "bus" / f"{name}.url"
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
         url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
-        try:
-            async with _engine(arguments) as engine:
-                tasks = await engine.get_supported_tasks()
-                app = vllm["build_app"](arguments, tasks, engine.model_config)
-                await vllm["init_app_state"](engine, app.state, arguments, tasks)
-                async with _http(app, listening) as http:
-                    await _until_healthy(url, http)
-                    _write_whole(url_file, url)
-                    await _work(config, name, engine, url, http)
-        finally:
-            url_file.unlink(missing_ok=True)
+        async with _engine(arguments) as engine:
+            tasks = await engine.get_supported_tasks()
+            app = vllm["build_app"](arguments, tasks, engine.model_config)
+            await vllm["init_app_state"](engine, app.state, arguments, tasks)
+            async with _http(app, listening) as http:
+                await _until_healthy(url, http)
+                await _work(config, name, engine, url, http)
 
 
 def _entrypoints() -> dict[str, Any]:
@@ -147,11 +144,15 @@ async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
 async def _work(config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None]) -> None:
     """Runs agent and status beside the HTTP server until the first of them, or SIGTERM, ends them all."""
     hello = EngineHello(
-        generator=name, world_size=engine.vllm_config.parallel_config.world_size, version=config.start_version, url=url
+        generator=name,
+        world_size=engine.vllm_config.parallel_config.world_size,
+        version=config.start_version,
+        url=url,
+        incarnation=os.environ[INCARNATION],
     )
     weights = Link(config.endpoint("weights"), f"{name}.engine", config.bus)
     status = Link(config.endpoint("status"), name, config.bus)
-    agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s)
+    agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s, config.publish.join_timeout_s)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -208,14 +209,6 @@ def _generated_tokens() -> float:
 
     found = REGISTRY.restricted_registry(["vllm:generation_tokens_total"]).collect()
     return sum(sample.value for metric in found for sample in metric.samples)
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Readers see nothing or all of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)
 
 
 def end_children() -> None:

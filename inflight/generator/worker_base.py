@@ -12,18 +12,23 @@ the worker takes weights from files only (`stage_weights`), which is what offlin
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.generator.settings import Settings
+from inflight.generator.settings import INCARNATION, Settings
 from inflight.weights.shadow import Shadow
 
 if TYPE_CHECKING:
     from inflight.messages import Welcome
     from inflight.weights.receiver import WeightReceiver
     from inflight.weights.transport.base import Receiver
+
+
+logger = logging.getLogger("vllm.inflight")
 
 
 class SwapRefused(RuntimeError):
@@ -63,18 +68,18 @@ class InflightWorkerMixin:
     def _start_receiver(self, settings: Settings) -> WeightReceiver:
         # Late, so that offline use needs neither sockets nor a transport.
         from inflight.bus import Link
+        from inflight.messages import RankHello
         from inflight.weights.receiver import WeightReceiver
 
         link = Link(settings.endpoint, f"{settings.generator}.r{self.rank}", settings.bus)
-        receiver = WeightReceiver(
-            link,
-            self.inflight_shadow,
+        hello = RankHello(
             generator=settings.generator,
             rank=self.rank,
             world_size=self.vllm_config.parallel_config.world_size,
             version=settings.version,
-            connect=self.connect,
+            incarnation=os.environ.get(INCARNATION, ""),
         )
+        receiver = WeightReceiver(link, self.inflight_shadow, hello, connect=self.connect)
         receiver.start()
         return receiver
 
@@ -84,20 +89,30 @@ class InflightWorkerMixin:
 
         return make_receiver(welcome)
 
-    def commit_weights(self, version: int) -> dict[str, float]:
-        """RPC: makes `version` live. Returns `gap_s`, the seconds that this rank's step loop stood still for it.
+    def commit_weights(self, version: int) -> dict[str, Any]:
+        """RPC: makes `version` live. Returns `gap_s`, the seconds that this rank's step loop stood still for it, or
+        `error`: why not.
 
-        Raises when exactly this version is not ready; then the live weights are as before.
+        Never raises. vLLM reads the answers of all ranks in order and stops at the first that failed: the rest would be
+        taken for answers to the next call.
         """
         started = time.perf_counter()
+        try:
+            self._swap(version)
+        except Exception as error:
+            logger.exception("inflight: version %d is not committed on rank %d", version, self.rank)
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"gap_s": time.perf_counter() - started}
+
+    def _swap(self, version: int) -> None:
+        """Raises when exactly this version is not ready, or its swap fails."""
         if self.inflight_receiver is not None:
             self.inflight_receiver.swap(version)
-        else:
-            if self.inflight_staged != version:
-                raise SwapRefused(f"version {version} is not staged on rank {self.rank}: {self.inflight_staged} is")
-            self.inflight_shadow.swap()
-            self.inflight_staged = None
-        return {"gap_s": time.perf_counter() - started}
+            return
+        if self.inflight_staged != version:
+            raise SwapRefused(f"version {version} is not staged on rank {self.rank}: {self.inflight_staged} is")
+        self.inflight_shadow.swap()
+        self.inflight_staged = None
 
     def stage_weights(self, path: str, version: int, wait: bool = True) -> None:
         """RPC: builds `version` in the shadow from a safetensors file, the way received bytes are built.

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from inflight.messages.base import Checksum, Message, Seconds, Text
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
-from inflight.types import Count, Digest, Name, ParamMeta, RolloutGroup, Version
+from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Version
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 64 << 20
@@ -70,12 +70,13 @@ class Manifest(Message):
 
 
 class RankHello(Message, tag=True):
-    """A worker rank asks to take part; `version` is what it holds now."""
+    """A worker rank asks to take part; `version` is what it holds now. Repeating it does no harm."""
 
     generator: Name
     rank: Count
     world_size: Annotated[int, Meta(gt=0)]
     version: Version
+    incarnation: Incarnation = ""
 
 
 class EngineHello(Message, tag=True):
@@ -85,6 +86,11 @@ class EngineHello(Message, tag=True):
     world_size: Annotated[int, Meta(gt=0)]
     version: Version
     url: Text
+    incarnation: Incarnation = ""
+
+
+class Enquire(Message, tag=True):
+    """The publisher does not know (any more) what this rank or engine holds: it is to say hello."""
 
 
 class Welcome(Message, tag=True):
@@ -105,10 +111,12 @@ class Welcome(Message, tag=True):
 class Prepare(Message, tag=True):
     """Buckets of `version` are about to stream; the rank fills its shadow with them.
 
+    `attempt` numbers the publisher's deliveries, upwards; answers repeat it, so that none is taken for another's.
     `checksums` are those of the bytes as they lie in the send buffer, one a bucket; empty when the manifest has none.
     """
 
     version: Version
+    attempt: Count
     manifest_digest: Digest
     checksums: Annotated[list[Checksum], Meta(max_length=1 << 18)]
 
@@ -117,22 +125,27 @@ class Ready(Message, tag=True):
     """The rank holds all of `version` in its shadow, verified: `digest` is over its buckets' checksums."""
 
     version: Version
+    attempt: Count
     digest: Digest
     receive_s: Seconds
     build_s: Seconds
 
 
 class Failed(Message, tag=True):
-    """The rank could not get `version` ready (or committed); its live weights are untouched unless `poisoned`."""
+    """The rank could not get `version` ready (or committed); its live weights are untouched unless `poisoned`.
+
+    An engine says it of a commit, with no attempt.
+    """
 
     version: Version
     phase: Annotated[str, Meta(pattern="^(prepare|receive|verify|build|commit)$")]
     reason: Text
     poisoned: bool
+    attempt: Count = 0
 
 
 class Commit(Message, tag=True):
-    """All ranks of this generator are ready: swap at the next step boundary."""
+    """All ranks of this generator are ready: swap at the next step boundary. A repeat is answered and does nothing."""
 
     version: Version
 
@@ -149,10 +162,18 @@ class Committed(Message, tag=True):
 
 
 class Abort(Message, tag=True):
-    """Discard the shadow of `version`; the live weights stay."""
+    """Discard the shadow of `version`; the live weights stay. Always answered, also by a rank that knows of nothing."""
 
     version: Version
+    attempt: Count
     reason: Text
+
+
+class Aborted(Message, tag=True):
+    """The rank holds nothing of this attempt and will not begin it: neither transport nor shadow is in use."""
+
+    version: Version
+    attempt: Count
 
 
 # --- rollouts: buffer (ROUTER) with actors (DEALER) ---------------------------------------------------------------
@@ -224,6 +245,7 @@ AnyMessage = (
     | Refused
     | RankHello
     | EngineHello
+    | Enquire
     | Welcome
     | Prepare
     | Ready
@@ -231,6 +253,7 @@ AnyMessage = (
     | Commit
     | Committed
     | Abort
+    | Aborted
     | ActorHello
     | Grant
     | GroupDone

@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from inflight import config as configuration
 from inflight.bus import BusError, Link
@@ -23,6 +26,7 @@ from inflight.rollout.actor import Actor, ActorError
 from inflight.rollout.pool import NoGenerator, Pool
 from inflight.rollout.sampler import Sampler, Tokens
 from inflight.tasks import make
+from inflight.types import Routes
 
 STATUS_EVERY_S = 1.0
 
@@ -46,11 +50,7 @@ class _ModelTokens:
 async def work(config: RunConfig, name: str, tokens: Tokens) -> None:
     """Runs the actor until the run is over or SIGTERM comes. Raises ActorError, NoGenerator or BusError."""
     task = make(config.task, config.seed)
-    bus = config.path / "bus"
-
-    def url_of(generator: str) -> str:
-        return (bus / f"{generator}.url").read_text().strip()
-
+    url_of = functools.partial(routed_url, config.routes_file)
     # A connection a request: an idle one that the server closes at the wrong moment would look like a lost generator.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
@@ -65,6 +65,20 @@ async def work(config: RunConfig, name: str, tokens: Tokens) -> None:
                 await _run(config, actor, pool, status)
 
 
+_routes = msgspec.json.Decoder(Routes)
+
+
+def routed_url(file: Path, generator: str) -> str:
+    """Where a generator serves. Raises OSError while the publisher does not say that it may be asked."""
+    try:
+        route = _routes.decode(file.read_bytes()).generators.get(generator)
+    except msgspec.DecodeError as error:
+        raise OSError(f"{file}: {error}") from None
+    if route is None:
+        raise FileNotFoundError(f"{generator} is not among those that may be asked, in {file}")
+    return route.url
+
+
 async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> None:
     """Waits for the generators, then works; reports all the while. SIGTERM ends either."""
     phase = "waiting for generators"
@@ -75,7 +89,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> Non
 
     async def wait_and_run() -> None:
         nonlocal phase
-        await pool.wait_all(config.generator.start_timeout_s)
+        await pool.wait_any(config.generator.start_timeout_s)
         phase = "sampling"
         logging.info("ended: %s", await actor.run())
 
@@ -92,7 +106,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> Non
     try:
         await working
     except asyncio.CancelledError:
-        logging.info("stopped before all generators were ready")
+        logging.info("stopped before a generator was ready")
     finally:
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)

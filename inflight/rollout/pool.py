@@ -1,4 +1,4 @@
-"""Which generator gets the next request: the least loaded of those that answer."""
+"""Which generator gets the next request: the least loaded of those that may be asked and answer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ class Generator:
 class Pool:
     """All generators of the run. One that fails is left alone until it is healthy, at the url that it then has.
 
+    One whose url is withdrawn gets no new requests: it has to catch up first. Those that it works on go on.
+
     Use from one event loop; `async with` starts and stops the probing of those that are down.
     """
 
     def __init__(self, session: aiohttp.ClientSession, names: list[str], url_of: Callable[[str], str]) -> None:
-        """`url_of` gives a generator's current url and raises OSError when it has none (yet)."""
+        """`url_of` gives a generator's current url and raises OSError while it must not be asked."""
         self._session = session
         self._url_of = url_of
         self.generators = {name: Generator(name) for name in names}
@@ -55,18 +57,18 @@ class Pool:
             self._probing.cancel()
             await asyncio.gather(self._probing, return_exceptions=True)
 
-    async def wait_all(self, timeout_s: float) -> None:
-        """Returns when every generator is up. Raises NoGenerator naming those that are not within `timeout_s`."""
+    async def wait_any(self, timeout_s: float) -> None:
+        """Returns when a generator is up. Raises NoGenerator naming those that are not within `timeout_s`."""
 
-        def all_up() -> bool:
-            return all(generator.up for generator in self.generators.values())
+        def any_up() -> bool:
+            return any(generator.up for generator in self.generators.values())
 
         async with self._came_up:
             try:
-                await asyncio.wait_for(self._came_up.wait_for(all_up), timeout_s)
+                await asyncio.wait_for(self._came_up.wait_for(any_up), timeout_s)
             except TimeoutError:
-                missing = ", ".join(name for name, generator in self.generators.items() if not generator.up)
-                raise NoGenerator(f"generators not ready within {timeout_s:.0f} s: {missing}") from None
+                missing = ", ".join(self.generators)
+                raise NoGenerator(f"no generator was ready within {timeout_s:.0f} s: {missing}") from None
 
     @contextlib.asynccontextmanager
     async def lease(self, avoid: Collection[str], timeout_s: float) -> AsyncIterator[Generator]:
@@ -101,16 +103,21 @@ class Pool:
     async def _probe(self) -> None:
         while True:
             for generator in self.generators.values():
+                if generator.up and self._url(generator) != generator.url:
+                    self.mark_down(generator)
                 if not generator.up:
                     await self._try(generator)
             await asyncio.sleep(PROBE_EVERY_S)
 
     async def _try(self, generator: Generator) -> None:
-        try:
-            url = self._url_of(generator.name)
-        except OSError:
-            return
-        if await healthy(self._session, url, PROBE_TIMEOUT_S):
+        url = self._url(generator)
+        if url is not None and await healthy(self._session, url, PROBE_TIMEOUT_S):
             async with self._came_up:
                 generator.url, generator.up = url, True
                 self._came_up.notify_all()
+
+    def _url(self, generator: Generator) -> str | None:
+        try:
+            return self._url_of(generator.name)
+        except OSError:
+            return None

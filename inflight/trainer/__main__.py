@@ -8,7 +8,6 @@ import logging
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -21,7 +20,9 @@ from inflight.rollout.gate import rules_of
 
 if TYPE_CHECKING:
     from inflight.rollout.buffer import Buffer
+    from inflight.weights.guard import ReadGuard
     from inflight.weights.publisher import Publisher
+    from inflight.weights.source import WeightSource
 
 
 STOPPED = 128 + signal.SIGTERM
@@ -69,7 +70,6 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.rewind import begin
     from inflight.trainer.sharding import TeamSource, assembled
     from inflight.weights.guard import ReadGuard
-    from inflight.weights.publisher import Publisher
 
     stop = threading.Event()
     watch = _Watch(stop)
@@ -92,7 +92,7 @@ def _run(config: RunConfig) -> int:
         source = TeamSource(policy.master, config.model.dtype, team)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         guard = ReadGuard(source.device)
-        publisher = Publisher(source, weights, config.publish, version=begun.step, ranks=_ranks(config), guard=guard)
+        publisher = _publisher(config, source, weights, guard, begun.step)
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
         buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting))
@@ -106,9 +106,9 @@ def _run(config: RunConfig) -> int:
         trainer.keep(begun.step)
         reporter.follow(publisher)
         reporter.phase("waiting for generators")
-        publisher.wait_joined(config.publish.join_timeout_s)
+        publisher.wait_joined(config.publish.join_timeout_s, at_least=1)  # the others join when they come
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        watch.over(buffer, publisher, config.publish.join_timeout_s)
+        watch.over(buffer, publisher)
         trainer.run()
     if trainer.steps_done < config.trainer.steps:
         return _end(f"stopped by SIGTERM after step {trainer.steps_done} of {config.trainer.steps}", STOPPED)
@@ -125,24 +125,26 @@ class _Watch:
     def __call__(self) -> None:
         self._check()
 
-    def over(self, buffer: Buffer, publisher: Publisher, patience_s: float) -> None:
-        """Begins to watch: once all generators have joined. For `patience_s` it does without any."""
+    def over(self, buffer: Buffer, publisher: Publisher) -> None:
+        """Begins to watch: once a generator has joined."""
         from inflight.trainer.loop import lost
 
-        alone_since: float | None = None
-
         def check() -> None:
-            nonlocal alone_since
-            reason = lost(publisher)
-            alone_since = None if reason is None else alone_since or time.monotonic()
-            if alone_since is not None and time.monotonic() - alone_since < patience_s:
-                reason = None  # generators are started again
-            reason = "the trainer was stopped" if self._stop.is_set() else reason
+            reason = "the trainer was stopped" if self._stop.is_set() else lost(publisher)
             if reason is not None:
                 self._check = lambda: None
                 buffer.finish(reason, 0.0)
 
         self._check = check
+
+
+def _publisher(
+    config: RunConfig, source: WeightSource, listener: Listener, guard: ReadGuard, version: int
+) -> Publisher:
+    from inflight.weights.publisher import Publisher
+
+    ranks, routes = _ranks(config), config.routes_file
+    return Publisher(source, listener, config.publish, version=version, ranks=ranks, guard=guard, routes_file=routes)
 
 
 def _ranks(config: RunConfig) -> dict[str, int]:

@@ -15,13 +15,11 @@ from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_tokens
-from inflight.weights.delivery import State
 from inflight.weights.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
 
 FINISH_S = 10.0
 """How long the actors get to end what they have in flight."""
-GONE = (State.ABSENT, State.POISONED)
 
 
 class TrainError(RuntimeError):
@@ -142,8 +140,8 @@ class Trainer:
 
 
 def lost(publisher: Publisher) -> str | None:
-    """Why no generator can take part any more; None while one can. To be asked once all have joined."""
-    states = publisher.states
-    if any(state not in GONE for state, _ in states.values()):
+    """Why no batch can come any more: no generator has taken part for `publish.join_timeout_s`. None while one may."""
+    if publisher.deserted_s <= publisher.patience_s:
         return None
-    return "no generator is left: " + "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in states.items())
+    states = "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in publisher.states.items())
+    return f"no generator is left since {publisher.deserted_s:.0f} s: {states}"

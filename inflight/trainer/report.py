@@ -97,6 +97,7 @@ def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dic
         "pack_s": report.pack_s,
         "guard_s": report.guard_s,
         "committed": publisher.committed,
+        "behind": publisher.behind,
         "swaps": publisher.stats()["swaps"],
         "buffer": counts.buffered,
         "groups_dropped": counts.dropped,
@@ -172,6 +173,8 @@ class Reporter:
             values = dict(self._values)
         if self._publisher is not None:
             values |= {f"committed_{name}": version for name, version in self._publisher.committed.items()}
+            values |= {f"behind_{name}": count for name, count in self._publisher.behind.items()}
+            values |= {f"state_{name}": state.name for name, (state, _) in self._publisher.states.items()}
         with contextlib.suppress(BusError):  # nobody watches: a launcher that is gone has ended us or will
             self._link.send(Status(source="trainer", values=values))
 

@@ -13,20 +13,23 @@ from inflight.weights.channel import Channel
 
 
 class State(enum.Enum):
-    """How a generator stands to the version that is out. Legal transitions:
+    """How a generator stands to the versions that are published. Legal transitions:
 
-    ABSENT     → IDLE        all ranks and the engine have said hello and hold the same version
-    IDLE       → SENDING     a version was published
+    ABSENT     → IDLE        all ranks and the engine of one start have said hello and hold the same version
+    IDLE       → SENDING     it holds less than the newest version: one was published, it joined late, or failed before
     SENDING    → COMMITTING  every rank is Ready; Commit was sent
-    SENDING    → ABORTING    a rank failed, the transport broke, or a rank did not answer in time; Abort was sent
-    ABORTING   → IDLE        every rank has answered; a broken transport was replaced
-    ABORTING   → STALLED     some have not by the deadline: publishing goes on without this generator
+    SENDING    → ABORTING    a rank failed, the transport broke, a rank did not answer in time, or a newer version is
+                             waiting; Abort was sent
+    ABORTING   → IDLE        every rank has let go; a broken transport was replaced
+    ABORTING   → STALLED     some have not by the deadline; Abort is repeated
     STALLED    → IDLE        they have, later
-    COMMITTING → IDLE        Committed, or the engine refused and swapped nothing
-    COMMITTING → UNSURE      no answer in time: it may hold either version; nothing is claimed, nothing is sent
-    UNSURE     → IDLE        the answer came, later
+    COMMITTING → IDLE        Committed
+    COMMITTING → ABORTING    the engine refused and swapped nothing
+    COMMITTING → UNSURE      no answer in time: it may hold either version; nothing is claimed, Commit is repeated
+    UNSURE     → IDLE, ABORTING  the answer came, later
+    POISONED   → ABSENT      it was restarted: a hello of another incarnation
     any        → POISONED    a swap failed halfway: it may hold parts of two versions
-    any        → ABSENT      a member was lost or said hello again (a restarted process does); all must say it then
+    any other  → ABSENT      a member was lost, or a hello of another incarnation came; all must say hello then
     """
 
     ABSENT = enum.auto()
@@ -39,18 +42,22 @@ class State(enum.Enum):
     POISONED = enum.auto()
 
 
-_LEGAL = {
-    State.ABSENT: {State.IDLE},
-    State.IDLE: {State.SENDING},
-    State.SENDING: {State.COMMITTING, State.ABORTING},
-    State.ABORTING: {State.IDLE, State.STALLED},
-    State.STALLED: {State.IDLE},
-    State.COMMITTING: {State.IDLE, State.UNSURE},
-    State.UNSURE: {State.IDLE},
-    State.POISONED: set(),
+LEGAL = {
+    State.ABSENT: {State.ABSENT, State.POISONED, State.IDLE},
+    State.IDLE: {State.ABSENT, State.POISONED, State.SENDING},
+    State.SENDING: {State.ABSENT, State.POISONED, State.COMMITTING, State.ABORTING},
+    State.ABORTING: {State.ABSENT, State.POISONED, State.IDLE, State.STALLED},
+    State.STALLED: {State.ABSENT, State.POISONED, State.IDLE},
+    State.COMMITTING: {State.ABSENT, State.POISONED, State.IDLE, State.ABORTING, State.UNSURE},
+    State.UNSURE: {State.ABSENT, State.POISONED, State.IDLE, State.ABORTING},
+    State.POISONED: {State.POISONED, State.ABSENT},
 }
 UNSETTLED = (State.SENDING, State.ABORTING, State.COMMITTING)
 """States in which a version's outcome is open and will be decided by a deadline at the latest."""
+GONE = (State.ABSENT, State.POISONED)
+"""States of a generator that takes no part."""
+UNCERTAIN = (*GONE, State.UNSURE)
+"""States in which nothing is claimed about what it holds."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,8 @@ class Failure:
     generator: str
     version: int
     phase: str
-    """`absent` when it was not sent at all, else that of messages.Failed."""
+    """`absent` or `superseded` when it was not sent (to its end), `finite` when it holds NaN or Inf, else that of
+    messages.Failed."""
     reason: str
 
 
@@ -93,17 +101,36 @@ class Delivery:
     state: State = State.ABSENT
     why: str = "no hello yet"
     """Why it is in a state other than IDLE, for people."""
+    since: float = 0.0
+    """When it entered its state."""
+    due: float | None = 0.0
+    """When the state's next step must be taken if nothing happens."""
+    incarnation: str | None = None
+    """Of the members that are heard. None before the first hello."""
+    replaced: set[str] = field(default_factory=set)
+    """Earlier incarnations: what they say does not count."""
+    url: str = ""
     held: dict[str, int] = field(default_factory=dict)
     """Peer → the version it holds, of those that said hello and are not lost."""
+    caught_up: bool = False
+    """Since it joined it has once held what was the newest version then."""
+    owed: int | None = None
+    """The newest version for which neither a Swap nor a Failure is recorded yet."""
     version: int | None = None
-    """The version that is out, until it is decided and all ranks have answered."""
-    answers: dict[str, Ready | None] = field(default_factory=dict)
-    """Rank → its Ready for `version`, None for Failed."""
+    """The version that is out, until it is decided and all ranks have let go."""
+    attempt: int = 0
+    """Number of the Prepare of `version`."""
+    digest: str | None = None
+    """Of the bytes that Prepare announced; None: it was not sent yet, so no rank knows of the attempt."""
+    ready: dict[str, Ready] = field(default_factory=dict)
+    let_go: set[str] = field(default_factory=set)
+    """Ranks that have answered the Abort."""
     broken: bool = False
     """The transport can't be used again."""
-    deadline: float | None = None
-    prepared: bool = False
-    """Prepare was sent, so every rank owes an answer."""
+    failures: int = 0
+    """Attempts that failed since the last commit."""
+    retry_at: float = 0.0
+    """When the newest version may be sent (again)."""
     released: float = 0.0
     commit_started: float = 0.0
     channel: Channel | None = None
@@ -119,44 +146,54 @@ class Delivery:
         return f"{self.generator}.engine"
 
     @property
+    def members(self) -> list[str]:
+        """Ranks and engine."""
+        return [*self.ranks, self.engine]
+
+    @property
     def missing(self) -> list[str]:
         """Members that have not said hello or were lost."""
-        return [peer for peer in (*self.ranks, self.engine) if peer not in self.held]
+        return [peer for peer in self.members if peer not in self.held]
 
     @property
     def silent(self) -> list[str]:
-        """Ranks that have not answered the Prepare of `version`."""
-        return [peer for peer in self.ranks if peer not in self.answers]
+        """Ranks that owe an answer: to Abort when there was one, else to Prepare."""
+        answered = self.let_go if self.state in (State.ABORTING, State.STALLED) else self.ready
+        return [peer for peer in self.ranks if peer not in answered]
 
-    def enter(self, state: State, why: str = "") -> None:
+    @property
+    def committed(self) -> int | None:
+        """The version that its engine stamps; None when that is not certain."""
+        return None if self.state in UNCERTAIN else self.held[self.engine]
+
+    def enter(self, state: State, now: float, why: str = "", *, due: float | None = None) -> None:
         """The one place that changes `state`."""
-        if state not in (State.ABSENT, State.POISONED) and state not in _LEGAL[self.state]:
+        if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
-        self.state, self.why = state, why
-        if state in (State.IDLE, State.ABSENT, State.POISONED):
-            self.version, self.broken = None, False
-            self.answers.clear()
-        if state not in UNSETTLED:
-            self.deadline = None
+        self.state, self.why, self.since, self.due = state, why, now, due
+        if state in (State.IDLE, *GONE):
+            self.version, self.digest, self.broken = None, None, False
+            self.ready.clear()
+            self.let_go.clear()
 
-    def begin(self, version: int, now: float, deadline: float) -> None:
+    def begin(self, version: int, attempt: int, now: float, due: float) -> None:
         """A version is out: IDLE → SENDING."""
-        self.enter(State.SENDING, f"version {version} is being sent")
-        self.version, self.released, self.deadline, self.prepared = version, now, deadline, False
+        self.enter(State.SENDING, now, f"version {version} is being sent", due=due)
+        self.version, self.attempt, self.released = version, attempt, now
 
-    def all_ready(self) -> bool:
-        """Whether every rank holds the version in its shadow, verified."""
-        return not self.silent and all(self.answers.values())
+    def commit(self, version: int) -> None:
+        """Its engine has said that all its members hold `version`."""
+        self.held = dict.fromkeys(self.held, version)
+        self.caught_up, self.failures, self.retry_at = True, 0, 0.0
 
     def swap(self, gap_s: float, running: int, now: float) -> Swap:
         """The record of the version that was just committed."""
-        ready = [answer for answer in self.answers.values() if answer is not None]
         assert self.version is not None
         return Swap(
             generator=self.generator,
             version=self.version,
-            transfer_s=max(answer.receive_s for answer in ready),
-            build_s=max(answer.build_s for answer in ready),
+            transfer_s=max(answer.receive_s for answer in self.ready.values()),
+            build_s=max(answer.build_s for answer in self.ready.values()),
             ready_s=self.commit_started - self.released,
             commit_s=now - self.commit_started,
             gap_s=gap_s,

@@ -1,4 +1,4 @@
-"""The conversation with the generators: each version's way to each of them.
+"""The threads beneath the conversation with the generators.
 
 Every generator has a transport and a sending thread of its own, so one that is late, fails or dies holds up no other.
 One lock guards all deliveries; messages are queued while it is held, so each peer sees them in the order of the states.
@@ -16,23 +16,14 @@ import torch
 
 from inflight.bus import Listener, Lost, Received
 from inflight.config import PublishConfig
-from inflight.messages import (
-    Abort,
-    AnyMessage,
-    Commit,
-    Committed,
-    EngineHello,
-    Failed,
-    Finish,
-    Manifest,
-    Prepare,
-    RankHello,
-    Ready,
-)
+from inflight.messages import Abort, Finish, Manifest
 from inflight.weights.channel import Channel
-from inflight.weights.delivery import UNSETTLED, Delivery, State
-from inflight.weights.pack import checksums, content_digest
+from inflight.weights.conversation import Conversation, Offer
+from inflight.weights.delivery import Delivery, State
+from inflight.weights.finite import NotFinite
 from inflight.weights.roster import Roster
+from inflight.weights.routes import RoutesFile, routes
+from inflight.weights.transport import make_sender
 from inflight.weights.transport.base import Sender, TransportError
 
 log = logging.getLogger(__name__)
@@ -43,9 +34,9 @@ CLOSE_S = 5.0
 
 
 class Dispatch:
-    """Answers hellos and takes released versions to every generator that is IDLE. See `delivery.State`.
+    """Hears the listener, runs the conversation and its transfers.
 
-    `roster` may be read under `changed`, which is notified whenever anything happened.
+    `roster` and `conversation` may be used under `changed`, which is notified whenever anything happened.
     """
 
     def __init__(
@@ -58,46 +49,24 @@ class Dispatch:
         *,
         version: int,
         ranks: dict[str, int],
+        routes_file: RoutesFile | None = None,
     ) -> None:
-        self.version = version
-        """The newest version that was released."""
         self.error: BaseException | None = None
-        """What ended the thread; nothing is delivered any more."""
+        """What ended publishing; nothing is delivered any more."""
         self.changed = threading.Condition(threading.RLock())
-        self.roster = Roster(listener, config, kind, manifest, ranks, self._channel_failed)
-        self._listener, self._config = listener, config
+        clock = time.monotonic
+        self.roster = Roster(listener, config, kind, manifest, ranks, self._open_channel, make_sender, clock)
+        self.conversation = Conversation(self.roster, config, self._submit, clock, version=version)
+        self._listener, self._config, self._routes_file = listener, config, routes_file
         self._manifest, self._buffer = manifest, buffer
-        self._content_digest = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def settled(self) -> bool:
-        """Whether no version's outcome is open, so that nothing reads the send buffer for a version that counts."""
-        return all(delivery.state not in UNSETTLED for delivery in self.roster.deliveries.values())
-
-    def release(self, version: int, wait_packed: Callable[[], None]) -> None:
-        """Takes what lies in the send buffer to every generator that is IDLE; for the others a failure is recorded.
-
-        `wait_packed` returns when the bytes are there; a sending thread calls it before it reads them.
-        """
-
-        def packed_checksums() -> list[int]:
-            wait_packed()
-            return checksums(self._manifest, self._buffer)
-
-        sums = _Once(packed_checksums)
+    def release(self, version: int, inspect: Callable[[], list[int]]) -> None:
+        """Takes what lies in the send buffer to the generators; `inspect` looks at it before any of it is sent."""
         with self.changed:
-            self.version = version
-            for delivery in self.roster.deliveries.values():
-                if delivery.state is not State.IDLE:
-                    self.roster.record(delivery, version, "absent", f"{delivery.state.name}, {delivery.why}")
-                    continue
-                now = time.monotonic()
-                delivery.begin(version, now, now + self._config.transfer_timeout_s)
-                channel = delivery.channel
-                assert channel is not None
-                channel.submit(functools.partial(self._send, delivery, channel, version, sums))
+            self.conversation.release(Offer(version, _Once(inspect)))
 
     def finish(self, reason: str) -> None:
         """Tells the engines that the run is over."""
@@ -114,7 +83,9 @@ class Dispatch:
         with self.changed:
             for delivery in self.roster.deliveries.values():
                 if delivery.state is State.SENDING and delivery.version is not None:
-                    self.roster.tell(delivery.ranks, Abort(version=delivery.version, reason="the publisher closes"))
+                    reason = "the publisher closes"
+                    message = Abort(version=delivery.version, attempt=delivery.attempt, reason=reason)
+                    self.roster.tell(delivery.ranks, message)
                 self.roster.drop_channel(delivery)
         deadline = time.monotonic() + CLOSE_S
         stuck = [c for c in self.roster.left_behind if not c.join(max(0.0, deadline - time.monotonic()))]
@@ -123,31 +94,31 @@ class Dispatch:
 
     # --- sending: the channels' threads ------------------------------------------------------------------------------
 
-    def _send(
-        self, delivery: Delivery, channel: Channel, version: int, sums: Callable[[], list[int]], sender: Sender
-    ) -> None:
-        found = sums()
+    def _open_channel(self, generator: str, sender: Sender) -> Channel:
+        return Channel(generator, sender, self._channel_failed)
+
+    def _submit(self, delivery: Delivery, offer: Offer) -> None:
+        channel = delivery.channel
+        assert channel is not None
+        channel.submit(functools.partial(self._send, delivery, channel, delivery.attempt, offer))
+
+    def _send(self, delivery: Delivery, channel: Channel, attempt: int, offer: Offer, sender: Sender) -> None:
+        try:
+            sums = offer.sums()
+        except NotFinite as error:
+            with self.changed:
+                self.error = self.error or error
+                self.conversation.refuse(offer, str(error))
+                self.changed.notify_all()
+            return
         with self.changed:
-            if delivery.channel is not channel or delivery.version != version or delivery.state is not State.SENDING:
+            if not self.conversation.prepare(delivery, channel, attempt, sums):
                 return
-            self._content_digest = content_digest(found)
-            delivery.prepared = True
-            delivery.deadline = time.monotonic() + self._config.transfer_timeout_s
-            digest = self.roster.manifest_digest
-            self.roster.tell(delivery.ranks, Prepare(version=version, manifest_digest=digest, checksums=found))
         sender.send(self._buffer, self._manifest.buckets)
 
     def _channel_failed(self, channel: Channel, error: TransportError) -> None:
         with self.changed:
-            for delivery in self.roster.deliveries.values():
-                if delivery.channel is not channel:
-                    continue
-                if delivery.state is State.SENDING:
-                    self._abort(delivery, "receive", str(error), broken=True)
-                elif delivery.state is State.IDLE:
-                    self.roster.open(delivery)
-                else:
-                    delivery.broken = True
+            self.conversation.channel_failed(channel, str(error))
             self.changed.notify_all()
 
     # --- hearing: the dispatch's thread ------------------------------------------------------------------------------
@@ -159,118 +130,37 @@ class Dispatch:
                 with self.changed:
                     match got:
                         case Lost(peer=peer):
-                            self.roster.lost(peer)
+                            self.conversation.lost(peer)
                         case Received(peer=peer, message=message):
-                            self._handle(peer, message)
-                    self._expire(time.monotonic())
+                            self.conversation.hear(peer, message)
+                    self.conversation.expire()
+                    wanted = routes(self.conversation.version, self.roster.deliveries.values(), self._config.max_behind)
                     self.changed.notify_all()
+                if self._routes_file is not None:
+                    self._routes_file.write(wanted)
         except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer by whatever it waits in
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
 
-    def _handle(self, peer: str, message: AnyMessage) -> None:
-        if isinstance(message, RankHello | EngineHello):
-            self.roster.hello(peer, message, self.version)
-            return
-        delivery = self.roster.of(peer)
-        if delivery is None or peer not in delivery.held:
-            self.roster.ignore(peer, message, "not a member")
-            return
-        match message:
-            case Failed(poisoned=True):
-                self.roster.poison(delivery, peer, message.version, message.reason)
-            case Ready() | Failed() if peer != delivery.engine:
-                self._answer(delivery, peer, message)
-            case Committed() | Failed() if peer == delivery.engine:
-                self._outcome(delivery, peer, message)
-            case _:
-                self.roster.ignore(peer, message, "not for the publisher")
-
-    def _answer(self, delivery: Delivery, peer: str, answer: Ready | Failed) -> None:
-        """A rank's one answer to Prepare."""
-        if answer.version != delivery.version or peer in delivery.answers:
-            self.roster.ignore(peer, answer, f"the version that is out is {delivery.version}")
-            return
-        delivery.answers[peer] = answer if isinstance(answer, Ready) else None
-        broken = isinstance(answer, Failed) and answer.phase in ("prepare", "receive")
-        if delivery.state is not State.SENDING:
-            delivery.broken |= broken
-            self._rest_if_answered(delivery)
-        elif isinstance(answer, Failed):
-            self._abort(delivery, answer.phase, f"{peer}: {answer.reason}", broken=broken)
-        elif answer.digest != self._content_digest:
-            self._abort(delivery, "verify", f"{peer} is ready with other bytes than were sent", broken=False)
-        elif delivery.all_ready():
-            delivery.enter(State.COMMITTING, f"version {delivery.version} is being committed")
-            delivery.commit_started = time.monotonic()
-            delivery.deadline = delivery.commit_started + self._config.commit_timeout_s
-            self.roster.tell([delivery.engine], Commit(version=answer.version))
-
-    def _outcome(self, delivery: Delivery, peer: str, outcome: Committed | Failed) -> None:
-        """The engine's answer to Commit, in time or late."""
-        if outcome.version != delivery.version or delivery.state not in (State.COMMITTING, State.UNSURE):
-            self.roster.ignore(peer, outcome, f"no commit of it is out ({delivery.state.name})")
-            return
-        if isinstance(outcome, Committed):
-            self.roster.events.append(delivery.swap(outcome.gap_s, outcome.running, time.monotonic()))
-            delivery.held = dict.fromkeys(delivery.held, outcome.version)
-        else:
-            self.roster.record(delivery, outcome.version, "commit", f"{peer}: {outcome.reason}")
-            self.roster.tell(delivery.ranks, Abort(version=outcome.version, reason=outcome.reason))
-        self.roster.committed[delivery.generator] = delivery.held[peer]
-        self._rest(delivery)
-
-    def _expire(self, now: float) -> None:
-        for delivery in self.roster.deliveries.values():
-            if delivery.deadline is None or now < delivery.deadline or delivery.version is None:
-                continue
-            if delivery.state is State.COMMITTING:
-                reason = f"{delivery.engine} did not answer Commit within {self._config.commit_timeout_s:g} s"
-                self.roster.record(delivery, delivery.version, "commit", reason)
-                self.roster.committed.pop(delivery.generator, None)
-                delivery.enter(State.UNSURE, reason)
-                continue
-            silent = f"no answer from {', '.join(delivery.silent)} within {self._config.transfer_timeout_s:g} s"
-            if delivery.state is State.SENDING:
-                self._abort(delivery, "receive", silent, broken=True)
-            if delivery.state is State.ABORTING:
-                delivery.enter(State.STALLED, silent)
-
-    def _abort(self, delivery: Delivery, phase: str, reason: str, *, broken: bool) -> None:
-        """SENDING → ABORTING, and on to IDLE when every rank has answered."""
-        assert delivery.version is not None
-        version = delivery.version
-        self.roster.record(delivery, version, phase, reason)
-        delivery.broken |= broken
-        if broken and delivery.channel is not None:
-            delivery.channel.close()  # lets the other ranks go at once
-        if not delivery.prepared:
-            delivery.answers.update(dict.fromkeys(delivery.ranks))
-        delivery.enter(State.ABORTING, reason)
-        self.roster.tell(delivery.ranks, Abort(version=version, reason=reason))
-        self._rest_if_answered(delivery)
-
-    def _rest_if_answered(self, delivery: Delivery) -> None:
-        if not delivery.silent:
-            self._rest(delivery)
-
-    def _rest(self, delivery: Delivery) -> None:
-        """→ IDLE, with a new transport if the old one broke: nobody is in it any more."""
-        if not delivery.broken or self.roster.open(delivery):
-            delivery.enter(State.IDLE)
-
 
 class _Once:
-    """A value that several threads want and the first of them computes."""
+    """A value that several threads want and the first of them computes. What computing raises, all get."""
 
     def __init__(self, compute: Callable[[], list[int]]) -> None:
         self._compute = compute
         self._lock = threading.Lock()
         self._value: list[int] | None = None
+        self._error: Exception | None = None
 
     def __call__(self) -> list[int]:
         with self._lock:
+            if self._error is not None:
+                raise self._error
             if self._value is None:
-                self._value = self._compute()
+                try:
+                    self._value = self._compute()
+                except Exception as error:
+                    self._error = error
+                    raise
             return self._value

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.messages import Manifest
 from inflight.weights.delivery import Failure, State, Swap
 from inflight.weights.dispatch import Dispatch
+from inflight.weights.finite import NotFinite, require_finite
 from inflight.weights.guard import ReadGuard
-from inflight.weights.pack import Packer
+from inflight.weights.pack import Packer, checksums
 from inflight.weights.plan import plan
+from inflight.weights.routes import RoutesFile
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import make_buffer, resolve
 
@@ -41,13 +45,15 @@ class PublishReport:
 class Publisher:
     """Publishes the versions of a module to generators, each with a transport of its own.
 
-    There is one send buffer, as large as the model on the wire. `publish` waits until the version before is committed
-    or has failed at every generator, and then packs over it. A second buffer would let packing begin earlier, but the
-    next version could still not be sent before the one before is swapped in (a rank has one shadow), so it would save
-    only the waiting of a trainer whose steps are shorter than a transfer, at the price of the model's size.
+    There is one send buffer, as large as the model on the wire, and it holds the newest version: whoever joins, comes
+    back or failed before is sent that one. `publish` waits until nobody receives the version before, and packs over it.
+    A second buffer would let packing begin earlier, but the next version could still not be sent before the one before
+    is swapped in (a rank has one shadow), so it would save only the waiting of a trainer whose steps are shorter than a
+    transfer, at the price of the model's size.
 
-    Life of a version: delivery.State. A generator that is late, fails or dies does not get the version; the others do.
-    What went wrong is in `events` and in the log, never raised by `publish`.
+    Life of a version: delivery.State. A generator that is late, fails or dies is left behind; the others go on. What
+    went wrong is in `events` and in the log, never raised by `publish`: only a version that holds NaN or Inf is, by the
+    next call, since nothing can be published any more.
 
     Example:
         with Listener(endpoint, bus) as listener:
@@ -69,36 +75,56 @@ class Publisher:
         version: int,
         ranks: dict[str, int],
         guard: ReadGuard | None = None,
+        routes_file: Path | None = None,
     ) -> None:
         """Begins to listen. `version` is what the module holds now, `ranks` generator name → world size.
 
         With a `guard` that holds the optimizer, packing on CUDA goes on beside the trainer's next forward and backward
-        pass; otherwise `publish` returns when all is packed. The listener stays the caller's, who closes it after the
-        publisher.
+        pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
+        requests may be sent to. The listener stays the caller's, who closes it after the publisher.
         """
         self._source, self._config = source, config
         self._guard = guard or ReadGuard(source.device)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
-        # The CUDA transports put bytes where they belong on the device; a checksum would take them to the host.
-        checksum = config.checksum if self.transport == "gloo" else "none"
+        # The CUDA transports put bytes where they belong at once: there are no buckets on the other side to sum up.
+        checksum = "crc32" if self.transport == "gloo" and config.checksum in ("auto", "crc32") else "none"
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
         self._dispatch = Dispatch(
-            listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks
-        )
+            listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks,
+            routes_file=RoutesFile(routes_file) if routes_file is not None else None,
+        )  # fmt: skip
 
     @property
     def version(self) -> int:
         """The newest version that was published."""
-        return self._dispatch.version
+        return self._dispatch.conversation.version
 
     @property
     def committed(self) -> dict[str, int]:
         """Generator → the version that its engine stamps, as the engine said; absent when that is not certain."""
         with self._dispatch.changed:
-            return dict(self._dispatch.roster.committed)
+            found = {name: delivery.committed for name, delivery in self._dispatch.roster.deliveries.items()}
+        return {name: version for name, version in found.items() if version is not None}
+
+    @property
+    def behind(self) -> dict[str, int]:
+        """Generator → how many published versions it lacks; absent when it is not certain what it holds."""
+        with self._dispatch.changed:
+            return {name: self.version - version for name, version in self.committed.items()}
+
+    @property
+    def patience_s(self) -> float:
+        """How long a run may go on without any generator."""
+        return self._config.join_timeout_s
+
+    @property
+    def deserted_s(self) -> float:
+        """For how long no generator has taken part; 0 while one does."""
+        with self._dispatch.changed:
+            return self._dispatch.roster.deserted_s()
 
     @property
     def events(self) -> list[Swap | Failure]:
@@ -132,37 +158,58 @@ class Publisher:
             },
         }
 
-    def wait_joined(self, timeout_s: float) -> None:
-        """Returns when every generator can take a version. Raises PublishError naming who is missing."""
+    def wait_joined(self, timeout_s: float, *, at_least: int | None = None) -> None:
+        """Returns when `at_least` generators (all, without it) take part and hold the newest version.
+
+        Raises PublishError naming who is missing.
+        """
 
         def joined() -> bool:
-            return all(state is State.IDLE for state, _ in self.states.values())
+            held = self.committed.values()
+            return sum(version == self.version for version in held) >= (at_least or len(self.states))
 
-        self._wait(joined, timeout_s, "not all generators have joined")
+        self._wait(joined, timeout_s, f"not {'all' if at_least is None else 'enough'} generators have joined")
 
     def publish(self, version: int) -> PublishReport:
         """Packs the module's parameters and begins to send them as `version`; blocks for no more than that.
 
-        If the version before is still under way it first waits for its outcome (`wait_s`, bounded by the timeouts of
-        transfer and commit). One caller at a time. Raises ValueError for a version that is not newer, SourceError for
-        a module that has changed, PublishError when publishing has ended.
+        While generators still receive the version before it waits for them (`wait_s`), but not for long if others have
+        it (`supersede_after_s`): those that don't are left behind and are sent the new one. One caller at a time.
+
+        Raises ValueError for a version that is not newer, SourceError for a module that has changed, PublishError when
+        publishing has ended, in particular because the version before holds NaN or Inf.
         """
         if version <= self.version:
             raise ValueError(f"version {version} is not newer than {self.version}, which was published before")
         started = time.monotonic()
-        bound = self._config.transfer_timeout_s + self._config.commit_timeout_s + GRACE_S
-        self._wait(self._dispatch.settled, bound, f"version {self.version} has no outcome")
+        self._wait_for_buffer(started)
         waited = time.monotonic()
         with self._guard.reading():
             self._packer.pack(self._source)
         packed = time.monotonic()
-        self._dispatch.release(version, self._guard.wait_read)
+        self._dispatch.release(version, functools.partial(self._inspect, version))
         guard_s = self._guard.take_waited_s()
         return PublishReport(version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s)
 
+    def _wait_for_buffer(self, started: float) -> None:
+        patient_until = started + self._config.supersede_after_s
+        conversation = self._dispatch.conversation
+        self._wait(
+            lambda: conversation.withdraw(supersede=time.monotonic() >= patient_until),
+            self._config.transfer_timeout_s + GRACE_S,
+            f"version {self.version} has no outcome",
+        )
+
+    def _inspect(self, version: int) -> list[int]:
+        """Waits until all is packed and looks at what lies in the buffer, in a sending thread."""
+        self._guard.wait_read()
+        if self._config.finite_check:
+            require_finite(version, self.manifest, self._buffer)
+        return checksums(self.manifest, self._buffer)
+
     def flush(self, timeout_s: float) -> None:
         """Waits until the last version is committed or has failed everywhere. Raises PublishError when it is not."""
-        self._wait(self._dispatch.settled, timeout_s, f"version {self.version} has no outcome")
+        self._wait(self._dispatch.conversation.settled, timeout_s, f"version {self.version} has no outcome")
 
     def finish(self, reason: str) -> None:
         """Tells the generators' engines that the run is over and why."""
@@ -176,8 +223,9 @@ class Publisher:
         deadline = time.monotonic() + timeout_s
         with self._dispatch.changed:
             while True:
-                if self._dispatch.error is not None:
-                    raise PublishError(f"publishing has ended: {self._dispatch.error!r}") from self._dispatch.error
+                if (error := self._dispatch.error) is not None:
+                    text = str(error) if isinstance(error, NotFinite) else f"publishing has ended: {error!r}"
+                    raise PublishError(text) from error
                 if condition():
                     return
                 left = deadline - time.monotonic()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+import threading
+
+from inflight.messages import Prepare
 
 
 class State(enum.Enum):
@@ -18,9 +21,13 @@ class State(enum.Enum):
     READY     → SWAPPING   S: swap(version)
     SWAPPING  → IDLE       S: `version` is live
     SWAPPING  → POISONED   S: the swap raised: the live weights may be neither version; nothing more is received
-    any but SWAPPING, POISONED → JOINING  T: the publisher was lost; hello is said again, for one that restarts
-    any but POISONED → FAILED  T: refused by the publisher, or an error of our own; the live weights stay
+    RECEIVING → POISONED   T: the shadow can't be begun because the last swap turns out to have failed
+    IDLE      → JOINING    T: the publisher was lost; hello is said again, for one that restarts. (A READY rank says it
+                           too but stays: the engine may have been told to commit.)
+    any but SWAPPING, POISONED → FAILED  T: refused by the publisher, or an error of our own; the live weights stay
     any       → CLOSED     close()
+
+    While S is in SWAPPING, T waits: nothing else touches the shadow.
     """
 
     JOINING = enum.auto()
@@ -36,14 +43,102 @@ class State(enum.Enum):
 
 
 LEGAL = {
-    State.JOINING: {State.IDLE},
-    State.IDLE: {State.IDLE, State.RECEIVING, State.JOINING},
-    State.RECEIVING: {State.BUILDING, State.IDLE, State.JOINING},
-    State.BUILDING: {State.READY, State.IDLE, State.JOINING},
-    State.READY: {State.DISCARDING, State.SWAPPING},
-    State.DISCARDING: {State.IDLE, State.JOINING},
+    State.JOINING: {State.IDLE, State.FAILED},
+    State.IDLE: {State.IDLE, State.RECEIVING, State.JOINING, State.FAILED},
+    State.RECEIVING: {State.BUILDING, State.IDLE, State.POISONED, State.FAILED},
+    State.BUILDING: {State.READY, State.IDLE, State.FAILED},
+    State.READY: {State.DISCARDING, State.SWAPPING, State.FAILED},
+    State.DISCARDING: {State.IDLE, State.FAILED},
     State.SWAPPING: {State.IDLE, State.POISONED},
     State.POISONED: set(),
     State.FAILED: set(),
     State.CLOSED: set(),
 }
+
+
+class RankState:
+    """State, live version and what is in hand, under one lock that is never held over work.
+
+    The step loop's thread calls `begin_swap`, `end_swap` and `poison`, the receiver's thread everything.
+    """
+
+    def __init__(self, version: int) -> None:
+        self.state = State.JOINING
+        self.version = version
+        """What is live."""
+        self.hand: Prepare | None = None
+        """The version being received or ready; None when there is none."""
+        self.error: str | None = None
+        """Why it FAILED or was POISONED."""
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+
+    def enter(self, state: State, hand: Prepare | None = None) -> None:
+        """A transition of the receiver's thread; none leads out of CLOSED and POISONED."""
+        with self._lock:
+            if self.state in (State.CLOSED, State.POISONED):
+                return
+            if state not in LEGAL[self.state]:
+                raise AssertionError(f"{self.state.name} → {state.name}")
+            self.state = state
+            if hand is not None:
+                self.hand = hand
+            elif state in (State.IDLE, State.JOINING, State.FAILED):
+                self.hand = None
+
+    def await_swap(self) -> None:
+        """Until the step loop is not in a swap. It can begin one in READY alone, which only our caller enters."""
+        with self._lock:
+            self._await_swap()
+
+    def take_ready(self) -> bool:
+        """READY → DISCARDING, out of reach of a swap. False when nothing is ready (any more)."""
+        with self._lock:
+            self._await_swap()
+            if self.state is not State.READY:
+                return False
+            self.state = State.DISCARDING
+            return True
+
+    def fail(self, error: str) -> None:
+        """→ FAILED, once no swap is going on."""
+        with self._lock:
+            self._await_swap()
+            self.error = error
+            if self.state not in (State.CLOSED, State.POISONED):
+                self.state, self.hand = State.FAILED, None
+
+    def begin_swap(self, version: int) -> str | None:
+        """READY → SWAPPING; or why not, with nothing changed."""
+        with self._lock:
+            if self.state is State.READY and self.hand is not None and self.hand.version == version:
+                self.state = State.SWAPPING
+                return None
+            held = f", version {self.hand.version} in hand" if self.hand is not None else ""
+            return self.state.name + held + (f" ({self.error})" if self.error else "")
+
+    def end_swap(self, version: int) -> None:
+        """SWAPPING → IDLE: `version` is live."""
+        with self._lock:
+            self.version, self.hand = version, None
+            if self.state is State.SWAPPING:
+                self.state = State.IDLE
+            self._changed.notify_all()
+
+    def poison(self, error: str) -> None:
+        """→ POISONED: nothing may be claimed about the live weights."""
+        with self._lock:
+            self.error = error
+            if self.state is not State.CLOSED:
+                self.state = State.POISONED
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """→ CLOSED."""
+        with self._lock:
+            self.state = State.CLOSED
+            self._changed.notify_all()
+
+    def _await_swap(self) -> None:
+        while self.state is State.SWAPPING:
+            self._changed.wait(1.0)

@@ -8,42 +8,54 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
-from inflight.bus import BusError, Listener
+from inflight.bus import BusError
 from inflight.config import PublishConfig
-from inflight.messages import Abort, AnyMessage, EngineHello, Manifest, RankHello, Refused, Welcome
+from inflight.messages import Abort, AnyMessage, EngineHello, Enquire, Manifest, RankHello, Refused, Welcome
 from inflight.weights import plan
 from inflight.weights.channel import Channel
-from inflight.weights.delivery import Delivery, Failure, State, Swap
-from inflight.weights.transport import make_sender
-from inflight.weights.transport.base import TransportError
+from inflight.weights.delivery import GONE, Delivery, Failure, State, Swap
+from inflight.weights.transport.base import Sender, TransportError
 
 log = logging.getLogger(__name__)
 
+ENQUIRE_S = 1.0
+"""How often members that are connected but have not said hello are asked for it."""
+
+
+class Postbox(Protocol):
+    """What the roster needs of a bus.Listener."""
+
+    def send(self, peer: str, message: AnyMessage) -> None: ...
+
+    def peers(self) -> set[str]: ...
+
 
 class Roster:
-    """The deliveries by generator, what they have committed, and what happened to them."""
+    """The deliveries by generator, and what happened to them."""
 
     def __init__(
         self,
-        listener: Listener,
+        postbox: Postbox,
         config: PublishConfig,
         kind: str,
         manifest: Manifest,
         ranks: dict[str, int],
-        channel_failed: Callable[[Channel, TransportError], None],
+        open_channel: Callable[[str, Sender], Channel],
+        make_sender: Callable[[str, int, float], Sender],
+        clock: Callable[[], float],
     ) -> None:
-        self.deliveries = {name: Delivery(name, world_size) for name, world_size in ranks.items()}
-        self.committed: dict[str, int] = {}
-        """Generator → the version that its engine said it stamps; absent when that is not known for certain."""
+        now = self._last_present = clock()
+        self.deliveries = {name: Delivery(name, size, since=now, due=now) for name, size in ranks.items()}
         self.events: list[Swap | Failure] = []
         self.ignored: Counter[str] = Counter()
         """Messages that did not fit the state, by type."""
         self.left_behind: list[Channel] = []
         """Closed channels whose threads may still be in a transfer."""
         self.manifest_digest = plan.digest(manifest)
-        self._listener, self._config, self._kind, self._manifest = listener, config, kind, manifest
-        self._channel_failed = channel_failed
+        self._postbox, self._config, self._kind, self._manifest = postbox, config, kind, manifest
+        self._open_channel, self._make_sender, self._clock = open_channel, make_sender, clock
 
     def of(self, peer: str) -> Delivery | None:
         """The delivery that a peer belongs to, by its identity `generator.member`; None for a stranger."""
@@ -57,9 +69,34 @@ class Roster:
             self.ignore(peer, hello, reason)
             self.tell([peer], Refused(reason=reason))
             return
-        if peer in delivery.held or delivery.state is not State.ABSENT:
-            self.leave(delivery, f"{peer} said hello again")
+        if hello.incarnation != delivery.incarnation:
+            self._replace(delivery, peer, hello.incarnation)
+        elif delivery.state is not State.ABSENT:
+            self._again(delivery, peer, hello)
+            return
         delivery.held[peer] = hello.version
+        if isinstance(hello, EngineHello):
+            delivery.url = hello.url
+        self._admit(delivery, newest)
+
+    def _replace(self, delivery: Delivery, peer: str, incarnation: str) -> None:
+        """A restarted generator takes the place of the one before."""
+        if delivery.incarnation is not None:
+            delivery.replaced.add(delivery.incarnation)
+            self.leave(delivery, f"{peer} said hello after a restart")
+        delivery.incarnation = incarnation
+
+    def _again(self, delivery: Delivery, peer: str, hello: RankHello | EngineHello) -> None:
+        """A member that takes part says hello once more, because it was asked to or had lost us."""
+        if delivery.state is not State.IDLE:
+            self.ignore(peer, hello, f"it takes part already ({delivery.state.name})")  # what is out settles it
+        elif hello.version != delivery.held[peer]:
+            self.leave(delivery, f"{peer} holds version {hello.version}, not {delivery.held[peer]}")
+        elif isinstance(hello, RankHello):
+            self.open(delivery)  # it may have dropped its end of the transport
+
+    def _admit(self, delivery: Delivery, newest: int) -> None:
+        """→ IDLE when all members are there and agree."""
         versions = set(delivery.held.values())
         if delivery.missing:
             delivery.why = f"no hello from {', '.join(delivery.missing)}"
@@ -67,19 +104,21 @@ class Roster:
             delivery.why = f"its members hold different versions: {delivery.held}"
             log.warning("%s: %s", delivery.generator, delivery.why)
         elif self.open(delivery):
-            delivery.enter(State.IDLE)
-            self.committed[delivery.generator] = versions.pop()
+            delivery.enter(State.IDLE, self._clock())
+            delivery.caught_up = versions == {newest}
+            delivery.failures, delivery.retry_at = 0, 0.0
+            log.info("%s takes part, with version %d of %d", delivery.generator, versions.pop(), newest)
 
     def open(self, delivery: Delivery) -> bool:
         """A new transport, and a Welcome to it for every rank. False, leaving ABSENT, when it can't be opened."""
         self.drop_channel(delivery)
         size, timeout_s = delivery.world_size + 1, self._config.transfer_timeout_s
         try:
-            sender = make_sender(self._kind, size, timeout_s)
+            sender = self._make_sender(self._kind, size, timeout_s)
         except TransportError as error:
             self.leave(delivery, str(error))
             return False
-        delivery.channel = Channel(delivery.generator, sender, self._channel_failed)
+        delivery.channel = self._open_channel(delivery.generator, sender)
         for rank, peer in enumerate(delivery.ranks):
             welcome = Welcome(
                 manifest=self._manifest, manifest_digest=self.manifest_digest, transport=self._kind,
@@ -96,23 +135,46 @@ class Roster:
             self.leave(delivery, f"{peer} was lost")
 
     def leave(self, delivery: Delivery, reason: str) -> None:
-        """→ ABSENT: what it holds is not claimed any more.
-
-        All its members must say hello again, not only the one that was lost: a generator's processes live and die
-        together, and what the others said before may be of an incarnation that is about to be lost as well.
-        """
+        """→ ABSENT: what it holds is not claimed any more, and all its members must say hello (again)."""
         version, state = delivery.version, delivery.state
         if version is not None and state in (State.SENDING, State.COMMITTING):
             self.record(delivery, version, "commit" if state is State.COMMITTING else "receive", reason)
         if version is not None and state is State.SENDING:
-            self.tell(delivery.ranks, Abort(version=version, reason=reason))
+            self.tell(delivery.ranks, Abort(version=version, attempt=delivery.attempt, reason=reason))
         self._enter_without_claim(delivery, State.ABSENT, reason)
 
     def poison(self, delivery: Delivery, peer: str, version: int, reason: str) -> None:
-        """→ POISONED: only a hello of all its members, restarted, brings it back."""
-        if delivery.state is not State.POISONED:
-            self.record(delivery, version, "commit", f"poisoned, {peer}: {reason}")
+        """→ POISONED: only a restart brings it back. Its engine is told to end, if it still listens."""
+        if delivery.state is State.POISONED:
+            return
+        self.record(delivery, version, "commit", f"poisoned, {peer}: {reason}")
         self._enter_without_claim(delivery, State.POISONED, f"{peer}: {reason}")
+        self.tell({delivery.engine} & self._postbox.peers(), Refused(reason=f"{peer} may hold a torn version"))
+
+    def enquire(self, delivery: Delivery) -> None:
+        """Asks those of an ABSENT generator that are connected to say hello.
+
+        Whoever was cut off finds its way back by this, also when a hello got lost. A generator whose engine is there
+        but not its ranks is broken inside; it is told to end once it has had the time of a transfer.
+        """
+        now, there = self._clock(), self._postbox.peers()
+        delivery.due = now + ENQUIRE_S
+        gone = [peer for peer in delivery.ranks if peer not in there]
+        if gone and delivery.engine in there and now - delivery.since > self._config.transfer_timeout_s:
+            reason = f"{', '.join(gone)} is not there since {now - delivery.since:.0f} s"
+            log.warning("%s is told to end: %s", delivery.generator, reason)
+            self.tell([delivery.engine], Refused(reason=reason))
+        self.tell(there.intersection(delivery.missing or delivery.members), Enquire())
+
+    def note_present(self) -> None:
+        """To be called often, so that `deserted_s` counts from when the last generator left."""
+        if any(delivery.state not in GONE for delivery in self.deliveries.values()):
+            self._last_present = self._clock()
+
+    def deserted_s(self) -> float:
+        """For how long no generator has taken part; 0 while one does."""
+        self.note_present()
+        return self._clock() - self._last_present
 
     def drop_channel(self, delivery: Delivery) -> None:
         """Closes a delivery's channel and keeps its thread in sight until it has ended."""
@@ -122,9 +184,11 @@ class Roster:
             delivery.channel = None
 
     def record(self, delivery: Delivery, version: int, phase: str, reason: str) -> None:
-        """Notes a version that a generator does not get."""
+        """Notes a version that a generator does not get (now: it may catch up)."""
         log.warning("%s does not get version %d (%s): %s", delivery.generator, version, phase, reason)
         self.events.append(Failure(delivery.generator, version, phase, reason))
+        if delivery.owed == version:
+            delivery.owed = None
 
     def ignore(self, peer: str, message: AnyMessage, reason: str) -> None:
         """Counts and logs a message that fits no state."""
@@ -135,15 +199,18 @@ class Roster:
         """Queues a message for each peer; one that is gone is reported by the bus as lost, which settles it."""
         for peer in peers:
             try:
-                self._listener.send(peer, message)
+                self._postbox.send(peer, message)
             except BusError as error:
                 log.warning("%s", error)
 
     def _enter_without_claim(self, delivery: Delivery, state: State, reason: str) -> None:
         self.drop_channel(delivery)
-        self.committed.pop(delivery.generator, None)
         delivery.held.clear()
-        delivery.enter(state, reason)
+        delivery.caught_up = False
+        now = self._clock()
+        delivery.enter(state, now, reason, due=now if state is State.ABSENT else None)
+        if delivery.owed is not None:
+            self.record(delivery, delivery.owed, "absent", f"{state.name}, {reason}")
 
 
 def _objection(peer: str, hello: RankHello | EngineHello, delivery: Delivery, newest: int) -> str:
@@ -157,4 +224,8 @@ def _objection(peer: str, hello: RankHello | EngineHello, delivery: Delivery, ne
         return f"{peer} can't speak for {expected}"
     if hello.version > newest:
         return f"version {hello.version} is ahead of the trainer's, {newest}"
+    if hello.incarnation in delivery.replaced:
+        return "another process has taken its place"
+    if delivery.state is State.POISONED and hello.incarnation == delivery.incarnation:
+        return f"it may hold a torn version ({delivery.why}): it must be restarted"
     return ""

@@ -13,11 +13,18 @@ import torch
 from inflight.messages import Manifest
 
 
+class TornWeights(RuntimeError):
+    """The live weights may be parts of two versions: this rank must not be used before it is restarted."""
+
+
 class Shadow(Protocol):
     """What the receiver (a background thread) and the worker (the step loop's thread) need of a shadow."""
 
     def begin(self, manifest: Manifest) -> torch.Tensor:
-        """The uint8 buffer `[manifest.total_bytes]` into which the transport writes. Background thread."""
+        """The uint8 buffer `[manifest.total_bytes]` into which the transport writes. Background thread.
+
+        Raises TornWeights when the swap before, which may have been left for later, turns out to have failed.
+        """
 
     def build(self) -> None:
         """Makes the received bytes kernel-ready beside the live set, which is not touched. Background thread.

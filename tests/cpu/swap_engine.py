@@ -95,7 +95,8 @@ def stage(engine: Any, path: Path, version: int) -> None:
 def swap(engine: Any, path: Path, version: int) -> None:
     """Stages a file and makes it live."""
     stage(engine, path, version)
-    engine.llm_engine.commit_weights(version)
+    ranks = engine.llm_engine.commit_weights(version)
+    assert not any("error" in rank for rank in ranks), ranks
 
 
 def weights_file(model: Path) -> Path:

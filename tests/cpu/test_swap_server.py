@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -24,6 +25,7 @@ from inflight.bus import Listener, Received
 from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
 from inflight.messages import Status
 from inflight.models import prepare
+from inflight.types import Route, Routes
 from inflight.weights.publisher import Publisher
 from inflight.weights.source import WeightSource
 
@@ -37,7 +39,7 @@ PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 class Run:
     """A run folder whose trainer and launcher are this process."""
 
-    def __init__(self, folder: Path, model: str) -> None:
+    def __init__(self, folder: Path, model: str, join_timeout_s: float = START_S) -> None:
         from transformers import AutoModelForCausalLM
 
         self.config = RunConfig(
@@ -45,8 +47,8 @@ class Run:
             task=TaskConfig("addition"),
             run_dir=str(folder),
             generator=GeneratorConfig(kv_cache_gib=0.0625, max_num_seqs=8),
-            bus=BusConfig(heartbeat_s=0.5, dead_after_s=60),
-            publish=PublishConfig(bucket_bytes=1 << 20, join_timeout_s=START_S),
+            bus=BusConfig(heartbeat_s=0.5, dead_after_s=15),
+            publish=PublishConfig(bucket_bytes=1 << 20, join_timeout_s=join_timeout_s),
         )
         configuration.save(self.config)
         (self.config.path / "bus").mkdir()
@@ -54,7 +56,12 @@ class Run:
         self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
         self.status = Listener(self.config.endpoint("status"), self.config.bus)
         self.publisher = Publisher(
-            WeightSource(self.policy, "float32"), self.listener, self.config.publish, version=0, ranks={"g0": 1}
+            WeightSource(self.policy, "float32"),
+            self.listener,
+            self.config.publish,
+            version=0,
+            ranks={"g0": 1},
+            routes_file=self.config.routes_file,
         )
         self.log = self.config.path / "g0.log"
         command = [sys.executable, "-m", "inflight.generator", "--run-dir", str(folder), "--name", "g0"]
@@ -66,6 +73,10 @@ class Run:
             self.close()
             print(self.log.read_text()[-4000:])
             raise
+
+    def routes(self) -> dict[str, Route]:
+        """Who may be asked, as an actor reads it."""
+        return msgspec.json.decode(self.config.routes_file.read_bytes(), type=Routes).generators
 
     def publish(self, version: int) -> None:
         """Moves every weight a little and publishes."""
@@ -80,7 +91,7 @@ class Run:
         """The only choice of a greedy completion."""
         body = {"prompt": prompt, "max_tokens": length, "temperature": 0, "logprobs": 0, "ignore_eos": True}
         request = urllib.request.Request(
-            f"{self.config.generator_url(0)}/v1/completions",
+            f"{self.routes()['g0'].url}/v1/completions",
             json.dumps({**body, "return_token_ids": True}).encode(),
             {"Content-Type": "application/json"},
         )
@@ -179,9 +190,8 @@ def test_status_tells_version_and_gap(run: Run) -> None:
 
 def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
     """Last of this module: it ends the generator, with a request running."""
-    url_file = run.config.path / "bus" / "g0.url"
     children = run.descendants()
-    assert url_file.exists()
+    assert set(run.routes()) == {"g0"}
     assert len(children) >= 2
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(run.ask, PROMPTS[0], 240)
@@ -189,19 +199,22 @@ def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
         assert run.wait(10) == 0
         asked.exception(timeout=10)  # answered or cut off, but not left hanging
     assert run.alive(children) == []
-    assert not url_file.exists()
+    deadline = time.monotonic() + 30
+    while run.routes():
+        assert time.monotonic() < deadline, "its route is withdrawn when its silence is noticed"
+        time.sleep(0.1)
 
 
 @pytest.mark.slow
 def test_a_generator_ends_when_its_trainer_is_gone(tmp_path: Path) -> None:
-    run = Run(tmp_path, "tiny-untied")
+    run = Run(tmp_path, "tiny-untied", join_timeout_s=15)
     try:
         run.publish(1)
         assert run.ask(PROMPTS[0], 4)["token_versions"] == [[0, 1]]
         children = run.descendants()
         run.publisher.close()
         run.listener.close()
-        assert run.wait(60 + 30) == 1
+        assert run.wait(15 + 15 + 30) == 1
         assert run.log.read_text().splitlines()[-1].startswith("inflight generator g0: the trainer is gone: ")
         assert run.alive(children) == []
     finally:

@@ -170,6 +170,12 @@ FAULTS = [
 ]
 
 
+def refusal(engine: Any, version: int) -> str:
+    """Why the only rank does not commit. It answers: raised, it would put the answers of several ranks out of step."""
+    (answer,) = engine.collective_rpc("commit_weights", args=(version,))
+    return str(answer["error"])
+
+
 @pytest.mark.parametrize(("fault", "names"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_version_that_does_not_fit_is_refused_by_name_and_live_is_untouched(
     bench: Bench, tmp_path: Path, fault: Any, names: str
@@ -182,8 +188,7 @@ def test_a_version_that_does_not_fit_is_refused_by_name_and_live_is_untouched(
     version = bench.next()
     with pytest.raises(Exception, match=re.escape(names)):
         stage(bench.engine, tmp_path / "bad.safetensors", version)
-    with pytest.raises(Exception, match=f"version {version} is not staged"):
-        bench.engine.collective_rpc("commit_weights", args=(version,))
+    assert f"version {version} is not staged" in refusal(bench.engine, version)
     assert said(greedy(bench.engine)) == before
     bench.swap(bench.b)
     assert said(greedy(bench.engine)) != before
@@ -192,11 +197,9 @@ def test_a_version_that_does_not_fit_is_refused_by_name_and_live_is_untouched(
 def test_only_the_version_that_is_staged_can_be_committed_and_only_once(bench: Bench) -> None:
     version = bench.next()
     stage(bench.engine, weights_file(bench.a), version)
-    with pytest.raises(Exception, match=f"version {version + 1} is not staged"):
-        bench.engine.collective_rpc("commit_weights", args=(version + 1,))
+    assert f"version {version + 1} is not staged" in refusal(bench.engine, version + 1)
     bench.engine.llm_engine.commit_weights(version)
-    with pytest.raises(Exception, match=f"version {version} is not staged"):
-        bench.engine.collective_rpc("commit_weights", args=(version,))
+    assert f"version {version} is not staged" in refusal(bench.engine, version)
 
 
 def test_memory_does_not_grow_over_swaps(bench: Bench) -> None:

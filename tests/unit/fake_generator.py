@@ -1,13 +1,14 @@
 """A generator without vLLM: a shadow that records what happens to it, and an engine that commits when told."""
 
+import secrets
 import threading
 import time
 
 import torch
 
-from inflight.bus import Link
+from inflight.bus import Link, PeerLost
 from inflight.config import BusConfig
-from inflight.messages import Commit, Committed, EngineHello, Failed
+from inflight.messages import Commit, Committed, EngineHello, Enquire, Failed, RankHello
 from inflight.weights.pack import unpack
 from inflight.weights.receiver import WeightReceiver
 from inflight.weights.transport import make_receiver
@@ -67,13 +68,18 @@ class FakeShadow:
 class FakeGenerator:
     """Ranks with fake shadows and an engine, over the real bus."""
 
-    def __init__(self, endpoint, name="g0", world_size=1, version=0, connect=make_receiver):
-        self.name, self.endpoint = name, endpoint
+    def __init__(
+        self, endpoint, name="g0", world_size=1, version=0, connect=make_receiver, bus=BUS, url="http://127.0.0.1:1"
+    ):
+        self.url = url
+        self.name, self.endpoint, self.bus = name, endpoint, bus
+        self.incarnation = incarnation = secrets.token_hex(8)
         self.shadows = [FakeShadow() for _ in range(world_size)]
         self.receivers = [
             WeightReceiver(
-                Link(endpoint, f"{name}.r{rank}", BUS), shadow,
-                generator=name, rank=rank, world_size=world_size, version=version, connect=connect,
+                Link(endpoint, f"{name}.r{rank}", bus), shadow,
+                RankHello(generator=name, rank=rank, world_size=world_size, version=version, incarnation=incarnation),
+                connect=connect,
             )
             for rank, shadow in enumerate(self.shadows)
         ]  # fmt: skip
@@ -83,28 +89,43 @@ class FakeGenerator:
         self.mute = threading.Event()
         """Set: the engine does what it is told but does not answer."""
         self.unanswered = []
+        self.answered = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self):
         for receiver in self.receivers:
             receiver.start()
-        self.engine = Link(self.endpoint, f"{self.name}.engine", BUS)
-        self.engine.send(
-            EngineHello(generator=self.name, world_size=self.world_size, version=self.version, url="http://127.0.0.1:1")
-        )
+        self.engine = Link(self.endpoint, f"{self.name}.engine", self.bus)
+        self._hello()
         self._thread.start()
         return self
 
+    def _hello(self):
+        hello = EngineHello(
+            generator=self.name, world_size=self.world_size, version=self.version, url=self.url,
+            incarnation=self.incarnation,
+        )  # fmt: skip
+        self.engine.send(hello)
+
     def _run(self):
         while not self._closing.is_set():
-            message = self.engine.receive(0.05)
-            if message is not None:
+            try:
+                message = self.engine.receive(0.05)
+            except PeerLost:
+                self._closing.wait(0.05)
+                continue
+            if isinstance(message, Enquire):
+                self._hello()
+            elif message is not None:
                 self.heard.append(message)
             if isinstance(message, Commit):
                 self._commit(message.version)
 
     def _commit(self, version):
+        if self.answered is not None and self.answered.version == version:
+            self.engine.send(self.answered)
+            return
         try:
             gaps = [receiver.swap(version) for receiver in self.receivers]
         except Exception as error:  # noqa: BLE001 - as the engine's agent does
@@ -112,6 +133,7 @@ class FakeGenerator:
         else:
             self.version = version
             answer = Committed(version=version, gap_s=max(gaps), running=3)
+            self.answered = answer
         self.unanswered.append(answer) if self.mute.is_set() else self.engine.send(answer)
 
     def answer(self):

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import aiohttp
+import msgspec
 import pytest
 from openai_server import Server, Tokens, choice
 from rollout_samples import make_config
@@ -27,6 +28,7 @@ from inflight.rollout.buffer import Buffer
 from inflight.rollout.pool import NoGenerator, Pool
 from inflight.rollout.sampler import Sampler
 from inflight.tasks.addition import Addition
+from inflight.types import Route, Routes
 
 LIMIT_S = 30.0
 
@@ -65,7 +67,7 @@ class Room:
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
                 self.sampler = Sampler(self.config.rollout, 0, self.task, Tokens(), session, self.pool)
                 self.actor = Actor("a0", link, self.sampler, concurrency=self.config.rollout.concurrency)
-                await self.pool.wait_all(LIMIT_S)
+                await self.pool.wait_any(LIMIT_S)
                 self.running = asyncio.create_task(self.actor.run())
                 try:
                     yield self
@@ -522,9 +524,12 @@ def test_the_pool_names_who_is_missing_and_picks_the_least_loaded(tmp_path):
                     raise FileNotFoundError(name)
                 return urls[name]
 
+            async with Pool(session, ["g8", "g9"], url_of) as pool:
+                with pytest.raises(NoGenerator, match=r"no generator was ready within 0 s: g8, g9$"):
+                    await pool.wait_any(0.3)
             async with Pool(session, ["g0", "g1", "g2"], url_of) as pool:
-                with pytest.raises(NoGenerator, match=r"not ready within 0 s: g2$"):
-                    await pool.wait_all(0.3)
+                await pool.wait_any(LIMIT_S)
+                await until(lambda: pool.generators["g1"].up)
                 async with pool.lease((), 1) as first, pool.lease((), 1) as second:
                     assert {first.name, second.name} == {"g0", "g1"}
                     async with pool.lease([second.name], 1) as third:
@@ -538,6 +543,43 @@ def test_the_pool_names_who_is_missing_and_picks_the_least_loaded(tmp_path):
                         pass
 
     asyncio.run(main())
+
+
+def test_a_generator_whose_route_is_withdrawn_gets_no_new_requests_until_it_is_back(monkeypatch):
+    monkeypatch.setattr("inflight.rollout.pool.PROBE_EVERY_S", 0.02)
+
+    async def main():
+        async with Server() as server, Server() as moved, aiohttp.ClientSession() as session:
+            urls = {"g0": server.url, "g1": server.url}
+
+            def url_of(name):
+                if name not in urls:
+                    raise FileNotFoundError(name)
+                return urls[name]
+
+            async with Pool(session, ["g0", "g1"], url_of) as pool:
+                await until(lambda: all(generator.up for generator in pool.generators.values()))
+                del urls["g1"]
+                await until(lambda: not pool.generators["g1"].up)
+                async with pool.lease((), 1), pool.lease((), 1) as second:
+                    assert second.name == "g0"
+                urls["g1"] = moved.url
+                await until(lambda: pool.generators["g1"].up)
+                assert pool.generators["g1"].url == moved.url
+
+    asyncio.run(main())
+
+
+async def until(condition):
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110 - the pool tells nobody
+            await asyncio.sleep(0.01)
+
+
+def write_route(folder, url):
+    """What the publisher writes."""
+    routes = Routes(version=0, generators={"g0": Route(url=url, version=0, incarnation="")})
+    (folder / "bus" / "routes.json").write_bytes(msgspec.json.encode(routes))
 
 
 # --- the process ---
@@ -575,7 +617,7 @@ def test_the_process_reports_works_and_ends(tmp_path, monkeypatch):
             ):
                 working = asyncio.create_task(entry.work(config, "a0", Tokens()))
                 await asyncio.sleep(0.1)
-                (tmp_path / "bus" / "g0.url").write_text(server.url + "\n")
+                write_route(tmp_path, server.url)
                 await asyncio.to_thread(buffer.take, 2, 0, LIMIT_S)
                 assert await asyncio.to_thread(buffer.finish, "enough", LIMIT_S)
                 await asyncio.wait_for(working, LIMIT_S)
@@ -601,7 +643,7 @@ def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, phase):
     async def serve():
         async with Server(default=lambda: asyncio.sleep(60, choice())) as server:
             if phase == "sampling":
-                (tmp_path / "bus" / "g0.url").write_text(server.url)
+                write_route(tmp_path, server.url)
             await asyncio.to_thread(watch)
 
     def watch():

@@ -135,7 +135,7 @@ def test_closing_delivers_what_was_queued(endpoint):
         (b"", "0 bytes"),
         (bytes([7]) + encode(Commit(version=1))[1:], "schema 7"),
         (encode(Commit(version=1))[:1] + b"\x82\xa4type\xa5Evil!\xa7version\x01", "not a message"),
-        (encode(Abort(version=1, reason="x"))[:-3], "not a message"),
+        (encode(Abort(version=1, attempt=1, reason="x"))[:-3], "not a message"),
     ],
 )
 def test_decode_says_what_is_wrong(frame, reason):

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from inflight.bus import Link, Listener, Received
 from inflight.config import BusConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
-from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Failed, Finish, Ready, Refused
+from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Ready, Refused
 
 BUS = BusConfig(heartbeat_s=0.05, dead_after_s=0.5)
 HELLO = EngineHello(generator="g0", world_size=2, version=3, url="http://127.0.0.1:1")
@@ -91,6 +92,10 @@ def test_a_version_that_is_not_newer_is_refused_without_asking_the_engine(listen
     ("answer", "says"),
     [
         (RuntimeError("rank 1 has no shadow\nat line 2"), "RuntimeError: rank 1 has no shadow"),
+        (
+            [{"gap_s": 0.001}, {"error": "SwapRefused: version 4 is not ready"}],
+            "rank 1: SwapRefused: version 4 is not ready",
+        ),
         (None, "no answer in 0 s"),
     ],
 )
@@ -101,14 +106,50 @@ def test_a_commit_that_goes_wrong_poisons_and_ends_the_generator(listener: Liste
     assert agent.commits.version == 3
 
 
+def test_a_repeated_commit_is_answered_and_done_once(listener: Listener) -> None:
+    again = (Commit(version=4), Commit(version=4), Enquire(), Finish(reason="done"))
+    replies, _, agent = converse(listener, [{"gap_s": 0.001}], *again)
+    assert replies == [
+        *[Committed(version=4, gap_s=0.001, running=5)] * 2,
+        msgspec.structs.replace(HELLO, version=4),
+    ]
+    assert agent.engine.asked == [("commit_weights", 4)]
+
+
 def test_a_refusal_ends_the_generator(listener: Listener) -> None:
     _, why, _ = converse(listener, [], Refused(reason="g0 is not of this run"))
     assert why == "the trainer refuses g0: g0 is not of this run"
 
 
 def test_a_message_that_is_not_for_engines_ends_the_generator(listener: Listener) -> None:
-    _, why, _ = converse(listener, [], Ready(version=4, digest="0" * 64, receive_s=0.0, build_s=0.0))
+    _, why, _ = converse(listener, [], Ready(version=4, attempt=1, digest="0" * 64, receive_s=0.0, build_s=0.0))
     assert why == "the trainer sent Ready to an engine"
+
+
+def test_a_trainer_that_comes_back_finds_the_generator_serving(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/w"
+    listener = Listener(endpoint, BUS)
+
+    async def talk(link: Link) -> None:
+        agent = EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1, alone_timeout_s=60)
+        run = asyncio.create_task(agent.run())
+        assert await asyncio.to_thread(listener.receive, 5) is not None
+        await asyncio.sleep(0.2)  # a heartbeat has come back
+        listener.close()
+        await asyncio.sleep(1.0)
+        assert not run.done()
+        with Listener(endpoint, BUS) as again:
+            while "g0.engine" not in again.peers():  # noqa: ASYNC110 - nothing tells of a heartbeat
+                await asyncio.sleep(0.02)
+            again.send("g0.engine", Enquire())
+            got = await asyncio.to_thread(again.receive, 5)
+            assert isinstance(got, Received)
+            assert got.message == HELLO
+            again.send("g0.engine", Finish(reason="done"))
+            await asyncio.wait_for(run, 10)
+
+    with Link(endpoint, "g0.engine", BUS) as link:
+        asyncio.run(talk(link))
 
 
 def test_silence_ends_the_generator(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
 import torch
 from fake_generator import BUS, FakeGenerator, eventually
@@ -16,16 +17,31 @@ from torch import nn
 
 from inflight.bus import Link, Listener
 from inflight.config import PublishConfig
-from inflight.messages import Commit, Committed, EngineHello, Finish, Prepare, RankHello, Ready, Refused, Welcome
+from inflight.messages import (
+    Abort,
+    Aborted,
+    Commit,
+    Committed,
+    EngineHello,
+    Finish,
+    Prepare,
+    RankHello,
+    Ready,
+    Refused,
+    Welcome,
+)
+from inflight.types import Routes
 from inflight.weights.delivery import Failure, State, Swap
 from inflight.weights.publisher import Publisher, PublishError
+from inflight.weights.routes import routes
 from inflight.weights.source import SourceError, WeightSource
 from inflight.weights.transport import make_receiver
 
 QUICK = PublishConfig(
-    transport="auto", bucket_bytes=4096, join_timeout_s=20, transfer_timeout_s=20, commit_timeout_s=20
+    transport="auto", bucket_bytes=4096, join_timeout_s=20, transfer_timeout_s=20, commit_timeout_s=20, retry_after_s=60
 )
-IMPATIENT = PublishConfig(bucket_bytes=4096, transfer_timeout_s=2, commit_timeout_s=2)
+IMPATIENT = PublishConfig(bucket_bytes=4096, transfer_timeout_s=2, commit_timeout_s=2, retry_after_s=60)
+EAGER = PublishConfig(bucket_bytes=4096, transfer_timeout_s=2, retry_after_s=0.1, supersede_after_s=0.5)
 DONE = ["begin", "build", "swap"]
 
 
@@ -53,6 +69,13 @@ class Run:
             for parameter in self.model.parameters():
                 parameter.fill_(version + 0.5)
         return self.publisher.publish(version)
+
+    def routed(self):
+        """Generators that requests may be sent to, as the file says."""
+        dispatch = self.publisher._dispatch
+        with dispatch.changed:
+            version, deliveries = self.publisher.version, dispatch.roster.deliveries.values()
+            return set(routes(version, deliveries, dispatch._config.max_behind).generators)
 
     def failures(self):
         return [event for event in self.publisher.events if isinstance(event, Failure)]
@@ -199,14 +222,15 @@ def test_a_rank_that_does_not_answer_is_named_left_alone_and_taken_back_when_it_
         r.publish(2)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 0, "g1": 2}
-        assert r.failures()[1] == Failure("g0", 2, "absent", "STALLED, no answer from g0.r1 within 2 s")
+        assert r.failures()[1] == Failure("g0", 2, "absent", "STALLED, no answer to Abort from g0.r1")
+        assert (r.publisher.behind, r.routed()) == ({"g0": 2, "g1": 0}, {"g1"})
         g0.shadows[1].hold["build"].set()
-        eventually(lambda: r.state() is State.IDLE, "its return")
+        eventually(lambda: r.publisher.committed == {"g0": 2, "g1": 2}, "catching up")
         r.publish(3)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 3, "g1": 3}
         assert [values(shadow) for shadow in (*g0.shadows, *g1.shadows)] == [{3}] * 3
-        assert g0.heard == [Commit(version=3)]
+        assert g0.heard == [Commit(version=2), Commit(version=3)]
 
 
 def test_an_engine_that_does_not_answer_is_claimed_for_nothing_until_it_does(run):
@@ -218,9 +242,7 @@ def test_an_engine_that_does_not_answer_is_claimed_for_nothing_until_it_does(run
         r.publisher.flush(20)
         assert r.state() is State.UNSURE
         assert r.publisher.committed == {}
-        assert [(f.phase, f.reason) for f in r.failures()] == [
-            ("commit", "g0.engine did not answer Commit within 2 s")
-        ]
+        assert [(f.phase, f.reason) for f in r.failures()] == [("commit", "g0.engine did not answer Commit within 2 s")]
         g0.answer()
         eventually(lambda: r.state() is State.IDLE, "the late answer")
         assert r.publisher.committed == {"g0": 1}
@@ -311,10 +333,11 @@ def test_a_process_killed_in_a_transfer_holds_up_nobody(run):
         assert r.publisher.committed == {"g0": 2}
         assert values(g0.shadows[0]) == {2}
         assert "was lost" in r.failures()[-1].reason
-        # A restarted one joins with what it has loaded and takes part from the next version on.
-        r.join("g1", version=0)
+        # A restarted one joins with what it has loaded and is sent the newest version at once.
+        (g1,) = r.join("g1", version=0)
         r.publisher.wait_joined(20)
-        assert r.publisher.committed == {"g0": 2, "g1": 0}
+        assert r.publisher.committed == {"g0": 2, "g1": 2}
+        assert values(g1.shadows[0]) == {2}
         r.publish(3)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 3, "g1": 3}
@@ -339,16 +362,21 @@ def rank_hello(**changes):
     return RankHello(**{"generator": "g0", "rank": 0, "world_size": 1, "version": 0} | changes)
 
 
+OLD, NEW = "0" * 16, "1" * 16
+
+
 def test_a_restarted_generator_is_admitted_only_when_all_its_members_are_back(run):
     with run(g0=1) as r:
-        engine = EngineHello(generator="g0", world_size=1, version=0, url="http://x")
-        with peer(r, "g0.r0", rank_hello()), peer(r, "g0.engine", engine) as told:
+        engine = EngineHello(generator="g0", world_size=1, version=0, url="http://x", incarnation=OLD)
+        with peer(r, "g0.r0", rank_hello(incarnation=OLD)), peer(r, "g0.engine", engine) as told:
             r.publisher.wait_joined(20)
-            with peer(r, "g0.r0", rank_hello()) as rank:  # takes over the identity before the loss is noticed
+            with peer(r, "g0.r0", rank_hello(incarnation=NEW)) as rank:  # before the loss is noticed
                 eventually(lambda: r.state() is State.ABSENT)
                 assert r.publisher.states["g0"][1] == "no hello from g0.engine"
-                assert r.publisher.committed == {}
-                told.send(engine)
+                assert (r.publisher.committed, r.routed()) == ({}, set())
+                told.send(engine)  # of the one that was replaced
+                assert "another process" in hear(told, Refused).reason
+                told.send(msgspec.structs.replace(engine, incarnation=NEW))
                 r.publisher.wait_joined(20)
                 assert hear(rank, Welcome).transport_rank == 1
 
@@ -379,7 +407,7 @@ def test_joining_names_who_is_missing(run):
 
 def test_members_that_hold_different_versions_are_not_admitted(run):
     with run(g0=1) as r:
-        r.publisher._dispatch.version = 4
+        r.publisher._dispatch.conversation.version = 4
         engine = EngineHello(generator="g0", world_size=1, version=3, url="http://x")
         with peer(r, "g0.r0", rank_hello(version=4)), peer(r, "g0.engine", engine):
             eventually(lambda: "different versions" in r.publisher.states["g0"][1])
@@ -391,7 +419,7 @@ def test_answers_that_fit_nothing_are_counted_and_change_nothing(run):
         engine = EngineHello(generator="g0", world_size=1, version=0, url="http://x")
         with peer(r, "g0.r0", rank_hello()) as rank, peer(r, "g0.engine", engine) as told:
             r.publisher.wait_joined(20)
-            ready = Ready(version=1, digest="0" * 64, receive_s=0, build_s=0)
+            ready = Ready(version=1, attempt=1, digest="0" * 64, receive_s=0, build_s=0)
             committed = Committed(version=1, gap_s=0, running=0)
             rank.send(ready)
             rank.send(committed)
@@ -411,7 +439,10 @@ def test_a_rank_that_claims_other_bytes_is_not_committed(run):
             prepare = hear(rank, Prepare)
             receiver = make_receiver(welcome)
             receiver.receive(torch.empty(welcome.manifest.total_bytes, dtype=torch.uint8), welcome.manifest.buckets)
-            rank.send(Ready(version=prepare.version, digest="0" * 64, receive_s=0, build_s=0))
+            answer = {"version": prepare.version, "attempt": prepare.attempt}
+            rank.send(Ready(**answer, digest="0" * 64, receive_s=0, build_s=0))
+            assert hear(rank, Abort).attempt == prepare.attempt
+            rank.send(Aborted(**answer))
             r.publisher.flush(20)
             assert [(f.phase, f.reason) for f in r.failures()] == [
                 ("verify", "g0.r0 is ready with other bytes than were sent")
@@ -469,3 +500,157 @@ def test_a_broken_bus_ends_publishing_with_an_error(run):
             r.publish(1)
         with suppress(PublishError):
             r.publisher.flush(1)
+
+
+def test_a_failed_generator_is_sent_the_newest_version_again(run):
+    with run(EAGER, g0=1, g1=1) as r:
+        g0, _ = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        g0.shadows[0].fail["build"] = RuntimeError("no room")
+        r.publish(1)
+        eventually(lambda: g0.shadows[0].events.count("build") >= 2, "trying again")
+        assert r.publisher.committed == {"g0": 0, "g1": 1}
+        g0.shadows[0].fail.clear()
+        eventually(lambda: r.publisher.committed == {"g0": 1, "g1": 1}, "catching up")
+        assert values(g0.shadows[0]) == {1}
+
+
+def test_a_trainer_does_not_wait_for_one_that_is_slow_when_another_has_the_version(run):
+    with run(EAGER, g0=1, g1=1) as r:
+        g0, g1 = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        g0.shadows[0].hold["build"] = threading.Event()
+        for version in (1, 2, 3):
+            assert r.publish(version).wait_s < EAGER.transfer_timeout_s
+            eventually(lambda version=version: r.publisher.committed["g1"] == version)
+        assert r.publisher.committed["g0"] == 0
+        assert {(f.generator, f.phase) for f in r.failures()} <= {("g0", "superseded"), ("g0", "absent")}
+        g0.shadows[0].hold["build"].set()
+        eventually(lambda: r.publisher.committed == {"g0": 3, "g1": 3}, "catching up")
+        assert g0.heard == [Commit(version=3)]
+        assert [values(shadow) for shadow in (*g0.shadows, *g1.shadows)] == [{3}] * 2
+
+
+def test_a_version_that_nobody_has_yet_is_not_superseded(run):
+    with run(EAGER) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        g0.shadows[0].hold["begin"] = threading.Event()
+        threading.Timer(1.0, g0.shadows[0].hold["begin"].set).start()
+        r.publish(1)
+        assert r.publish(2).wait_s > EAGER.supersede_after_s
+        r.publisher.flush(20)
+        assert [(type(e), e.version) for e in r.publisher.events] == [(Swap, 1), (Swap, 2)]
+
+
+def test_a_late_joiner_is_routed_to_only_once_it_has_the_newest_version(run, tmp_path):
+    with run(g0=1, g1=1) as r:
+        r.join("g0")
+        r.publisher.wait_joined(20, at_least=1)
+        for version in (1, 2):
+            r.publish(version)
+            r.publisher.flush(20)
+        late = FakeGenerator(r.endpoint, "g1")
+        late.shadows[0].hold["build"] = threading.Event()
+        r.generators["g1"] = late.start()
+        eventually(lambda: r.state("g1") is State.SENDING, "its being sent the newest")
+        assert r.publisher.committed == {"g0": 2, "g1": 0}  # within max_behind, and yet
+        assert r.routed() == {"g0"}
+        late.shadows[0].hold["build"].set()
+        eventually(lambda: r.routed() == {"g0", "g1"})
+        assert values(late.shadows[0]) == {2}
+        assert late.heard == [Commit(version=2)]
+
+
+def test_one_that_falls_too_far_behind_is_not_routed_to_until_it_has_caught_up(run):
+    with run(g0=1, g1=1) as r:
+        g0, _ = r.join("g0", "g1")
+        r.publisher.wait_joined(20)
+        g0.shadows[0].fail["build"] = RuntimeError("no room")
+        for version in range(1, 7):
+            r.publish(version)
+            r.publisher.flush(20)
+            assert r.routed() == ({"g0", "g1"} if version <= QUICK.max_behind else {"g1"})
+        g0.shadows[0].fail.clear()
+        r.publish(7)
+        r.publisher.flush(20)
+        assert (r.publisher.behind, r.routed()) == ({"g0": 0, "g1": 0}, {"g0", "g1"})
+
+
+def test_one_that_was_cut_off_is_asked_and_joins_again(run):
+    with run(EAGER, g0=2) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        r.publish(1)
+        r.publisher.flush(20)
+        delivery = r.publisher._dispatch.roster.deliveries["g0"]
+        before = delivery.channel
+        with r.publisher._dispatch.changed:
+            r.publisher._dispatch.conversation.lost("g0.r1")  # as the bus reports it
+        eventually(lambda: r.state() is State.IDLE and delivery.channel is not before, "its return")
+        r.publish(2)
+        eventually(lambda: r.publisher.committed == {"g0": 2})
+        assert [values(shadow) for shadow in g0.shadows] == [{2}] * 2
+
+
+def test_an_engine_whose_ranks_are_gone_is_told_to_end(run):
+    with run(IMPATIENT, g0=2) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        g0.receivers[1].close()
+        eventually(lambda: any(isinstance(message, Refused) for message in g0.heard), "the end")
+        assert "g0.r1 is not there since" in next(m.reason for m in g0.heard if isinstance(m, Refused))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_version_that_is_not_finite_is_sent_to_nobody_and_names_the_parameter(run, value):
+    with run(g0=1) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        r.publish(1)
+        r.publisher.flush(20)
+        with torch.no_grad():
+            r.model[2].weight[7] = value
+        r.publisher.publish(2)
+        expected = r"^version 2 is not sent: 2\.weight holds NaN or Inf \(1 of 200 values\)$"
+        with pytest.raises(PublishError, match=expected):
+            r.publisher.flush(20)
+        with pytest.raises(PublishError, match=expected):
+            r.publish(3)
+        assert r.publisher.committed == {"g0": 1}
+        assert values(g0.shadows[0]) == {1}
+        assert [(f.version, f.phase) for f in r.failures()] == [(2, "finite")]
+
+
+def test_large_finite_values_are_sent(run):
+    """Their sum overflows, they do not."""
+    with run(g0=1) as r:
+        r.join("g0")
+        r.publisher.wait_joined(20)
+        with torch.no_grad():
+            r.model[2].weight.fill_(3e38)
+        r.publisher.publish(1)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 1}
+
+
+def test_the_routes_are_in_the_file(tmp_path):
+    file = tmp_path / "bus" / "routes.json"
+    with Listener(f"ipc://{tmp_path}/w", BUS) as listener:
+        source = WeightSource(nn.Linear(16, 16), "float32")
+        publisher = Publisher(source, listener, QUICK, version=0, ranks={"g0": 1}, routes_file=file)
+
+        def read():
+            return msgspec.json.decode(file.read_bytes(), type=Routes)
+
+        eventually(file.exists)
+        assert read() == Routes(version=0, generators={})
+        generator = FakeGenerator(listener.endpoint).start()
+        eventually(lambda: read().generators, "the route")
+        route = read().generators["g0"]
+        assert (route.url, route.version, route.incarnation) == ("http://127.0.0.1:1", 0, generator.incarnation)
+        publisher.publish(1)
+        eventually(lambda: read().version == 1 and read().generators["g0"].version == 1)
+        generator.close()
+        eventually(lambda: not read().generators, "its leaving")
+        publisher.close()

@@ -8,12 +8,13 @@ import torch
 from fake_generator import BUS, FakeShadow, eventually
 
 from inflight.bus import Link, Listener, Received
-from inflight.messages import Abort, Failed, Prepare, RankHello, Ready, Refused, Welcome
+from inflight.messages import Abort, Aborted, Enquire, Failed, Prepare, RankHello, Ready, Refused, Welcome
 from inflight.types import ParamMeta
 from inflight.weights.pack import checksums, content_digest
 from inflight.weights.plan import digest, plan
 from inflight.weights.rank_state import State
 from inflight.weights.receiver import SwapRefused, WeightReceiver
+from inflight.weights.shadow import TornWeights
 from inflight.weights.transport.base import TransportError
 
 MANIFEST = plan([ParamMeta(name="w", shape=(300,), dtype="float32")], {}, 500, "crc32")
@@ -50,14 +51,14 @@ class Publisher:
     def __init__(self, listener):
         self.listener, self.transports = listener, []
         self.shadow = FakeShadow()
+        self.attempt = 0
 
     def receiver(self, version=0):
         link = Link(self.listener.endpoint, RANK, BUS)
-        made = WeightReceiver(
-            link, self.shadow, generator="g0", rank=0, world_size=1, version=version, connect=self.connect
-        )
+        hello = RankHello(generator="g0", rank=0, world_size=1, version=version, incarnation="0" * 16)
+        made = WeightReceiver(link, self.shadow, hello, connect=self.connect)
         made.start()
-        assert self.next() == RankHello(generator="g0", rank=0, world_size=1, version=version)
+        assert self.next() == hello
         return made
 
     def connect(self, welcome):
@@ -85,8 +86,12 @@ class Publisher:
         transport = self.transports[-1]
         transport.source = bytes_of(version) if source else None
         transport.gate.set() if gate else transport.gate.clear()
+        self.attempt += 1
         message = Prepare(
-            version=version, manifest_digest=digest(MANIFEST), checksums=checksums(MANIFEST, bytes_of(version))
+            version=version,
+            attempt=self.attempt,
+            manifest_digest=digest(MANIFEST),
+            checksums=checksums(MANIFEST, bytes_of(version)),
         )
         self.send(msgspec.structs.replace(message, **changes))
 
@@ -158,7 +163,8 @@ def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver,
     publisher.prepare(1)
     failed = publisher.next()
     reported = {"begin": "prepare", "build": "build"}[phase]
-    assert failed == Failed(version=1, phase=reported, reason="MemoryError: no room for q_proj", poisoned=False)
+    reason = "MemoryError: no room for q_proj"
+    assert failed == Failed(version=1, attempt=1, phase=reported, reason=reason, poisoned=False)
     assert publisher.shadow.events[-1] == "discard"
     assert "swap" not in publisher.shadow.events
     with pytest.raises(SwapRefused, match="IDLE"):
@@ -234,9 +240,12 @@ def test_an_abort_takes_a_ready_version_away(publisher, receiver):
     publisher.welcome()
     publisher.prepare(1)
     expect_ready(publisher, 1)
-    publisher.send(Abort(version=7, reason="another"))
-    publisher.send(Abort(version=1, reason="g0.r1 failed"))
-    eventually(lambda: receiver.state is State.IDLE, "discarding")
+    publisher.send(Abort(version=1, attempt=0, reason="another, earlier"))
+    assert publisher.next() == Aborted(version=1, attempt=0)
+    assert receiver.state is State.READY
+    publisher.send(Abort(version=1, attempt=1, reason="g0.r1 failed"))
+    assert publisher.next() == Aborted(version=1, attempt=1)
+    assert receiver.state is State.IDLE
     assert publisher.shadow.events[-1] == "discard"
     with pytest.raises(SwapRefused):
         receiver.swap(1)
@@ -249,10 +258,11 @@ def test_an_abort_during_the_transfer_takes_effect_before_the_build(publisher, r
     publisher.welcome()
     publisher.prepare(1, gate=False)
     eventually(lambda: "receive" in publisher.shadow.events, "receiving")
-    publisher.send(Abort(version=1, reason="late"))
+    publisher.send(Abort(version=1, attempt=1, reason="late"))
     eventually(lambda: receiver._link._inbox.qsize() == 1, "the abort's coming")
     publisher.transports[0].gate.set()
     assert publisher.next().reason == "RuntimeError: aborted by the publisher"
+    assert publisher.next() == Aborted(version=1, attempt=1)
     assert publisher.shadow.events == ["begin", "receive", "discard"]
     publisher.prepare(2)
     expect_ready(publisher, 2)
@@ -263,7 +273,7 @@ def test_a_swap_waits_for_nothing_while_an_abort_discards(publisher, receiver):
     publisher.prepare(1)
     expect_ready(publisher, 1)
     publisher.shadow.hold["discard"] = threading.Event()
-    publisher.send(Abort(version=1, reason="late"))
+    publisher.send(Abort(version=1, attempt=1, reason="late"))
     eventually(lambda: receiver.state is State.DISCARDING)
     with pytest.raises(SwapRefused, match="DISCARDING"):
         receiver.swap(1)
@@ -284,7 +294,8 @@ def test_a_swap_that_fails_poisons_the_rank(publisher, receiver):
     assert (receiver.state, receiver.version) == (State.POISONED, 0)
     publisher.shadow.fail.clear()
     publisher.prepare(2)
-    assert "POISONED" in publisher.next().reason
+    again = publisher.next()
+    assert (again.phase, again.poisoned, again.reason) == ("commit", True, "RuntimeError: half of it is bound")
     with pytest.raises(SwapRefused, match=r"POISONED.*half of it is bound"):
         receiver.swap(1)
 
@@ -311,7 +322,8 @@ def test_a_welcome_that_can_not_be_trusted_is_not_taken(publisher, receiver, tex
     assert publisher.transports == []
 
 
-def test_a_lost_publisher_is_greeted_again_and_the_live_weights_stay(publisher, receiver, tmp_path):
+def test_a_lost_publisher_is_greeted_again_and_what_is_ready_is_kept(publisher, receiver, tmp_path):
+    """The engine may have been told to commit it; a new Welcome says that it was not."""
     publisher.welcome()
     publisher.prepare(1)
     expect_ready(publisher, 1)
@@ -319,17 +331,109 @@ def test_a_lost_publisher_is_greeted_again_and_the_live_weights_stay(publisher, 
     publisher.prepare(2)
     expect_ready(publisher, 2)
     publisher.listener.close()
-    eventually(lambda: receiver.state is State.JOINING, "noticing the loss")
-    assert publisher.transports[0].closed
-    assert publisher.shadow.events[-1] == "discard"
-    assert torch.equal(live(publisher).view(torch.uint8), bytes_of(1)[:1200])
+    eventually(lambda: receiver._alone, "noticing the loss")
+    assert receiver.state is State.READY
     with Listener(f"ipc://{tmp_path}/w", BUS) as publisher.listener:
-        assert publisher.next() == RankHello(generator="g0", rank=0, world_size=1, version=1)
-        publisher.welcome()
+        assert publisher.next().version == 1
         publisher.transports.clear()
+        publisher.welcome()
+        publisher.attempt = 0
         publisher.prepare(2)
         expect_ready(publisher, 2)
+        assert publisher.shadow.events[-4:] == ["discard", "begin", "receive", "build"]
+        assert torch.equal(live(publisher).view(torch.uint8), bytes_of(1)[:1200])
         receiver.swap(2)
+
+
+def test_a_lost_publisher_finds_an_idle_rank_without_transport(publisher, receiver, tmp_path):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    receiver.swap(1)
+    publisher.listener.close()
+    eventually(lambda: receiver.state is State.JOINING, "noticing the loss")
+    assert publisher.transports[0].closed
+    with Listener(f"ipc://{tmp_path}/w", BUS) as publisher.listener:
+        assert publisher.next().version == 1
+
+
+def test_an_enquiry_is_answered_with_what_is_live(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(4)
+    expect_ready(publisher, 4)
+    for version in (0, 4):
+        publisher.send(Enquire())
+        hello = publisher.next()
+        assert isinstance(hello, RankHello)
+        assert hello.version == version
+        if version == 0:
+            receiver.swap(4)
+
+
+def test_a_repeated_or_late_prepare_is_not_begun(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    publisher.prepare(1, attempt=1)
+    publisher.send(Abort(version=2, attempt=9, reason="came before its Prepare"))
+    assert publisher.next() == Aborted(version=2, attempt=9)
+    publisher.prepare(2, attempt=9)
+    publisher.send(Enquire())
+    assert isinstance(publisher.next(), RankHello)
+    assert publisher.shadow.events.count("begin") == 1
+
+
+@pytest.mark.parametrize("message", ["welcome", "abort"])
+def test_nothing_touches_the_shadow_during_a_swap(publisher, receiver, message):
+    publisher.welcome()
+    publisher.prepare(1)
+    expect_ready(publisher, 1)
+    publisher.shadow.hold["swap"] = threading.Event()
+    swap = threading.Thread(target=receiver.swap, args=(1,))
+    swap.start()
+    eventually(lambda: receiver.state is State.SWAPPING)
+    if message == "welcome":
+        publisher.welcome()
+        publisher.attempt = 0
+        publisher.transports[-1].source = bytes_of(2)
+        publisher.prepare(2)
+    else:
+        publisher.send(Abort(version=1, attempt=1, reason="late"))
+    assert publisher.listener.receive(0.5) is None
+    assert (receiver.state, publisher.shadow.events[-1]) == (State.SWAPPING, "swap")
+    publisher.shadow.hold["swap"].set()
+    swap.join(20)
+    assert receiver.version == 1
+    assert "discard" not in publisher.shadow.events
+    if message == "abort":
+        assert publisher.next() == Aborted(version=1, attempt=1)
+        assert receiver.state is State.IDLE
+
+
+def test_a_swap_that_turns_out_to_have_failed_poisons_the_rank(publisher, receiver):
+    publisher.welcome()
+    publisher.shadow.fail["begin"] = TornWeights("the remap failed")
+    publisher.prepare(1)
+    failed = publisher.next()
+    assert (failed.phase, failed.poisoned) == ("commit", True)
+    assert receiver.state is State.POISONED
+
+
+def test_a_welcome_to_a_transport_that_is_gone_is_no_end(publisher, receiver):
+    def gone(welcome):
+        raise TransportError("connect: no rendezvous")
+
+    connect, receiver._connect = receiver._connect, gone
+    publisher.welcome()
+    eventually(lambda: receiver.state is State.IDLE)
+    publisher.transports.append(FakeTransport([]))
+    publisher.prepare(1)
+    assert "no transport" in publisher.next().reason
+    receiver._connect = connect
+    publisher.welcome()
+    eventually(lambda: len(publisher.transports) == 2)
+    publisher.prepare(2)
+    expect_ready(publisher, 2)
 
 
 def test_closing_ends_a_transfer_and_can_be_repeated(publisher, receiver):

@@ -9,6 +9,7 @@ The handle of the buffer travels as 64 bytes, with offset and size, over the ren
 from __future__ import annotations
 
 import struct
+import threading
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class IpcReceiver:
         self._board = Board(rendezvous, timeout_s)
         self._rank = rank
         self._received = 0
+        self._closed = threading.Event()
+        self._busy = threading.Lock()
         self._open: dict[bytes, int] = {}
         self._stream: torch.cuda.Stream | None = None
 
@@ -73,6 +76,14 @@ class IpcReceiver:
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
         """Pulls the strips of `landing`; returns when they are there."""
+        with self._busy:
+            try:
+                self._pull(landing)
+            finally:
+                if self._closed.is_set():
+                    self._unmap()
+
+    def _pull(self, landing: Landing) -> None:
         number = self._received
         self._received += 1
         offer = self._board.take(f"offer/{number}", "the trainer", "receive")
@@ -91,14 +102,19 @@ class IpcReceiver:
         self._board.put(f"done/{number}/{self._rank}", b"")
 
     def close(self) -> None:
-        """Ends a wait for the trainer and unmaps its buffers."""
+        """Ends a wait for the trainer and unmaps its buffers; during a copy, which is short, when that has ended."""
+        self._closed.set()
         self._board.close()
-        while self._open:  # both the receiver's thread and whoever ends it may be here
+        if self._busy.acquire(blocking=False):
             try:
-                _, address = self._open.popitem()
-            except KeyError:
-                return
+                self._unmap()
+            finally:
+                self._busy.release()
+
+    def _unmap(self) -> None:
+        for address in self._open.values():
             driver.cuIpcCloseMemHandle(address)
+        self._open.clear()
 
     def _address(self, offer: bytes, device: torch.device) -> int:
         offset, _, handle = _HEADER.unpack(offer)

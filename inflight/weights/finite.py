@@ -1,0 +1,39 @@
+"""A version that holds NaN or Inf is refused before any of it is sent."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from inflight.messages import Manifest
+from inflight.weights.pack import unpack
+
+
+class NotFinite(ValueError):
+    """A packed version that must not be sent; names the parameters."""
+
+
+@torch.no_grad()
+def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> None:
+    """Raises NotFinite when a parameter in the send buffer holds NaN or Inf.
+
+    One pass: a sum in float32 is finite only if its terms are. A sum may overflow though all terms are finite, so a
+    parameter under suspicion is looked at again, element by element. On CUDA on a stream of its own, so that the
+    training step in progress is not waited for.
+    """
+    views = unpack(manifest, buffer)
+    with _own_stream(buffer):
+        sums = torch.stack([view.sum(dtype=torch.float32) for view in views.values()])
+        finite = torch.isfinite(sums).tolist()
+        suspects = [name for name, ok in zip(views, finite, strict=True) if not ok]
+        bad = [name for name in suspects if not torch.isfinite(views[name]).all().item()]
+        if bad:
+            view = views[bad[0]]
+            count, of = int((~torch.isfinite(view)).sum().item()), view.numel()
+            more = f", and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
+            raise NotFinite(f"version {version} is not sent: {bad[0]} holds NaN or Inf ({count} of {of} values){more}")
+
+
+def _own_stream(buffer: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(torch.cuda.Stream(buffer.device)) if buffer.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,470 @@
+"""Publisher, ranks and engines in one thread, with a network and a clock that hypothesis plays against them.
+
+The real state machines of both sides (Conversation and Roster, WeightReceiver, EngineAgent) talk over lists of messages
+that may be delivered late, out of order, twice or never; processes die, are cut off and restarted; ranks fail in each
+phase; versions are published all the while. Whatever happens:
+
+* a rank's live weights are one version, whole, and are the version that it claims;
+* an engine commits a version only when all its ranks hold it, and stamps none that they don't hold;
+* nothing is claimed for a generator, nor routed to it, that is not so;
+* no transition but the legal ones happens (both sides raise AssertionError);
+* each version has an outcome at each generator, and once the network behaves all generators get the newest.
+"""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fake_generator import FakeShadow
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from inflight.bus import BusError
+from inflight.config import PublishConfig
+from inflight.generator.agent import EngineAgent, GeneratorEnded
+from inflight.messages import Abort, Commit, EngineHello, RankHello, Ready
+from inflight.types import ParamMeta
+from inflight.weights.conversation import Conversation, Offer
+from inflight.weights.delivery import UNSETTLED, Failure, Swap
+from inflight.weights.pack import checksums
+from inflight.weights.plan import plan
+from inflight.weights.rank_state import State
+from inflight.weights.receiver import WeightReceiver
+from inflight.weights.roster import Roster
+from inflight.weights.routes import routes
+from inflight.weights.transport.base import TransportError
+
+MANIFEST = plan([ParamMeta(name="w", shape=(40,), dtype="float32")], {}, 100, "crc32")
+CONFIG = PublishConfig(transfer_timeout_s=10, commit_timeout_s=5, supersede_after_s=2, retry_after_s=1, max_behind=2)
+RANKS = {"g0": 2, "g1": 1}
+DEAD_AFTER_S = 8.0
+
+
+def bytes_of(version):
+    return torch.full((MANIFEST.total_bytes,), version, dtype=torch.uint8)
+
+
+class Net:
+    """Messages on their way, by direction and peer; a peer is heard of while it is connected."""
+
+    def __init__(self):
+        self.to_publisher = []
+        self.to_peer = {}
+        self.connected = set()
+        self.said_ready = set()
+        """(rank, version, attempt) of every Ready that was ever sent."""
+        self.on_commit = lambda peer, version: None
+
+    def send(self, peer, message):  # the publisher's
+        if peer not in self.connected:
+            raise BusError(f"{peer} is not connected")
+        if isinstance(message, Commit):
+            self.on_commit(peer, message.version)
+        self.to_peer[peer].append(message)
+
+    def peers(self):
+        return set(self.connected)
+
+
+class PeerLink:
+    """A rank's or an engine's end."""
+
+    def __init__(self, net, peer):
+        self.net, self.peer = net, peer
+        self.now = []
+
+    def send(self, message):
+        if isinstance(message, Ready):
+            self.net.said_ready.add((self.peer, message.version, message.attempt))
+        if self.peer in self.net.connected:
+            self.net.to_publisher.append((self.peer, message))
+
+    def receive(self, timeout_s):
+        return self.now.pop(0) if self.now else None
+
+    def close(self):
+        pass
+
+
+class Wire:
+    """The sender of one transport: what it offers, and whether it was closed."""
+
+    def __init__(self, number):
+        self.rendezvous, self.offered, self.closed = str(number), None, False
+
+    def close(self):
+        self.closed = True
+
+
+class Channel:
+    """In place of the sending thread: jobs are run by the simulation."""
+
+    def __init__(self, wire):
+        self.wire, self.rendezvous, self.jobs = wire, wire.rendezvous, []
+
+    def close(self):
+        self.wire.closed = True
+
+    def join(self, timeout_s):
+        return True
+
+
+class Receiving:
+    """A rank's end of a Wire."""
+
+    def __init__(self, world, welcome):
+        self.world, self.wire = world, world.wires[int(welcome.rendezvous)]
+
+    def receive(self, buffer, buckets):
+        if self.wire.closed or self.wire.offered is None:
+            raise TransportError("receive: closed")
+        buffer.copy_(bytes_of(self.wire.offered))
+        if self.world.corrupt:
+            self.world.corrupt = False
+            buffer[3] ^= 1
+
+    def close(self):
+        self.wire.closed = True
+
+
+class Generator:
+    """One incarnation: ranks and an engine, that live and die together."""
+
+    def __init__(self, world, name, number, version):
+        self.world, self.name, self.alive = world, name, True
+        self.incarnation = f"{number:016x}"
+        self.shadows, self.receivers = [], []
+        for rank in range(RANKS[name]):
+            shadow = FakeShadow()
+            shadow.live = {"w": bytes_of(version)[:160].view(torch.float32)}
+            hello = RankHello(
+                generator=name, rank=rank, world_size=RANKS[name], version=version, incarnation=self.incarnation
+            )
+            link = PeerLink(world.net, f"{name}.r{rank}")
+            receiver = WeightReceiver(link, shadow, hello, connect=lambda welcome: Receiving(world, welcome))
+            self.shadows.append(shadow)
+            self.receivers.append(receiver)
+        hello = EngineHello(
+            generator=name, world_size=RANKS[name], version=version, url="http://x", incarnation=self.incarnation
+        )
+        engine = SimpleNamespace(
+            engine_core=SimpleNamespace(call_utility_async=self._commit), get_num_unfinished_requests=lambda: 1
+        )
+        self.agent = EngineAgent(PeerLink(world.net, f"{name}.engine"), engine, hello, commit_timeout_s=5)
+        for peer in self.peers:
+            world.net.connected.add(peer)
+            world.net.to_peer[peer] = []
+        for receiver in self.receivers:
+            receiver._hello()
+        self.agent.link.send(hello)
+
+    @property
+    def peers(self):
+        return [*(f"{self.name}.r{rank}" for rank in range(RANKS[self.name])), f"{self.name}.engine"]
+
+    async def _commit(self, method, version):
+        """As vLLM's core and InflightWorkerMixin.commit_weights do."""
+        answers = []
+        for receiver in self.receivers:
+            try:
+                answers.append({"gap_s": receiver.swap(version)})
+            except Exception as error:  # noqa: BLE001 - as the worker does
+                answers.append({"error": str(error)})
+        return answers
+
+    def take(self, peer, message):
+        """A member handles one message."""
+        try:
+            if peer.endswith(".engine"):
+                asyncio.run(self.agent._obey(message))
+            else:
+                receiver = self.receivers[int(peer.rpartition(".r")[2])]
+                receiver._link.now.append(message)
+                receiver._step()
+        except GeneratorEnded:
+            self.die()
+        except AssertionError:
+            raise
+        except Exception:  # noqa: BLE001 - the receiver's thread would end: so does the process, in the end
+            self.die()
+
+    def die(self):
+        self.alive = False
+        for peer in self.peers:
+            self.world.net.connected.discard(peer)
+            self.world.net.to_peer.pop(peer, None)
+
+
+class World:
+    """All of it."""
+
+    def __init__(self):
+        self.now, self.net, self.wires, self.corrupt = 0.0, Net(), [], False
+        self.births = 0
+        self.net.on_commit = self._committing
+        clock = lambda: self.now  # noqa: E731
+        self.roster = Roster(
+            self.net, CONFIG, "gloo", MANIFEST, RANKS, lambda name, wire: Channel(wire), self._wire, clock
+        )
+        self.conversation = Conversation(self.roster, CONFIG, self._submit, clock, version=0)
+        self.generators = {}
+        self.jobs = []
+        for name in RANKS:
+            self.restart(name)
+
+    def _wire(self, kind, size, timeout_s):
+        self.wires.append(Wire(len(self.wires)))
+        return self.wires[-1]
+
+    def _submit(self, delivery, offer):
+        self.jobs.append((delivery, delivery.channel, delivery.attempt, offer))
+
+    def run_job(self):
+        delivery, channel, attempt, offer = self.jobs.pop(0)
+        if self.conversation.prepare(delivery, channel, attempt, offer.sums()):
+            channel.wire.offered = offer.version
+
+    # --- what may happen --------------------------------------------------------------------------------------------
+
+    def publish(self):
+        if self.conversation.withdraw(supersede=True):
+            version = self.conversation.version + 1
+            sums = checksums(MANIFEST, bytes_of(version))
+            self.conversation.release(Offer(version, lambda: sums))
+
+    def restart(self, name):
+        if name in self.generators and self.generators[name].alive:
+            self.generators[name].die()
+        self.births += 1
+        self.generators[name] = Generator(self, name, self.births, 0)
+
+    def lose(self, peer):
+        """The bus takes a peer for dead; it may well live."""
+        self.net.connected.discard(peer)
+        self.conversation.lost(peer)
+
+    def heal(self):
+        for generator in self.generators.values():
+            if generator.alive:
+                self.net.connected.update(generator.peers)
+
+    def step(self, move, index):
+        inbound, boxes = self.net.to_publisher, [p for p, box in self.net.to_peer.items() if box]
+        alive = [g for g in self.generators.values() if g.alive]
+        match move:
+            case "up" if inbound:
+                self._hear(*inbound.pop(0))
+            case "up, out of order" if inbound:
+                self._hear(*inbound.pop(index % len(inbound)))
+            case "up, twice" if inbound:
+                self._hear(*inbound[index % len(inbound)])
+            case "up, lost" if inbound:
+                inbound.pop(index % len(inbound))
+            case "down" if boxes:
+                self._give(boxes[index % len(boxes)], 0)
+            case "down, out of order" if boxes:
+                peer = boxes[index % len(boxes)]
+                self._give(peer, index % len(self.net.to_peer[peer]))
+            case "down, twice" if boxes:
+                peer = boxes[index % len(boxes)]
+                self.net.to_peer[peer].insert(0, self.net.to_peer[peer][0])
+            case "down, lost" if boxes:
+                self.net.to_peer[boxes[index % len(boxes)]].pop(0)
+            case "job" if self.jobs:
+                self.run_job()
+            case "all is well for a while":
+                self.drain(60)
+            case "publish":
+                self.publish()
+            case "time":
+                self.now += (0.5, 2.0, 6.0, 11.0)[index % 4]
+                self.conversation.expire()
+            case "cut off" if alive:
+                generator = alive[index % len(alive)]
+                self.lose(generator.peers[index % len(generator.peers)])
+            case "heal":
+                self.heal()
+            case "kill" if alive:
+                generator = alive[index % len(alive)]
+                generator.die()
+                for peer in generator.peers:
+                    self.conversation.lost(peer)
+            case "restart":
+                self.restart(list(RANKS)[index % len(RANKS)])
+            case "rank fails" if alive:
+                generator = alive[index % len(alive)]
+                phase = ("begin", "build", "swap")[index % 3]
+                generator.shadows[index % len(generator.shadows)].fail[phase] = RuntimeError(phase)
+            case "rank recovers":
+                for generator in alive:
+                    for shadow in generator.shadows:
+                        shadow.fail.clear()
+            case "corrupt":
+                self.corrupt = True
+            case "transport breaks":
+                open_ = [d.channel for d in self.roster.deliveries.values() if d.channel is not None]
+                if open_:
+                    open_[index % len(open_)].wire.closed = True
+                    self.conversation.channel_failed(open_[index % len(open_)], "send: broken")
+        self.check()
+
+    def _hear(self, peer, message):
+        self.conversation.hear(peer, message)
+
+    def _give(self, peer, at):
+        message = self.net.to_peer[peer].pop(at)
+        generator = self.generators[peer.partition(".")[0]]
+        if generator.alive:
+            generator.take(peer, message)
+
+    def _committing(self, engine, version):
+        """Commit is sent only when every rank has said of this very attempt that it is ready."""
+        delivery = self.roster.of(engine)
+        assert {(rank, version, delivery.attempt) for rank in delivery.ranks} <= self.net.said_ready
+
+    # --- what must hold ---------------------------------------------------------------------------------------------
+
+    def check(self):
+        for generator in (g for g in self.generators.values() if g.alive):
+            for shadow, receiver in zip(generator.shadows, generator.receivers, strict=True):
+                live = shadow.live["w"].view(torch.uint8).unique().tolist()
+                assert live == [receiver.version]  # whole, and what it claims
+        for name, delivery in self.roster.deliveries.items():
+            generator = self.generators[name]
+            claimed = delivery.committed
+            current = generator.alive and generator.incarnation == delivery.incarnation
+            if claimed is not None and current and delivery.state.name not in ("COMMITTING",):
+                held = {receiver.version for receiver in generator.receivers}
+                assert held == {claimed}, (name, delivery, held)
+            assert (delivery.due is None) <= (delivery.state.name in ("IDLE", "POISONED"))  # nothing waits for ever
+        for route in routes(self.conversation.version, self.roster.deliveries.values(), 2).generators.values():
+            assert self.conversation.version - route.version <= 2
+
+    def drain(self, count):
+        """What is on its way arrives, in order."""
+        for _ in range(count):
+            boxes = [p for p, box in self.net.to_peer.items() if box]
+            if self.jobs:
+                self.run_job()
+            elif boxes:
+                self._give(boxes[0], 0)
+            elif self.net.to_publisher:
+                self._hear(*self.net.to_publisher.pop(0))
+            else:
+                return
+            self.check()
+
+    def calm(self):
+        """From now on nothing is lost, time goes by, and what died is started again."""
+        for round_ in range(80):
+            self.heal()
+            for name, generator in list(self.generators.items()):
+                for shadow in generator.shadows:
+                    shadow.fail.clear()
+                if not generator.alive or any(r.state is State.POISONED for r in generator.receivers):
+                    for peer in generator.peers:
+                        self.conversation.lost(peer)
+                    self.restart(name)
+            self.drain(200)
+            self.now += 1.5
+            self.conversation.expire()
+            newest = self.conversation.version
+            if {d.committed for d in self.roster.deliveries.values()} == {newest}:
+                return round_
+        states = {n: (d.state.name, d.why, d.held) for n, d in self.roster.deliveries.items()}
+        raise AssertionError(f"not all came to version {self.conversation.version}: {states}")
+
+
+MOVES = [
+    *["up"] * 30, *["down"] * 40, *["job"] * 15, *["publish"] * 3, *["time"] * 5, *["heal"] * 3,
+    *["all is well for a while"] * 5,
+    "up, out of order", "up, twice", "up, lost", "down, out of order", "down, twice", "down, lost",
+    "cut off", "heal", "heal", "kill", "restart", "rank fails", "rank recovers", "corrupt", "transport breaks",
+]  # fmt: skip
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 5)), max_size=160))
+def test_whatever_happens_live_is_whole_and_in_the_end_all_have_the_newest(moves):
+    play(moves)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_histories(seed):
+    """Longer than hypothesis tries; enough goes well in them that faults meet every phase."""
+    chance = random.Random(seed)
+    world = play([(chance.choice(MOVES), chance.randrange(6)) for _ in range(1500)])
+    swaps = [event for event in world.roster.events if isinstance(event, Swap)]
+    assert len(swaps) > 5
+    assert {event.phase for event in world.roster.events if isinstance(event, Failure)} >= {"receive", "absent"}
+
+
+def play(moves):
+    world = World()
+    for move, index in moves:
+        world.step(move, index)
+    world.calm()
+    # Every version has an outcome at every generator (of a version that was passed over: superseded or absent).
+    world.now += 60
+    world.conversation.expire()
+    assert all(delivery.state not in UNSETTLED for delivery in world.roster.deliveries.values())
+    for name in RANKS:
+        told = {e.version for e in world.roster.events if e.generator == name and isinstance(e, Swap | Failure)}
+        assert told >= set(range(1, world.conversation.version + 1)), (name, world.roster.events)
+    return world
+
+
+@pytest.mark.parametrize("lost", range(7))
+def test_each_single_message_may_be_lost(lost):
+    """The way of one version at a time, with the n-th message of all gone."""
+    world, count = World(), 0
+    world.calm()
+    world.publish()
+    for _ in range(100):
+        boxes = [p for p, box in world.net.to_peer.items() if box]
+        if world.jobs:
+            world.step("job", 0)
+            continue
+        if not boxes and not world.net.to_publisher:
+            break
+        down = bool(boxes)
+        world.step(("down" if down else "up") + (", lost" if count == lost else ""), 0)
+        count += 1
+    assert count >= 7
+    assert world.calm() < 20
+
+
+def test_an_abort_that_is_lost_is_repeated():
+    world = World()
+    world.calm()
+    world.generators["g0"].shadows[0].fail["build"] = RuntimeError("no room")
+    world.publish()
+    box = world.net.to_peer["g0.r1"]
+    for _ in range(40):
+        world.drain(1)
+        box[:] = [message for message in box if not isinstance(message, Abort)]
+    assert world.roster.deliveries["g0"].state.name == "ABORTING"
+    assert world.roster.deliveries["g0"].silent == ["g0.r1"]
+    assert world.calm() < 20
+
+
+def test_an_answer_to_an_earlier_attempt_counts_for_nothing():
+    world = World()
+    world.calm()
+    world.generators["g0"].shadows[1].fail["build"] = RuntimeError("no room")
+    world.publish()
+    early = []
+    for _ in range(60):
+        early += [(p, m) for p, m in world.net.to_publisher if p == "g0.r0" and isinstance(m, Ready)]
+        world.drain(1)
+    delivery = world.roster.deliveries["g0"]
+    assert early
+    assert delivery.failures == 1
+    world.now += 5
+    world.conversation.expire()
+    world.run_job()
+    assert delivery.state.name == "SENDING"
+    world.conversation.hear(*early[0])
+    assert delivery.ready == {}

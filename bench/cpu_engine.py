@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import itertools
-import os
 import platform
 import shlex
 import statistics
@@ -15,14 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
-
+import bench.in_process  # noqa: F401 - before anything of vLLM
 from inflight.generator.engine_args import CPU_WORKER
 from inflight.generator.settings import Settings
 

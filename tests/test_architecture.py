@@ -50,7 +50,7 @@ MAY_IMPORT = {
         "sampling",
         "tasks",
     },
-    "audit": {"types", "config", "models", "metrics", "rollout", "sampling"},
+    "audit": {"types", "config", "models", "metrics", "rollout", "sampling", "generator"},
     "staleness": set(),
     "summary": {"types", "metrics", "rollout", "staleness"},
     "progress": {"config"},

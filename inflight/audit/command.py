@@ -13,7 +13,7 @@ import torch
 
 from inflight.audit.alternatives import STANDARD, Alternative, by_name
 from inflight.audit.compare import Auditor
-from inflight.audit.replay import AuditError, KeptVersions, Replayer
+from inflight.audit.replay import AuditError, KeptVersions, Replayer, TransformersReplayer
 from inflight.audit.report import AuditReport, text
 from inflight.config import ConfigError, load
 from inflight.models import ModelError, prepare
@@ -25,6 +25,7 @@ from inflight.types import Rollout
 AUDIT_FILE = "audit.json"
 EXACT_TOLERANCE = 1e-4
 """Nats, for float32 runs: rounding alone stays below 1e-5 on the models that were tried."""
+THROUGH = ("transformers", "engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit=arguments.limit,
             token_by_token=arguments.token_by_token,
             threads=arguments.threads,
+            through=arguments.through,
             device=arguments.device,
         )
     except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
@@ -71,6 +73,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=_above(0, int), help="CPU threads")
     parser.add_argument("--device", default="cpu", help="where the replay runs: cpu (default), cuda, cuda:1, …")
+    parser.add_argument(
+        "--through", choices=THROUGH, default=THROUGH[0],
+        help="what replays: another implementation, or the kernels that recorded, which round alike (bfloat16 on CPU)",
+    )  # fmt: skip
 
 
 def _above(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -95,6 +101,7 @@ def run(
     limit: int | None = None,
     token_by_token: bool = False,
     threads: int | None = None,
+    through: str = "transformers",
     device: str = "cpu",
 ) -> AuditReport:
     """Audits a run folder and leaves the report there as audit.json.
@@ -104,6 +111,8 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     config = load(run_dir)
+    if through == "engine":
+        dtype = config.model.dtype
     exact = config.model.dtype == "float32" and dtype == "float32"
     rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE, limit)
     kept = KeptVersions(config.version_file(0).parent)
@@ -113,7 +122,16 @@ def run(
     if sampling.penalises:
         raise AuditError("the run was sampled with penalties, which a replay does not know of")
     model_dir = prepare(config.model.name)
-    replayer = Replayer(model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device)
+    replayer: Replayer
+    if through == "engine":
+        from inflight.audit.engine import EngineReplayer  # late: it needs vLLM
+
+        lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for rollout in rollouts]
+        replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
+    else:
+        replayer = TransformersReplayer(
+            model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device
+        )
     report = Auditor(replayer, kept).audit(
         rollouts,
         run=str(run_dir),

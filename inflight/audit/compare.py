@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inflight.audit.alternatives import Alternative, Previous, previous_of
-from inflight.audit.evidence import Excess, Misses, Slope, estimate, excess
+from inflight.audit.evidence import Excess, Misses, Slope, estimate, excess, same_share
 from inflight.audit.replay import KeptVersions, Replayer, Stale
 from inflight.audit.report import AuditReport, Story, VersionRow, row
 from inflight.audit.segments import UNKNOWN, Segment, TagError, segments
@@ -88,8 +88,8 @@ class Auditor:
             swaps=swaps,
             straddling_tokens=sum(len(claim.versions) for claim in claims if _changes(claim.versions)),
             mixed_kv_tokens=sum(_mixed(claim) for claim in claims),
-            total=_row(tokens, None, None) if len(tokens.recorded) else None,
-            versions=_rows(tokens),
+            total=self._row(tokens, None, None) if len(tokens.recorded) else None,
+            versions=self._rows(tokens),
             stories=[self._story(each, claims, tokens, previous) for each in alternatives],
             same=sorted(self._replayer.same),
             contradictions=contradictions,
@@ -144,6 +144,26 @@ class Auditor:
     def _logprobs(self, claims: Sequence[_Claim], stale: Stale | None = None) -> list[list[float]]:
         return self._replayer.replay([(claim.tokens, claim.passes) for claim in claims], stale)
 
+    def _rows(self, tokens: _Tokens) -> list[VersionRow]:
+        """A row a version; the first one, which no swap has touched, is what the others' misses are compared with."""
+        versions = [int(version) for version in np.unique(tokens.version)]
+        if not versions:
+            return []
+        baseline = tokens.misses(tokens.version == versions[0])
+        found: defaultdict[int, Excess | None] = defaultdict(lambda: None)
+        if not self._replayer.rounds_alike:
+            for version in versions[1:]:
+                found[version] = excess(tokens.misses(tokens.version == version), baseline)
+        return [self._row(tokens, version, found[version]) for version in versions]
+
+    def _row(self, tokens: _Tokens, version: int | None, more: Excess | None) -> VersionRow:
+        chosen = np.ones(len(tokens.version), dtype=bool) if version is None else tokens.version == version
+        alike = same_share(tokens.misses(chosen)) if self._replayer.rounds_alike else None
+        return row(
+            version, tokens.names, tokens.rollout[chosen], tokens.index[chosen],
+            tokens.recorded[chosen], tokens.replayed[chosen], more, alike,
+        )  # fmt: skip
+
     def _story(self, alternative: Alternative, claims: Sequence[_Claim], tokens: _Tokens, previous: Previous) -> Story:
         """Replays what the alternative changes; everything else it does not tell apart from the tags."""
         retold: dict[int, _Claim] = {}
@@ -166,26 +186,6 @@ class Auditor:
             overall=over(np.ones(len(other), dtype=bool)),
             by_version={version: slope for version, slope in by_version.items() if slope.tokens},
         )
-
-
-def _rows(tokens: _Tokens) -> list[VersionRow]:
-    """A row a version; the first one, which no swap has touched, is what the others' misses are compared with."""
-    versions = [int(version) for version in np.unique(tokens.version)]
-    if not versions:
-        return []
-    baseline = tokens.misses(tokens.version == versions[0])
-    found: defaultdict[int, Excess | None] = defaultdict(lambda: None)
-    for version in versions[1:]:
-        found[version] = excess(tokens.misses(tokens.version == version), baseline)
-    return [_row(tokens, version, found[version]) for version in versions]
-
-
-def _row(tokens: _Tokens, version: int | None, more: Excess | None) -> VersionRow:
-    chosen = np.ones(len(tokens.version), dtype=bool) if version is None else tokens.version == version
-    return row(
-        version, tokens.names, tokens.rollout[chosen], tokens.index[chosen],
-        tokens.recorded[chosen], tokens.replayed[chosen], more,
-    )  # fmt: skip
 
 
 def _changes(versions: Sequence[int]) -> int:

@@ -1,8 +1,9 @@
-"""Replays sequences through plain transformers, segment by segment, each under the version that it claims."""
+"""Replays sequences segment by segment, each under the version that it claims; here through plain transformers."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class KeptVersions:
 
 
 @dataclass(slots=True)
-class _Job:
+class Job:
     """A sequence on its way."""
 
     tokens: list[int]
@@ -59,40 +60,33 @@ class _Job:
     todo: list[Segment]
     """Segments left, the next one last."""
     logprobs: list[float] = field(default_factory=list)
-    cache: DynamicCache | None = None
+
+    def next_of(self, version: int) -> bool:
+        """Whether it goes on under this version."""
+        return bool(self.todo) and self.todo[-1].version == version
 
 
-class Replayer:
-    """A model of the run's shape whose weights are exchanged version by version.
+class Replayer(ABC):
+    """Replays sequences version by version.
 
     Versions are visited in ascending order, each with all segments that claim it, so that it is loaded once. Kept in
     memory beside the model: the KV of the sequences that straddle the version at hand.
     """
 
-    def __init__(
-        self,
-        model_dir: Path,
-        kept: KeptVersions,
-        sampling: Sampling,
-        *,
-        dtype: torch.dtype = torch.float32,
-        token_by_token: bool = False,
-        device: str = "cpu",
-    ) -> None:
-        """`dtype` is what is computed in; weights are cast to it from their wire dtype. Raises AuditError for a device
-        that is not there."""
-        self._kept, self._sampling, self._token_by_token = kept, sampling, token_by_token
-        self._device = _usable(device)
-        config = AutoConfig.from_pretrained(model_dir)
-        self._tied = bool(config.get_text_config().tie_word_embeddings)
+    rounds_alike = False
+    """Whether the kernels are those that recorded, so that sound tokens come out bit for bit alike."""
+
+    def __init__(self, model_dir: Path, kept: KeptVersions) -> None:
+        """The run's model and the weights that it kept."""
+        self._kept = kept
+        self.config = AutoConfig.from_pretrained(model_dir)
+        self._tied = bool(self.config.get_text_config().tie_word_embeddings)
         # Never tied here: a stale output layer over fresh embeddings is one of the faults that are looked for.
-        config.tie_word_embeddings = False
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager"
-        ).to(self._device)
-        self._model.eval()
-        self._output_name = _name_of(self._model, self._model.get_output_embeddings().weight)
-        self._input_name = _name_of(self._model, self._model.get_input_embeddings().weight)
+        self.config.tie_word_embeddings = False
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.config)
+        self._output_name = _name_of(model, model.get_output_embeddings().weight)
+        self._input_name = _name_of(model, model.get_input_embeddings().weight)
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
         self.same: set[tuple[int, int]] = set()
         """Pairs of versions, loaded one after the other, that are bit for bit the same weights."""
@@ -106,23 +100,24 @@ class Replayer:
         A sequence is the token ids of prompt and completion, and the segments over them. Raises AuditError when a
         version's weights are not those of the model.
         """
-        jobs = [self._job(list(tokens), passes) for tokens, passes in sequences]
-        waiting = [job for job in jobs if job.todo]
-        while waiting:
+        jobs = [Job(list(tokens), list(reversed(self._passes(segments)))) for tokens, segments in sequences]
+        while waiting := [job for job in jobs if job.todo]:
             version = min(job.todo[-1].version for job in waiting)
             self._load(version, stale)
-            for job in waiting:
-                while job.todo and job.todo[-1].version == version:
-                    self._run(job, job.todo.pop())
-                if not job.todo:
-                    job.cache = None
-            waiting = [job for job in waiting if job.todo]
+            self._advance([job for job in waiting if job.next_of(version)], version)
         return [job.logprobs for job in jobs]
 
-    def _job(self, tokens: list[int], passes: Sequence[Segment]) -> _Job:
-        if self._token_by_token:
-            passes = [single for each in passes for single in each.one_by_one()]
-        return _Job(tokens, list(reversed(passes)))
+    @abstractmethod
+    def _use(self, state: dict[str, torch.Tensor], version: int) -> None:
+        """Takes these weights, all of the model, the output layer's among them."""
+
+    @abstractmethod
+    def _advance(self, jobs: list[Job], version: int) -> None:
+        """Runs all passes that are next and of this version, and notes the log-probabilities of what they sampled."""
+
+    def _passes(self, segments: Sequence[Segment]) -> list[Segment]:
+        """The passes that are run for these segments."""
+        return list(segments)
 
     def _load(self, version: int, stale: Stale | None) -> None:
         state = self._state(version)
@@ -130,11 +125,7 @@ class Replayer:
         if stale is not None and version in stale.previous:
             older = self._state(stale.previous[version])
             state = state | {name: tensor for name, tensor in older.items() if stale.pattern.search(name)}
-        try:
-            self._model.load_state_dict(state, strict=True)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:500]
-            raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
+        self._use(state, version)
 
     def _compare(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Notes when this version can't be told from the one that was loaded before it."""
@@ -150,18 +141,65 @@ class Replayer:
             state[self._output_name] = state[self._input_name]
         return state
 
-    def _run(self, job: _Job, segment: Segment) -> None:
-        if segment.start == 0 or job.cache is None:
-            job.cache = DynamicCache(config=self._model.config)
-        if beyond := job.cache.get_seq_length() - segment.start:
-            job.cache.crop(-beyond)
+
+class TransformersReplayer(Replayer):
+    """Through plain transformers, which shares no code with the engine: a second opinion."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        kept: KeptVersions,
+        sampling: Sampling,
+        *,
+        dtype: torch.dtype = torch.float32,
+        token_by_token: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        """`dtype` is what is computed in; weights are cast to it from their wire dtype. Raises AuditError for a device
+        that is not there."""
+        super().__init__(model_dir, kept)
+        self._device = _usable(device)
+        self._sampling, self._token_by_token = sampling, token_by_token
+        self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            self.config, dtype=dtype, attn_implementation="eager"
+        ).to(self._device)
+        self._model.eval()
+        self._caches: dict[int, DynamicCache] = {}
+        """KV by job (its identity), for as long as the job has segments left."""
+
+    def _passes(self, segments: Sequence[Segment]) -> list[Segment]:
+        if not self._token_by_token:
+            return list(segments)
+        return [single for each in segments for single in each.one_by_one()]
+
+    def _use(self, state: dict[str, torch.Tensor], version: int) -> None:
+        try:
+            self._model.load_state_dict(state, strict=True)
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())[:500]
+            raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
+
+    def _advance(self, jobs: list[Job], version: int) -> None:
+        for job in jobs:
+            cache = self._caches.pop(id(job), None)
+            while job.next_of(version):
+                cache = self._run(job, job.todo.pop(), cache)
+            if job.todo and cache is not None:
+                self._caches[id(job)] = cache
+
+    def _run(self, job: Job, segment: Segment, cache: DynamicCache | None) -> DynamicCache:
+        if segment.start == 0 or cache is None:
+            cache = DynamicCache(config=self._model.config)
+        if beyond := cache.get_seq_length() - segment.start:
+            cache.crop(-beyond)
         scored = segment.end - segment.scored
         ids = torch.tensor([job.tokens[segment.start : segment.end]], device=self._device)
-        output = self._model(ids, past_key_values=job.cache, use_cache=True, logits_to_keep=max(scored, 1))
+        output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
         if scored:
             targets = torch.tensor(job.tokens[segment.scored + 1 : segment.end + 1], device=self._device)
             logprobs = processed_logprobs(output.logits[0], self._sampling)
             job.logprobs.extend(logprobs.gather(1, targets[:, None])[:, 0].tolist())
+        return cache
 
 
 def _usable(device: str) -> torch.device:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import msgspec
 import numpy as np
 
-from inflight.audit.evidence import Excess, Slope, Verdict
+from inflight.audit.evidence import Excess, Share, Slope, Verdict
 
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,6 +33,8 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     worst: Worst
     excess: Excess | None = None
     """Against the first version's tokens."""
+    same: Share | None = None
+    """When the replay's kernels are the engine's."""
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,6 +109,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
                 for each in self.versions
                 if each.excess is not None and each.excess.suspicious
             ]
+        for each in self.versions if self.total is None else [self.total, *self.versions]:
+            if each.same is not None and each.same.suspicious:
+                what = "the whole run" if each.version is None else f"version {each.version}"
+                found.append(f"{what}: only {each.same.share:.0%} of the tokens come out alike in the same kernels")
         return found
 
     @property
@@ -112,9 +121,22 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.faults
 
 
+def read(data: bytes) -> AuditReport:
+    """What audit.json holds. JSON has no infinity: a number that is null was infinite."""
+    return msgspec.convert(_infinities(msgspec.json.decode(data)), AuditReport, str_keys=True)
+
+
+def _infinities(value: Any, key: str = "") -> Any:
+    if isinstance(value, dict):
+        return {name: _infinities(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_infinities(each) for each in value]
+    return math.inf if value is None and key in ("error", "p50", "p99", "p999", "max", "ratio") else value
+
+
 def row(
     version: int | None, names: list[str], rollout: np.ndarray, index: np.ndarray, recorded: np.ndarray,
-    replayed: np.ndarray, excess: Excess | None = None,
+    replayed: np.ndarray, excess: Excess | None = None, same: Share | None = None,
 ) -> VersionRow:  # fmt: skip
     """The row of some tokens: `rollout` [N] counts into `names`; a difference that is no number counts as infinite."""
     size = np.nan_to_num(np.abs(recorded - replayed), nan=np.inf)
@@ -126,13 +148,14 @@ def row(
             rollout_id=names[rollout[at]], index=int(index[at]),
             recorded=float(recorded[at]), replayed=float(replayed[at]),
         ),
-        excess=excess,
+        excess=excess, same=same,
     )  # fmt: skip
 
 
 def text(report: AuditReport) -> str:
     """For a person."""
-    lines = [f"{'version':>9} {'tokens':>8} {'p50':>9} {'p99':>9} {'p99.9':>9} {'max':>9}  worst token"]
+    same = "" if report.total is None or report.total.same is None else f" {'alike':>6}"
+    lines = [f"{'version':>9} {'tokens':>8} {'p50':>9} {'p99':>9} {'p99.9':>9} {'max':>9}{same}  worst token"]
     lines += [_row_text(each) for each in report.versions]
     if report.total is not None:
         lines.append(_row_text(report.total))
@@ -160,7 +183,8 @@ def text(report: AuditReport) -> str:
 def _row_text(row: VersionRow) -> str:
     name = "all" if row.version is None else str(row.version)
     figures = " ".join(f"{value:9.2e}" for value in (row.p50, row.p99, row.p999, row.max))
-    return f"{name:>9} {row.tokens:>8} {figures}  {row.worst.rollout_id} [{row.worst.index}]"
+    same = "" if row.same is None else f" {row.same.share:6.1%}"
+    return f"{name:>9} {row.tokens:>8} {figures}{same}  {row.worst.rollout_id} [{row.worst.index}]"
 
 
 def _story_text(story: Story) -> str:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    OMP_NUM_THREADS="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    HF_HUB_OFFLINE="1",
-    VLLM_LOGGING_LEVEL="ERROR",
-)
-
 import torch
 from safetensors.torch import load_file, save_file
+
+import bench.in_process  # noqa: F401 - before anything of vLLM
 
 WORKER = "inflight.generator.worker.InflightCPUWorker"
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from inflight.audit import AuditError, main, run
 from inflight.audit.alternatives import by_name, previous_of
 from inflight.audit.evidence import Misses, Verdict, estimate, excess
-from inflight.audit.replay import KeptVersions, Replayer, Stale
+from inflight.audit.replay import KeptVersions, Stale, TransformersReplayer
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import AuditConfig, ModelConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -282,7 +282,7 @@ class NoisyRun:
         self.temperature, self.top_p, self.top_k = 1.0, 1.0, 0
         self.states = [weights(model_dir, version, SMALL) for version in range(VERSIONS)]
         write(folder, model_dir, self, [])
-        self.replayer = Replayer(model_dir, KeptVersions(folder / "versions"), Sampling())
+        self.replayer = TransformersReplayer(model_dir, KeptVersions(folder / "versions"), Sampling())
 
     def audit(self, *, tagged, really=None, stale=None, alternatives=None, many=MANY):
         """`tagged` and `really` are plans of versions by token; `stale` a pattern of parameters left old."""

@@ -1,0 +1,172 @@
+"""Single forward passes through vLLM's model runner on CPU, under weights of one's choice: an engine without scheduler.
+
+For who wants to know what the engine computes (the audit). Each pass is a request of its own whose KV is already there,
+which is all that the model runner needs to know. A version is loaded into a new model by vLLM's own loader: neither the
+swap nor a tag, a scheduler or a prefix cache takes part.
+
+On a CPU a row of a batch comes out bit for bit alike whatever the other rows are, as long as there is a second one: a
+lone row takes another kernel. So a lone row is given company here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inflight.config import RunConfig
+from inflight.generator.engine_args import CPU_WORKER, engine_values, environment
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+
+MAX_BATCH = 16
+"""Passes that run together."""
+MAX_STEP_TOKENS = 8192
+
+
+class EngineMissing(RuntimeError):
+    """There is no vLLM here that could run passes; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward pass over `tokens[start:]`, reading the KV of all before, and writing its own."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: list[int]
+    """KV blocks of the sequence, enough for all tokens."""
+
+
+class PassEngine:
+    """A vLLM on CPU in this process. Weights are random until `load`."""
+
+    def __init__(self, model_dir: Path, config: RunConfig, *, lengths: Sequence[int]) -> None:
+        """Starts an engine as those of the run are, with KV for sequences of these lengths at once.
+
+        Raises EngineMissing where there is no vLLM for CPUs.
+        """
+        self._worker = _start(model_dir, config, lengths)
+        self._runner = self._worker.model_runner
+        self.block_size: int = self._worker.cache_config.block_size
+        """Tokens in a block of the KV cache."""
+        self._free = list(range(1, self._runner.kv_cache_config.num_blocks))  # block 0 is vLLM's null block
+        self._fresh: list[int] = []
+        self._company = self.take(1)
+        self._names = (f"pass-{number}" for number in itertools.count())
+        self._finished: set[str] = set()
+
+    def take(self, tokens: int) -> list[int]:
+        """Blocks for so many tokens. Raises EngineMissing when the cache has none left."""
+        count = -(-tokens // self.block_size)
+        if count > len(self._free):
+            raise EngineMissing(f"the KV cache has {len(self._free)} blocks left, {count} are needed")
+        taken = [self._free.pop() for _ in range(count)]
+        self._fresh += taken
+        return taken
+
+    def give_back(self, blocks: list[int]) -> None:
+        """The blocks' KV is no longer needed."""
+        self._free += blocks
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """A new model with these weights (checkpoint names); its attention layers take over the KV cache.
+
+        Raises whatever vLLM's loaders raise when they don't fit.
+        """
+        config = self._worker.vllm_config
+        layers = config.compilation_config.static_forward_context
+        before = dict(layers)
+        layers.clear()
+        self._runner.model = None  # freed before the next one is made
+        self._runner.model = _loader(state, config.load_config).load_model(config, config.model_config)
+        for name, layer in layers.items():
+            layer.kv_cache = before[name].kv_cache
+            for key, value in vars(before[name]).items():  # what the engine has told it since it was made
+                vars(layer).setdefault(key, value)
+
+    def run(self, passes: Sequence[Pass]) -> list[torch.Tensor]:
+        """[V] float32 logits after the last token of each of at most MAX_BATCH passes."""
+        requests = [self._request(each) for each in passes]
+        if len(passes) == 1 and len(passes[0].tokens) - passes[0].start == 1:
+            requests.append(self._request(Pass([0], 0, self._company)))
+        rows = self._forward(requests)
+        return [rows[request.req_id] for request in requests[: len(passes)]]
+
+    def _request(self, each: Pass) -> NewRequestData:
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.output import NewRequestData
+
+        return NewRequestData(
+            req_id=next(self._names), prompt_token_ids=list(each.tokens), mm_features=[],
+            sampling_params=SamplingParams(temperature=0, max_tokens=1), pooling_params=None,
+            block_ids=(each.blocks,), num_computed_tokens=each.start, lora_request=None,
+        )  # fmt: skip
+
+    def _forward(self, requests: list[NewRequestData]) -> dict[str, torch.Tensor]:
+        from vllm.v1.core.sched.output import SchedulerOutput
+
+        step = SchedulerOutput.make_empty()
+        step.scheduled_new_reqs = requests
+        step.num_scheduled_tokens = {
+            each.req_id: len(each.prompt_token_ids or ()) - each.num_computed_tokens for each in requests
+        }
+        step.total_num_scheduled_tokens = sum(step.num_scheduled_tokens.values())
+        step.finished_req_ids, self._finished = self._finished, {each.req_id for each in requests}
+        step.new_block_ids_to_zero, self._fresh = self._fresh, []
+        self._worker.execute_model(step)
+        # The logits wait there for `sample_tokens`; nothing is to be sampled.
+        state, self._runner.execute_model_state = self._runner.execute_model_state, None
+        return dict(zip(self._runner.input_batch.req_ids, state.logits.float(), strict=True))
+
+
+def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
+    """The worker of an engine in this process."""
+    os.environ.update(environment(config), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+    except ImportError as error:
+        raise EngineMissing(f"vLLM can't be imported: {error}") from None
+    if not current_platform.is_cpu():
+        raise EngineMissing("vLLM here is not for CPUs; a GPU's kernels round by the size of the batch")
+    arguments = EngineArgs(**{
+        **engine_values(config, "passes", CPU_WORKER),
+        "model": str(model_dir),
+        "load_format": "dummy",
+        "hf_overrides": {"tie_word_embeddings": False},  # so that the output layer can be given by itself
+        "tensor_parallel_size": 1,
+        "max_num_seqs": MAX_BATCH + 1,
+        "max_num_batched_tokens": MAX_STEP_TOKENS,
+        "gpu_memory_utilization": 0.05,  # of a machine on which a run may go on
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "worker_cls": "auto",
+        "additional_config": {},
+    })  # fmt: skip
+    engine = arguments.create_engine_config()
+    cache = engine.cache_config
+    cache.num_gpu_blocks_override = 2 + sum(-(-length // cache.block_size) for length in lengths)
+    client: Any = LLMEngine.from_vllm_config(engine).engine_core
+    return client.engine_core.model_executor.driver_worker.worker
+
+
+def _loader(state: dict[str, torch.Tensor], load_config: Any) -> Any:
+    """vLLM's loading, from memory."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class FromMemory(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            """Nothing to fetch."""
+
+        def load_weights(self, model: Any, model_config: Any) -> None:
+            model.load_weights(iter(state.items()))
+
+    return FromMemory(load_config)

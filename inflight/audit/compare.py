@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inflight.audit.alternatives import Alternative, Previous, previous_of
-from inflight.audit.evidence import Excess, Misses, Slope, estimate, excess, same_share
+from inflight.audit.evidence import Excess, Misses, Slope, estimate, excess, same_share, vote
 from inflight.audit.replay import KeptVersions, Replayer, Stale
 from inflight.audit.report import AuditReport, Story, VersionRow, row
 from inflight.audit.segments import UNKNOWN, Segment, TagError, segments
@@ -177,7 +177,8 @@ class Auditor:
             other[tokens.rollout == number] = logprobs
 
         def over(chosen: np.ndarray) -> Slope:
-            return estimate(tokens.recorded[chosen], tokens.replayed[chosen], other[chosen], tokens.prompt[chosen])
+            judge = vote if self._replayer.rounds_alike else estimate
+            return judge(tokens.recorded[chosen], tokens.replayed[chosen], other[chosen], tokens.prompt[chosen])
 
         by_version = {int(v): over(tokens.version == v) for v in np.unique(tokens.version)}
         return Story(

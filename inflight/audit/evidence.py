@@ -84,6 +84,21 @@ def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, pr
     return Slope(slope=slope, error=error, tokens=int(telling.sum()))
 
 
+def vote(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
+    """As `estimate`, for replays that round as the engine did: of the tokens that the stories tell apart, the share
+    that the alternative comes nearer to.
+
+    There is next to no noise then, and least squares would hang on the few tokens that a story moves most.
+    """
+    telling = np.isfinite(alternative) & np.isfinite(tags) & np.isfinite(recorded) & (alternative != tags)
+    to_tags, to_alternative = np.abs(recorded - tags)[telling], np.abs(recorded - alternative)[telling]
+    votes = np.where(to_tags == to_alternative, 0.5, to_alternative < to_tags)
+    if len(np.unique(prompt[telling])) < MIN_PROMPTS:
+        return Slope(slope=float(votes.mean()) if len(votes) else 0.0, error=math.inf, tokens=len(votes))
+    error = _cluster_error(votes - votes.mean(), prompt[telling]) / len(votes)
+    return Slope(slope=float(votes.mean()), error=error, tokens=len(votes))
+
+
 @dataclass(frozen=True, slots=True)
 class Misses:
     """Tokens with how far the replay is off."""

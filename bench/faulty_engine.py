@@ -149,7 +149,7 @@ def late_tags(engine: FaultyEngine) -> Iterator[None]:
 
 @contextlib.contextmanager
 def torn_swap(engine: FaultyEngine, fragment: str) -> Iterator[None]:
-    """A swap forgets the modules with `fragment` in their names: they stay at the version before."""
+    """Swaps leave the modules with `fragment` in their names at the version before; the next one brings them there."""
     shadow = engine.worker.inflight_shadow
     live = engine.worker.model_runner.model
     skipped = [module for name, module in live.named_modules() if fragment in name]
@@ -157,8 +157,12 @@ def torn_swap(engine: FaultyEngine, fragment: str) -> Iterator[None]:
     places = {id(vars(module)) for module in skipped} | {id(module._parameters) for module in skipped}
     whole = shadow.swap
 
+    waiting: list[Any] = []
+
     def torn() -> float:
-        shadow._built = [binding for binding in shadow._built if id(binding[0]) not in places]
+        late = [binding for binding in shadow._built if id(binding[0]) in places]
+        shadow._built = [binding for binding in shadow._built if id(binding[0]) not in places] + waiting
+        waiting[:] = late
         seconds: float = whole()
         return seconds
 

@@ -90,6 +90,7 @@ class Auditor:
             mixed_kv_tokens=sum(_mixed(claim) for claim in claims),
             total=self._row(tokens, None, None) if len(tokens.recorded) else None,
             versions=self._rows(tokens),
+            first=same_share(tokens.misses(tokens.index == 0)) if self._replayer.rounds_alike else None,
             stories=[self._story(each, claims, tokens, previous) for each in alternatives],
             same=sorted(self._replayer.same),
             contradictions=contradictions,

@@ -32,9 +32,9 @@ MAX_SHARE = 0.5
 MIN_NOISE = 0.02
 """Of the overall size of misses: no token weighs more than by this noise, however sure the model is of it."""
 EXCESS_LIMIT = 1.5
-LEAST_SHARE = 0.5
-"""Of the tokens must come out bit for bit alike when the replay's kernels are the engine's. Measured: 95 to 100 % in a
-sound run, the rest after steps in which a sequence was alone; 0 to 10 % when some weights were not the claimed ones."""
+LEAST_SHARE = 0.8
+"""Of the tokens must come out bit for bit alike when the replay's kernels are the engine's. Measured: 99.9 % in a sound
+engine (94 % where sequences were often alone, which takes other kernels); 8 to 53 % with a fault (docs/audit.md)."""
 CONFIDENCE_BINS = 8
 UNSURE = 1e-3
 """Nats by which a log-probability is below 0."""

@@ -70,6 +70,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     total: VersionRow | None
     """None when nothing could be replayed."""
     versions: list[VersionRow]
+    first: Share | None = None
+    """Alike among the first tokens of sequences, which tell of the KV of their prompts; with the engine's kernels."""
     stories: list[Story]
     same: list[tuple[int, int]]
     """Versions whose weights are bit for bit those of the one before: tags of the two can't be told apart."""
@@ -109,6 +111,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
                 for each in self.versions
                 if each.excess is not None and each.excess.suspicious
             ]
+        if self.first is not None and self.first.suspicious:
+            share = f"only {self.first.share:.0%} of the first tokens of sequences come out alike"
+            found.append(f"{share}: their prompts had other KV than tagged")
         for each in self.versions if self.total is None else [self.total, *self.versions]:
             if each.same is not None and each.same.suspicious:
                 what = "the whole run" if each.version is None else f"version {each.version}"
@@ -165,6 +170,8 @@ def text(report: AuditReport) -> str:
             f"middle of sequences; {report.straddling_tokens / tokens:.0%} of the tokens are of such sequences, "
             f"{report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
         )
+    if report.first is not None:
+        lines.append(f"{report.first.share:.1%} of the first tokens of sequences come out alike")
     if report.same:
         pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
         lines.append(f"the same weights, so that their tags can't be told apart: {pairs}")

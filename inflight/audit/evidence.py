@@ -85,10 +85,9 @@ def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, pr
 
 
 def vote(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
-    """As `estimate`, for replays that round as the engine did: of the tokens that the stories tell apart, the share
-    that the alternative comes nearer to.
+    """As `estimate`, where there is next to no noise (float32, or a replay that rounds as the engine did).
 
-    There is next to no noise then, and least squares would hang on the few tokens that a story moves most.
+    Of the tokens that the stories tell apart: the share that the alternative comes nearer to.
     """
     telling = np.isfinite(alternative) & np.isfinite(tags) & np.isfinite(recorded) & (alternative != tags)
     to_tags, to_alternative = np.abs(recorded - tags)[telling], np.abs(recorded - alternative)[telling]

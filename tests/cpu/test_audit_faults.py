@@ -118,7 +118,8 @@ def accuse(engine: FaultyEngine, fault: Fault, count: int = 6, **options: Any) -
 
 
 def test_fault_a_tags_that_are_a_step_late(engine: FaultyEngine) -> None:
-    report = accuse(engine, late_tags(engine), MIN_PROMPTS + 4, alternatives="early,late")
+    report = accuse(engine, late_tags(engine), 3 * MIN_PROMPTS, alternatives="early,late")
+    print(*(f"{story.name} {story.overall}" for story in report.stories))
     verdicts = {story.name: story.overall.verdict for story in report.stories}
     assert verdicts["early"] is Verdict.ALTERNATIVE, "swaps took effect earlier than the tags say"
     assert verdicts["late"] is not Verdict.ALTERNATIVE

@@ -16,7 +16,6 @@ from inflight.audit.report import AuditReport, Story, VersionRow, row
 from inflight.audit.segments import UNKNOWN, Segment, TagError, segments
 from inflight.types import Rollout, versions_of_tokens
 
-
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], Slope]
 """`estimate` or `vote`."""
 

@@ -88,7 +88,7 @@ class Publisher:
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
         # The CUDA transports put bytes where they belong at once: there are no buckets on the other side to sum up.
-        checksum = "crc32" if self.transport == "gloo" and config.checksum in ("auto", "crc32") else "none"
+        checksum = config.checksum if self.transport == "gloo" else "none"
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)

@@ -1,0 +1,85 @@
+"""Ranks and engine of one generator as a process, with a fake shadow: `python rank.py ENDPOINT g0 WORLD [FAULT]`.
+
+FAULT is `PHASE:kill` or `PHASE:stop`: what the process does to itself when a rank comes to that phase of version 2
+(`begin`, `receive`, `build`, `ready`, `swap`, or `answer`: after the swap, before the engine says so). Whatever it
+holds is written to standard output, a line a swap: `VERSION VALUE…`, one value a rank (not a test file).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+
+import fake_generator
+from fake_generator import FakeGenerator, FakeShadow
+
+from inflight.messages import Ready
+from inflight.weights.transport import make_receiver
+
+VICTIM = 2
+endpoint, name, world, *faults = sys.argv[1:]
+harmed: list[str] = []
+phase, _, what = (faults[0] if faults else "").partition(":")
+
+
+def at(reached: str) -> None:
+    """Does the harm, once."""
+    held = VICTIM if reached == "answer" else VICTIM - 1
+    if reached == phase and generator.version == held and not harmed:
+        harmed.append(reached)
+        os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+
+
+class Shadow(FakeShadow):
+    """Tells where it is."""
+
+    def _at(self, reached: str) -> None:
+        super()._at(reached)
+        at(reached)
+
+
+class Halfway:
+    """A transport that comes to harm after its first bucket."""
+
+    def __init__(self, welcome):
+        self._inner = make_receiver(welcome)
+
+    def receive(self, buffer, buckets):
+        if phase == "receive" and generator.version == VICTIM - 1:
+            self._inner.receive(buffer, buckets[:1])
+            at("receive")
+            self._inner.receive(buffer, buckets[1:])
+        else:
+            self._inner.receive(buffer, buckets)
+
+    def close(self):
+        self._inner.close()
+
+
+class Generator(FakeGenerator):
+    """Tells what it holds."""
+
+    def _commit(self, version: int) -> None:
+        if self.answered is None or self.answered.version != version:
+            fake_send = self.engine.send
+            self.engine.send = lambda message: (at("answer"), fake_send(message))
+            super()._commit(version)
+            self.engine.send = fake_send
+            held = [sorted({float(v) for t in shadow.live.values() for v in t.unique()}) for shadow in self.shadows]
+            print(version, held, flush=True)
+        else:
+            super()._commit(version)
+
+
+fake_generator.FakeShadow = Shadow
+generator = Generator(endpoint, name, int(world), connect=Halfway)
+for receiver in generator.receivers:
+    tell = receiver._tell
+    receiver._tell = lambda message, tell=tell: (isinstance(message, Ready) and at("ready"), tell(message))
+generator.start()
+threading.Event().wait()

@@ -1,0 +1,251 @@
+"""Harm to the way of a version, with real processes, sockets and gloo; the publisher is this process.
+
+In each case another, healthy generator goes on getting every version at once, nobody ever holds a mixture, and the
+harmed one has the newest version again in the end.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from proxy import Harm, Proxy
+from torch import nn
+
+from inflight.bus import Listener
+from inflight.config import BusConfig, PublishConfig
+from inflight.weights.delivery import State
+from inflight.weights.publisher import Publisher
+from inflight.weights.routes import routes
+from inflight.weights.source import WeightSource
+
+pytestmark = pytest.mark.faults
+
+BUS = BusConfig(heartbeat_s=0.1, dead_after_s=2.0)
+CONFIG = PublishConfig(
+    bucket_bytes=4096, transfer_timeout_s=3, commit_timeout_s=2, supersede_after_s=1, retry_after_s=0.2
+)
+BOUND_S = 40.0
+SHORT_S = 10.0
+"""What a publish may take at the very most, whoever is in trouble: less than any timeout's sum, far more than it is."""
+
+
+class Harmed:
+    """A publisher here, generators as processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.endpoint = self.front = f"ipc://{folder}/w"
+        self.model = nn.Sequential(nn.Embedding(200, 16), nn.Linear(16, 200))
+        self.listener = Listener(self.endpoint, BUS)
+        source = WeightSource(self.model, "float32")
+        self.publisher = Publisher(source, self.listener, CONFIG, version=0, ranks={"g0": 1, "g1": 2})
+        self.processes: dict[str, subprocess.Popen[str]] = {}
+        self.proxy: Proxy | None = None
+
+    def between(self, harm) -> None:
+        """Generators that start from now on speak through a proxy."""
+        self.front = f"ipc://{self.folder}/p"
+        self.proxy = Proxy(self.front, self.endpoint, harm)
+
+    def start(self, name: str, fault: str = "", *, front: str = "") -> None:
+        world = str({"g0": 1, "g1": 2}[name])
+        script = str(Path(__file__).parent / "rank.py")
+        command = [sys.executable, script, front or self.front, name, world, *([fault] if fault else [])]
+        with (self.folder / f"{name}.out").open("a") as out:
+            self.processes[name] = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
+
+    def publish(self, version: int) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(version)
+        started = time.monotonic()
+        self.publisher.publish(version)
+        assert time.monotonic() - started < SHORT_S, "the trainer waits for nobody that is in trouble"
+
+    def until(self, condition, what: str) -> None:
+        deadline = time.monotonic() + BOUND_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: {self.publisher.states} {self.publisher.events[-5:]}"
+            time.sleep(0.02)
+
+    def committed(self, **versions: int) -> None:
+        self.until(lambda: versions.items() <= self.publisher.committed.items(), f"{versions} committed")
+
+    def routed(self) -> set[str]:
+        with self.publisher._dispatch.changed:
+            deliveries = self.publisher._dispatch.roster.deliveries.values()
+            return set(routes(self.publisher.version, deliveries, CONFIG.max_behind).generators)
+
+    def swaps(self, name: str) -> list[int]:
+        """The versions that a process has told of; each was whole on all its ranks."""
+        told = []
+        for line in (self.folder / f"{name}.out").read_text().splitlines():
+            version, _, held = line.partition(" ")
+            if version.isdecimal():
+                assert ast.literal_eval(held) == [[float(version)]] * {"g0": 1, "g1": 2}[name], line
+                told.append(int(version))
+        return told
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait(10)
+        self.publisher.close()
+        if self.proxy is not None:
+            self.proxy.close()
+        self.listener.close()
+
+
+@pytest.fixture
+def harmed(tmp_path):
+    made = Harmed(tmp_path)
+    yield made
+    made.close()
+
+
+PHASES = ("begin", "receive", "build", "ready", "swap", "answer")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_generator_killed_in_a_phase_is_left_behind_and_restarted(harmed, phase):
+    harmed.start("g0")
+    harmed.start("g1", f"{phase}:kill")
+    harmed.publisher.wait_joined(BOUND_S)
+    harmed.publish(1)
+    harmed.committed(g0=1, g1=1)
+    harmed.publish(2)
+    harmed.committed(g0=2)
+    assert harmed.processes["g1"].wait(BOUND_S) == -signal.SIGKILL
+    harmed.publish(3)
+    harmed.committed(g0=3)
+    harmed.until(lambda: harmed.routed() == {"g0"}, "its leaving")
+    assert "g1" not in harmed.publisher.committed
+    harmed.start("g1")  # holds version 0
+    harmed.committed(g0=3, g1=3)
+    assert harmed.routed() == {"g0", "g1"}
+    assert (harmed.swaps("g0"), harmed.swaps("g1")[-1]) == ([1, 2, 3], 3)
+
+
+@pytest.mark.parametrize("phase", ["receive", "build", "answer"])
+def test_a_stopped_generator_holds_up_nobody_and_catches_up(harmed, phase):
+    harmed.start("g0")
+    harmed.start("g1", f"{phase}:stop")
+    harmed.publisher.wait_joined(BOUND_S)
+    harmed.publish(1)
+    harmed.committed(g0=1, g1=1)
+    process = psutil.Process(harmed.processes["g1"].pid)
+    for version in (2, 3, 4):
+        harmed.publish(version)
+        harmed.committed(g0=version)
+    harmed.until(lambda: process.status() == psutil.STATUS_STOPPED, "its stop")
+    harmed.until(lambda: harmed.routed() == {"g0"}, "its leaving")
+    os.kill(process.pid, signal.SIGCONT)
+    harmed.committed(g0=4, g1=4)
+    harmed.until(lambda: harmed.routed() == {"g0", "g1"}, "its return")
+    assert harmed.swaps("g0") == [1, 2, 3, 4]
+    assert harmed.swaps("g1") == sorted(set(harmed.swaps("g1")))
+
+
+@pytest.mark.parametrize("kind", ["drop", "duplicate", "reorder", "truncate", "corrupt"])
+def test_control_messages_that_are_harmed_change_no_weights(harmed, kind):
+    harm = Harm(kind, 0.15, seed=7)
+    harmed.start("g0")
+    harmed.between(harm)
+    harmed.start("g1")
+    harmed.publisher.wait_joined(BOUND_S, at_least=1)
+    version = 0
+    while sum(harm.done.values()) < 12:
+        version += 1
+        assert version < 60
+        harmed.publish(version)
+        harmed.committed(g0=version)
+        time.sleep(0.3)
+    harm._share = 0.0
+    if harmed.processes["g1"].poll() is not None or harmed.publisher.states["g1"][0] is State.POISONED:
+        harmed.processes["g1"].kill()  # as the launcher does with one that was told to end
+        harmed.start("g1")
+    harmed.publish(version + 1)
+    harmed.committed(g0=version + 1, g1=version + 1)
+    assert harmed.swaps("g0") == list(range(1, version + 2))
+    assert harmed.swaps("g1")[-1] == version + 1
+
+
+def test_a_partition_heals(harmed):
+    harmed.start("g0")
+    harmed.between(lambda frame, down: [frame])
+    harmed.start("g1")
+    harmed.publisher.wait_joined(BOUND_S)
+    harmed.publish(1)
+    harmed.committed(g0=1, g1=1)
+    harmed.proxy.cut.set()
+    harmed.until(lambda: harmed.publisher.states["g1"][0] is State.ABSENT, "noticing it")
+    harmed.publish(2)
+    harmed.committed(g0=2)
+    assert harmed.routed() == {"g0"}
+    harmed.proxy.cut.clear()
+    harmed.committed(g0=2, g1=2)
+    harmed.until(lambda: harmed.routed() == {"g0", "g1"}, "its return")
+    assert harmed.swaps("g1") == [1, 2]
+
+
+def test_a_publisher_that_goes_away_in_a_transfer_leaves_live_weights_alone_and_the_next_one_goes_on(harmed):
+    """The rank is stopped after the first bucket, so that nothing of the farewell reaches it in time."""
+    harmed.start("g0", "receive:stop")
+    harmed.publisher.wait_joined(BOUND_S, at_least=1)
+    harmed.publish(1)
+    harmed.committed(g0=1)
+    harmed.publish(2)
+    process = psutil.Process(harmed.processes["g0"].pid)
+    harmed.until(lambda: process.status() == psutil.STATUS_STOPPED, "the first bucket")
+    harmed.publisher.close()
+    harmed.listener.close()
+    os.kill(process.pid, signal.SIGCONT)
+    time.sleep(BUS.dead_after_s + 0.5)
+    assert harmed.swaps("g0") == [1]
+    harmed.listener = Listener(harmed.endpoint, BUS)
+    source = WeightSource(harmed.model, "float32")
+    harmed.publisher = Publisher(source, harmed.listener, CONFIG, version=1, ranks={"g0": 1})
+    harmed.committed(g0=1)
+    harmed.publish(2)
+    harmed.committed(g0=2)
+    assert harmed.swaps("g0") == [1, 2]
+
+
+def test_a_hundred_joins_and_leaves_cost_nothing(harmed):
+    """Of light ranks in this process, while another generator gets versions; files, threads and memory stay."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
+    from fake_generator import FakeGenerator
+
+    joins = int(os.environ.get("INFLIGHT_JOINS", "100"))
+    harmed.start("g0")
+    harmed.publisher.wait_joined(BOUND_S, at_least=1)
+    here, version, marks = psutil.Process(), 0, []
+    for number in range(joins):
+        generator = FakeGenerator(harmed.endpoint, "g1", 2, bus=BUS).start()
+        mine = generator.incarnation
+        harmed.until(lambda mine=mine: harmed.publisher._dispatch.roster.deliveries["g1"].incarnation == mine, "hello")
+        harmed.committed(g1=version)
+        assert generator.version == version
+        if number % 10 == 0:
+            version += 1
+            harmed.publish(version)
+            harmed.committed(g0=version, g1=version)
+        generator.close()
+        if number in (joins // 5, joins - 1):
+            time.sleep(1)
+            marks.append((here.num_fds(), threading.active_count(), here.memory_info().rss))
+    (fds, threads, rss), (fds_end, threads_end, rss_end) = marks
+    assert fds_end <= fds + 20
+    assert threads_end <= threads + 10
+    assert rss_end - rss < (8 << 20) + joins * (100 << 10)
+    assert harmed.swaps("g0") == list(range(1, version + 1))

@@ -45,6 +45,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     swaps_while_running: int
     """Swaps with at least one unfinished sequence in the engine."""
     swaps_failed: int
+    swaps_superseded: int
+    """Passed over, since a newer version was there before they could be sent."""
     gap_ms: Spread | None
     """How long a swap held up the engine's step loop."""
     publish_wait_ms: Spread | None
@@ -78,6 +80,7 @@ def summarize(run_dir: Path) -> Summary:
     steps = read_lines(run_dir / METRICS_FILE)
     swaps = read_lines(run_dir / SWAPS_FILE)
     done = [swap for swap in swaps if swap["event"] == "committed"]
+    superseded = sum(swap.get("phase") == "superseded" for swap in swaps)
     rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE)
     last = steps[-1] if steps else {}
     rewards = [float(step["reward"]) for step in steps if step.get("reward") is not None]
@@ -89,7 +92,8 @@ def summarize(run_dir: Path) -> Summary:
         version=int(last.get("version", 0)),
         swaps=len(done),
         swaps_while_running=sum(swap["running"] > 0 for swap in done),
-        swaps_failed=len(swaps) - len(done),
+        swaps_failed=len(swaps) - len(done) - superseded,
+        swaps_superseded=superseded,
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
         rollouts=len(rollouts),
@@ -130,7 +134,7 @@ def table(summary: Summary) -> str:
         ("reward", f"{_text(summary.reward_first)} (first {EDGE_STEPS} steps) to "
                    f"{_text(summary.reward_last)} (last {EDGE_STEPS})"),
         ("swaps", f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
-                  f"{summary.swaps_failed} failed"),
+                  f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"),
         ("gap of a swap", _spread_text(summary.gap_ms)),
         ("trainer held up", f"{_spread_text(summary.publish_wait_ms)} per publish"),
         ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, groups failed: {_counts(summary.groups_failed)}"),

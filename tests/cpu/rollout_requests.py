@@ -10,4 +10,4 @@ class ServedModel(Run):
 
     @property
     def url(self) -> str:
-        return self.config.generator_url(0)
+        return self.routes()["g0"].url

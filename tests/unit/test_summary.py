@@ -44,7 +44,8 @@ def run(tmp_path):
     with JsonLines(tmp_path / SWAPS_FILE) as swaps:
         for version, running, gap in ((1, 3, 0.001), (2, 0, 0.004), (3, 2, 0.002)):
             swaps.write({"event": "committed", "version": version, "generator": "g0", "gap_s": gap, "running": running})
-        swaps.write({"event": "failed", "version": 4, "generator": "g0", "reason": "late"})
+        swaps.write({"event": "failed", "version": 4, "generator": "g0", "phase": "receive", "reason": "late"})
+        swaps.write({"event": "failed", "version": 5, "generator": "g0", "phase": "superseded", "reason": "slow"})
     with Writer(tmp_path / ROLLOUTS_FILE) as writer:
         rollouts = [
             rollout("a", [(0, 0)]),
@@ -59,7 +60,7 @@ def run(tmp_path):
 def test_every_figure(run):
     got = summarize(run)
     assert (got.steps, got.version, got.seconds) == (7, 7, pytest.approx(12 + 1.75 + 0.002))
-    assert (got.swaps, got.swaps_while_running, got.swaps_failed) == (3, 2, 1)
+    assert (got.swaps, got.swaps_while_running, got.swaps_failed, got.swaps_superseded) == (3, 2, 1, 1)
     assert got.gap_ms == Spread(median=2.0, max=4.0)
     assert got.publish_wait_ms.median == pytest.approx(5.4)
     assert got.publish_wait_ms.max == pytest.approx(8.4)
@@ -84,7 +85,7 @@ def test_it_survives_its_file(run):
 
 def test_the_table_shows_the_figures(run):
     text = summary.table(summarize(run))
-    assert "3, 2 of them while sequences ran, 1 failed" in text
+    assert "3, 2 of them while sequences ran, 1 failed, 1 superseded" in text
     assert "2 ms median, 4 ms at most" in text
     assert "50% of the rollouts hold 2 or more, at most 3" in text
     assert "0:42 1:28" in text

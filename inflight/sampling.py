@@ -10,31 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from inflight.config import RolloutConfig
+from inflight.config import Sampling
 
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """How tokens were drawn: the recorded log-probabilities are those of this distribution."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps all tokens."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-
-    @staticmethod
-    def of(config: RolloutConfig) -> Sampling:
-        """As a run is configured."""
-        return Sampling(**{name: getattr(config, name) for name in Sampling.__dataclass_fields__})
-
-    @property
-    def penalises(self) -> bool:
-        """Whether the distribution depends on which tokens came before, beyond the model's own view of them."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+__all__ = ["Evidence", "Sampling", "processed_logprobs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from inflight.config.checks import ConfigError, require, require_fields
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
-from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
+from inflight.config.rollout import GateConfig, RolloutConfig, Sampling, TaskConfig
 from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "PublishConfig",
     "RolloutConfig",
     "RunConfig",
+    "Sampling",
     "TaskConfig",
     "TrainerConfig",
     "load",

@@ -17,11 +17,9 @@ class TaskConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
-    """Sampling and the actor."""
+class Sampling:
+    """How tokens are drawn: recorded log-probabilities are those of this distribution (inflight/sampling.py)."""
 
-    group_size: int = 8
-    max_tokens: int = 64
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -30,6 +28,29 @@ class RolloutConfig:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+
+    @staticmethod
+    def of(config: Sampling) -> Sampling:
+        """The distribution alone of something that is configured with more."""
+        return Sampling(**{name: getattr(config, name) for name in Sampling.__dataclass_fields__})
+
+    @property
+    def cuts(self) -> bool:
+        """Whether tokens are drawn from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the distribution depends on which tokens came before, beyond the model's own view of them."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class RolloutConfig(Sampling):
+    """Sampling and the actor."""
+
+    group_size: int = 8
+    max_tokens: int = 64
     kept_tokens: int = 19
     """The largest set of tokens left by min-p, top-k and top-p that is recorded with a token; in place of a larger one
     the trainer computes its own. vLLM gives no more than 19 unless generator.extra.max_logprobs (20) says more."""
@@ -42,11 +63,6 @@ class RolloutConfig:
     needs."""
     keep: bool = True
     """Write every rollout to the run folder (needed by the audit)."""
-
-    @property
-    def cuts(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def __post_init__(self) -> None:
         require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")

@@ -6,13 +6,11 @@ rounding is the same on both sides, and what is left is the question that is ask
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from inflight.audit.replay import AuditError, Job, KeptVersions, Replayer
-from inflight.audit.segments import Segment
 from inflight.config import RunConfig
 from inflight.generator.passes import MAX_BATCH, EngineMissing, Pass, PassEngine
 from inflight.sampling import Sampling, processed_logprobs
@@ -22,6 +20,7 @@ class EngineReplayer(Replayer):
     """Through the kernels of a vLLM on CPU that lives in this process."""
 
     rounds_alike = True
+    token_by_token = True
 
     def __init__(
         self, model_dir: Path, kept: KeptVersions, sampling: Sampling, config: RunConfig, *, lengths: list[int]
@@ -39,15 +38,8 @@ class EngineReplayer(Replayer):
         self._blocks: dict[int, list[int]] = {}
         """KV blocks by job (its identity), for as long as the job has passes left."""
 
-    def _passes(self, segments: Sequence[Segment]) -> list[Segment]:
-        return [single for each in segments for single in each.one_by_one()]
-
-    def _use(self, state: dict[str, torch.Tensor], version: int) -> None:
-        try:
-            self._engine.load(state)
-        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:500]
-            raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
+    def _use(self, state: dict[str, torch.Tensor]) -> None:
+        self._engine.load(state)
 
     def _advance(self, jobs: list[Job], version: int) -> None:
         for start in range(0, len(jobs), MAX_BATCH):

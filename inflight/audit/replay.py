@@ -75,6 +75,8 @@ class Replayer(ABC):
 
     rounds_alike = False
     """Whether the kernels are those that recorded, so that sound tokens come out bit for bit alike."""
+    token_by_token = False
+    """Whether each sampled token has a pass of its own, as in an engine."""
 
     def __init__(self, model_dir: Path, kept: KeptVersions) -> None:
         """The run's model and the weights that it kept."""
@@ -108,8 +110,8 @@ class Replayer(ABC):
         return [job.logprobs for job in jobs]
 
     @abstractmethod
-    def _use(self, state: dict[str, torch.Tensor], version: int) -> None:
-        """Takes these weights, all of the model, the output layer's among them."""
+    def _use(self, state: dict[str, torch.Tensor]) -> None:
+        """Takes these weights, all of the model, the output layer's among them. Raises what loaders raise."""
 
     @abstractmethod
     def _advance(self, jobs: list[Job], version: int) -> None:
@@ -117,7 +119,9 @@ class Replayer(ABC):
 
     def _passes(self, segments: Sequence[Segment]) -> list[Segment]:
         """The passes that are run for these segments."""
-        return list(segments)
+        if not self.token_by_token:
+            return list(segments)
+        return [single for each in segments for single in each.one_by_one()]
 
     def _load(self, version: int, stale: Stale | None) -> None:
         state = self._state(version)
@@ -125,7 +129,11 @@ class Replayer(ABC):
         if stale is not None and version in stale.previous:
             older = self._state(stale.previous[version])
             state = state | {name: tensor for name, tensor in older.items() if stale.pattern.search(name)}
-        self._use(state, version)
+        try:
+            self._use(state)
+        except (KeyError, ValueError, AssertionError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:500]
+            raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
 
     def _compare(self, version: int, state: dict[str, torch.Tensor]) -> None:
         """Notes when this version can't be told from the one that was loaded before it."""
@@ -159,7 +167,7 @@ class TransformersReplayer(Replayer):
         that is not there."""
         super().__init__(model_dir, kept)
         self._device = _usable(device)
-        self._sampling, self._token_by_token = sampling, token_by_token
+        self._sampling, self.token_by_token = sampling, token_by_token
         self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
             self.config, dtype=dtype, attn_implementation="eager"
         ).to(self._device)
@@ -167,17 +175,8 @@ class TransformersReplayer(Replayer):
         self._caches: dict[int, DynamicCache] = {}
         """KV by job (its identity), for as long as the job has segments left."""
 
-    def _passes(self, segments: Sequence[Segment]) -> list[Segment]:
-        if not self._token_by_token:
-            return list(segments)
-        return [single for each in segments for single in each.one_by_one()]
-
-    def _use(self, state: dict[str, torch.Tensor], version: int) -> None:
-        try:
-            self._model.load_state_dict(state, strict=True)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())[:500]
-            raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
+    def _use(self, state: dict[str, torch.Tensor]) -> None:
+        self._model.load_state_dict(state, strict=True)
 
     def _advance(self, jobs: list[Job], version: int) -> None:
         for job in jobs:

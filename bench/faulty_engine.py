@@ -1,4 +1,4 @@
-"""A real vLLM on CPU, in this process, that serves while versions are committed, and in which faults can be planted.
+"""A real vLLM, in this process, that serves while versions are committed, and in which faults can be planted.
 
 For the audit's tests and its bench: each fault is one that an engine could have, put into the live objects of a running
 engine for as long as a context lasts.
@@ -74,6 +74,13 @@ class FaultyEngine:
             steps += 1
             if steps % every == 0:
                 self.commit()
+        return outputs
+
+    def serve_with(self, fault: Fault, requests: Sequence[tuple[list[int], int]], every: int) -> list[Any]:
+        """As `serve`, with the fault; the engine is whole again afterwards."""
+        with fault:
+            outputs = self.serve(requests, every)
+        self.commit()
         return outputs
 
     def close(self) -> None:

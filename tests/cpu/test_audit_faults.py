@@ -107,10 +107,7 @@ def test_it_is_confirmed_token_by_token_too(engine: FaultyEngine) -> None:
 
 def accuse(engine: FaultyEngine, fault: Fault, count: int = 6, **options: Any) -> AuditReport:
     """What the audit says of a batch served with the fault; the engine is whole again afterwards."""
-    with fault:
-        outputs = engine.serve(requests(count), every=4)
-    engine.commit()
-    report = engine.audit(outputs, **options)
+    report = engine.audit(engine.serve_with(fault, requests(count), every=4), **options)
     print(f"\nlargest difference {report.total.max:.2e}")
     assert not report.passed
     assert report.total.max > 10 * TOLERANCE

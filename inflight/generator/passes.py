@@ -4,8 +4,9 @@ For who wants to know what the engine computes (the audit). Each pass is a reque
 which is all that the model runner needs to know. A version is loaded into a new model by vLLM's own loader: neither the
 swap nor a tag, a scheduler or a prefix cache takes part.
 
-On a CPU a row of a batch comes out bit for bit alike whatever the other rows are, as long as there is a second one: a
-lone row takes another kernel. So a lone row is given company here.
+On the CPUs that were tried a row of a batch comes out bit for bit alike whatever the other rows are, as long as there
+is a second one: a lone row takes another kernel. So a lone row is given company here, and a CPU on which rows are not
+alike is refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 MAX_BATCH = 16
 """Passes that run together."""
 MAX_STEP_TOKENS = 8192
+ROUNDS_BY_BATCH = "this CPU's kernels round by the size of the batch"
+PROBE_ROWS, PROBE_TOKENS = 8, 12
+"""Sequences, and tokens of each, by which it is seen whether rows are alike in batches of any size."""
 
 
 class EngineMissing(RuntimeError):
@@ -61,6 +65,7 @@ class PassEngine:
         self._company = self.take(1)
         self._names = (f"pass-{number}" for number in itertools.count())
         self._finished: set[str] = set()
+        self._require_rows_alike()
 
     def take(self, tokens: int) -> list[int]:
         """Blocks for so many tokens. Raises EngineMissing when the cache has none left."""
@@ -98,6 +103,22 @@ class PassEngine:
             requests.append(self._request(Pass([0], 0, self._company)))
         rows = self._forward(requests)
         return [rows[request.req_id] for request in requests[: len(passes)]]
+
+    def _require_rows_alike(self) -> None:
+        """Raises EngineMissing when what a row comes to depends on how many others there are."""
+        sequences = [
+            ([(7 * row + at) % 8 + 1 for at in range(PROBE_TOKENS)], self.take(PROBE_TOKENS))
+            for row in range(PROBE_ROWS)
+        ]
+        prompts = [Pass(tokens[:-1], 0, blocks) for tokens, blocks in sequences]
+        last = [Pass(tokens, PROBE_TOKENS - 1, blocks) for tokens, blocks in sequences]
+        self.run(prompts)
+        together = self.run(last)
+        in_twos = [logits for at in range(0, PROBE_ROWS, 2) for logits in self.run(last[at : at + 2])]
+        for _, blocks in sequences:
+            self.give_back(blocks)
+        if not all(map(torch.equal, together, in_twos)):
+            raise EngineMissing(ROUNDS_BY_BATCH)
 
     def _request(self, each: Pass) -> NewRequestData:
         from vllm import SamplingParams
@@ -153,7 +174,7 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
     })  # fmt: skip
     engine = arguments.create_engine_config()
     cache = engine.cache_config
-    cache.num_gpu_blocks_override = 2 + sum(-(-length // cache.block_size) for length in lengths)
+    cache.num_gpu_blocks_override = 2 + PROBE_ROWS + sum(-(-length // cache.block_size) for length in lengths)
     client: Any = LLMEngine.from_vllm_config(engine).engine_core
     return client.engine_core.model_executor.driver_worker.worker
 

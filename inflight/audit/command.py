@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from transformers import AutoConfig
 
 from inflight.audit.alternatives import STANDARD, Alternative, by_name
 from inflight.audit.compare import Auditor
@@ -64,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alternatives", help="stories to test, such as late,old,layer.3, or none (default: all but for float32 runs)"
     )
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="what the replay computes in")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="what the replay computes in (default: float32)")
     parser.add_argument(
         "--limit", type=_above(0, int), help="replay this many rollouts, drawn at random with a fixed seed"
     )
@@ -72,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-by-token", action="store_true", help="a forward pass for each token, as an engine does"
     )
     parser.add_argument("--threads", type=_above(0, int), help="CPU threads")
-    parser.add_argument("--device", default="cpu", help="where the replay runs: cpu (default), cuda, cuda:1, …")
+    parser.add_argument("--device", help="where the replay runs: cpu (default), cuda, cuda:1, …")
     parser.add_argument(
         "--through", choices=THROUGH, default=THROUGH[0],
         help="what replays: another implementation, or the kernels that recorded, which round alike (bfloat16 on CPU)",
@@ -97,14 +98,14 @@ def run(
     *,
     tolerance: float | None = None,
     alternatives: str | None = None,
-    dtype: str = "float32",
+    dtype: str | None = None,
     limit: int | None = None,
     token_by_token: bool = False,
     threads: int | None = None,
     through: str = "transformers",
-    device: str = "cpu",
+    device: str | None = None,
 ) -> AuditReport:
-    """Audits a run folder and leaves the report there as audit.json.
+    """Audits a run folder and leaves the report there as audit.json. The engine has its own dtype, device and passes.
 
     Raises ConfigError, AuditError, StreamError, ModelError or OSError when there is nothing that can be audited.
     """
@@ -112,7 +113,9 @@ def run(
         torch.set_num_threads(threads)
     config = load(run_dir)
     if through == "engine":
+        _require_engines_own(dtype=dtype, device=device, token_by_token=token_by_token)
         dtype = config.model.dtype
+    dtype = dtype or "float32"
     exact = config.model.dtype == "float32" and dtype == "float32"
     rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE, limit)
     kept = KeptVersions(config.version_file(0).parent)
@@ -122,6 +125,7 @@ def run(
     if sampling.penalises:
         raise AuditError("the run was sampled with penalties, which a replay does not know of")
     model_dir = prepare(config.model.name)
+    stories = _alternatives(alternatives, exact, model_dir)
     replayer: Replayer
     if through == "engine":
         from inflight.audit.engine import EngineReplayer  # late: it needs vLLM
@@ -130,14 +134,14 @@ def run(
         replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
     else:
         replayer = TransformersReplayer(
-            model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device
+            model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device or "cpu"
         )
     report = Auditor(replayer, kept).audit(
         rollouts,
         run=str(run_dir),
         dtype=dtype,
         tolerance=EXACT_TOLERANCE if tolerance is None and exact else tolerance,
-        alternatives=_alternatives(alternatives, exact),
+        alternatives=stories,
         torn_tail=torn,
     )
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
@@ -154,10 +158,17 @@ def _rollouts(path: Path, limit: int | None) -> tuple[list[Rollout], str | None]
     return rollouts, reader.torn
 
 
-def _alternatives(names: str | None, exact: bool) -> list[Alternative]:
+def _require_engines_own(**given: object) -> None:
+    for name, value in given.items():
+        if value:
+            raise AuditError(f"--{name.replace('_', '-')} does not go with --through engine, which has its own")
+
+
+def _alternatives(names: str | None, exact: bool, model_dir: Path) -> list[Alternative]:
     if names is None:
         return [] if exact else list(STANDARD)
+    layers = AutoConfig.from_pretrained(model_dir).get_text_config().num_hidden_layers
     try:
-        return [by_name(name) for name in names.split(",") if name != "none"]
+        return [by_name(name, layers) for name in names.split(",") if name != "none"]
     except ValueError as error:
-        raise AuditError(str(error)) from None
+        raise AuditError(f"--alternatives: {error}") from None

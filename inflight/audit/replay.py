@@ -205,7 +205,7 @@ def _usable(device: str) -> torch.device:
     """The device by its name, as torch writes it."""
     try:
         found = torch.device(device)
-        torch.empty(1, device=found)
+        torch.zeros(1, device=found).item()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         raise AuditError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from None
     return found

@@ -5,6 +5,7 @@ A required field has no default (Hydra reports it as missing). Bad values are re
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -205,13 +206,13 @@ def schema() -> DictConfig:
 
 
 def load(run_dir: str | Path) -> RunConfig:
-    """The configuration of a run folder, as the launcher wrote it.
+    """The configuration of a run folder, as the launcher wrote it; of one that was moved or copied, where it is now.
 
     Raises ConfigError naming the file and the field when something is missing, unknown or of the wrong type.
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
-        merged = OmegaConf.merge(schema(), OmegaConf.load(path))
+        merged = OmegaConf.merge(schema(), OmegaConf.load(path), {"run_dir": os.path.abspath(run_dir)})
         return cast(RunConfig, OmegaConf.to_object(merged))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: {run_dir} is not a run folder") from None

@@ -2,7 +2,8 @@
 
 Layout: the 8 bytes `MAGIC`, then frames of `length u32 | crc32 u32 | body`, little endian; the body is the msgpack of
 one RolloutGroup. A frame goes out in one write, so a killed writer leaves whole frames and at most one torn tail,
-which a reader reports instead of raising.
+which a reader reports instead of raising. Whole frames after a bad one are no torn tail: something else did harm to
+the file, and neither reader nor writer goes on, lest groups be lost without a word.
 """
 
 from __future__ import annotations
@@ -22,12 +23,19 @@ MAGIC = b"inflrol" + bytes([SCHEMA])
 MAX_BODY_BYTES = 64 << 20
 _HEAD = struct.Struct("<II")
 
+_SEARCHED_BYTES = 1 << 20
+"""Read at a time when a damaged file is searched for the next whole frame."""
+
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RolloutGroup)
+_BODY_START = b"".join(
+    _encoder.encode(RolloutGroup(group_id="", prompt_key="", rollouts=[])).partition(b"group_id")[:2]
+)
+"""What each body starts with: the name of its first field."""
 
 
 class StreamError(ValueError):
-    """The file is no rollout stream of this schema, or a group is too large for one."""
+    """The file is no rollout stream of this schema or is damaged before its end, or a group is too large for one."""
 
 
 def encode_frame(group: RolloutGroup) -> bytes:
@@ -42,7 +50,7 @@ class Reader:
     """Yields the whole groups of a stream; afterwards `torn` says what the file ends with, if not with a whole frame.
 
     Holds one group in memory at a time and reads no frame above MAX_BODY_BYTES. Each iteration starts anew.
-    Raises StreamError when the file does not start as a stream of this schema.
+    Raises StreamError when the file does not start as a stream of this schema, and when whole frames follow a bad one.
 
     Example: `reader = Reader(path); groups = list(reader); assert reader.torn is None`
     """
@@ -60,14 +68,40 @@ class Reader:
             start = file.read(len(MAGIC))
             if start != MAGIC:
                 raise StreamError(f"{self.path} is no rollout stream of schema {SCHEMA}: it starts with {start!r}")
-            while (body := self._body(file)) is not None:
-                try:
-                    group = _decoder.decode(body)
-                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                    self.torn = self._at(f"frame is no group: {error}")
-                    return
-                self.good_bytes += _HEAD.size + len(body)
+            while (group := self._group(file)) is not None:
                 yield group
+            if self.torn is not None and (next_at := self._next_frame(file)) is not None:
+                raise StreamError(f"{self.path} is damaged: {self.torn}; groups follow it from byte {next_at} on")
+
+    def _group(self, file: BinaryIO) -> RolloutGroup | None:
+        """The next group; None at the end or, with `torn` set, at the first bad frame."""
+        body = self._body(file)
+        if body is None:
+            return None
+        try:
+            group = _decoder.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self.torn = self._at(f"frame is no group: {error}")
+            return None
+        self.good_bytes += _HEAD.size + len(body)
+        return group
+
+    def _next_frame(self, file: BinaryIO) -> int | None:
+        """Where a whole frame begins behind the bad one. None too when that has become whole: a writer is at work."""
+        if _is_frame(file, self.good_bytes):
+            return None
+        start, kept = self.good_bytes + 1, b""
+        file.seek(start)
+        while chunk := file.read(_SEARCHED_BYTES):
+            searched, found = kept + chunk, -1
+            while (found := searched.find(_BODY_START, found + 1)) >= 0:
+                at = start - len(kept) + found - _HEAD.size
+                if at > self.good_bytes and _is_frame(file, at):
+                    return at
+            start += len(chunk)
+            kept = searched[-len(_BODY_START) + 1 :]
+            file.seek(start)
+        return None
 
     def _body(self, file: BinaryIO) -> bytes | None:
         """The next frame's verified body; None at the end or, with `torn` set, at the first bad frame."""
@@ -94,9 +128,21 @@ class Reader:
         return f"{what}, at byte {self.good_bytes} of {self.path.name}"
 
 
+def _is_frame(file: BinaryIO, at: int) -> bool:
+    file.seek(at)
+    head = file.read(_HEAD.size)
+    if len(head) < _HEAD.size:
+        return False
+    length, checksum = _HEAD.unpack(head)
+    body = file.read(length) if length <= MAX_BODY_BYTES else b""
+    whole: bool = len(body) == length and zlib.crc32(body) == checksum
+    return whole
+
+
 class Writer:
     """Appends groups. An existing stream is continued; a torn tail is cut off first and told in `cut`.
 
+    Raises StreamError, and leaves the file alone, when it is no stream or is damaged before its end.
     Not thread-safe: one writer, one thread.
     """
 

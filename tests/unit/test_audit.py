@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 
 import msgspec
 import numpy as np
@@ -22,7 +23,7 @@ from inflight.audit.replay import KeptVersions, Stale, TransformersReplayer
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import AuditConfig, ModelConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import Writer
+from inflight.rollout.stream import MAGIC, Writer
 from inflight.sampling import Sampling, processed_logprobs
 from inflight.types import PrefillSpan, RolloutGroup, VersionSpan
 
@@ -402,6 +403,28 @@ def test_tags_that_contradict_themselves_are_a_fault(tmp_path, tiny_model, chang
     assert why in report.contradictions["g/0"]
 
 
+def test_a_run_that_was_moved_is_audited_where_it_is(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    folder = write(tmp_path / "before", tiny_model, generator, generate(generator))
+    moved = folder.rename(tmp_path / "after")
+    assert run(moved, tolerance=1e-4).passed
+    shutil.copytree(moved, folder)
+    for kept in _versions(moved).iterdir():
+        kept.unlink()
+    with pytest.raises(AuditError, match=f"{moved}/versions holds no versions"):
+        run(moved, tolerance=1e-4)  # those of the other folder are not this run's
+
+
+def test_a_rollout_file_that_is_damaged_before_its_end_is_not_audited(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    folder = write(tmp_path, tiny_model, generator, generate(generator))
+    data = bytearray((folder / ROLLOUTS_FILE).read_bytes())
+    data[len(MAGIC) + 20] ^= 1
+    (folder / ROLLOUTS_FILE).write_bytes(data)
+    assert main([str(folder)]) == 2
+    assert "is damaged: frame of " in capsys.readouterr().err
+
+
 def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
     assert main([str(tmp_path)]) == 2
     for option in ("--limit=-1", "--limit=0", "--threads=0", "--tolerance=nan"):
@@ -413,15 +436,23 @@ def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
     assert "audit.keep_versions=true" in capsys.readouterr().err
     for version in range(3):
         save_file(generator.states[version], _versions(folder) / f"{version:06d}.safetensors")
-    for device in ("cuda:99", "nowhere"):
+    for device in ("cuda:99", "nowhere", "meta"):
         assert main([str(folder), "--device", device]) == 2
         assert f"device '{device}' can't be used: " in capsys.readouterr().err
+    for given in (["--device", "cpu"], ["--dtype", "float32"], ["--token-by-token"]):
+        assert main([str(folder), "--through", "engine", *given]) == 2
+        assert f"{given[0]} does not go with --through engine" in capsys.readouterr().err
+    layers = AutoConfig.from_pretrained(tiny_model).num_hidden_layers
+    for name in (f"layer.{layers}", "layer.x", "nonsense"):
+        assert main([str(folder), "--alternatives", f"old,{name}"]) == 2
+        known = f"none of late, early, old, prefix, head, layer.0 to layer.{layers - 1}"
+        assert f"--alternatives: '{name}' is {known}" in capsys.readouterr().err
     save_file(generator.states[0] | {"extra": torch.zeros(1)}, _versions(folder) / "000000.safetensors")
     for version in (1, 2):
         save_file(generator.states[version], _versions(folder) / f"{version:06d}.safetensors")
     assert main([str(folder)]) == 2
     assert "000000.safetensors does not fit the run's model" in capsys.readouterr().err
-    with pytest.raises(AuditError, match=r"alternative 'what' is none of late, .*layer\.K"):
+    with pytest.raises(AuditError, match=r"'what' is none of late, .*layer\.0"):
         run(folder, alternatives="late,what")
 
 
@@ -501,7 +532,7 @@ def test_a_prefill_that_leaves_a_gap_is_refused():
 )
 def test_stories_about_tags(name, spans, prefills):
     rollout = tagged([(0, 1), (2, 2)], [(0, 0, 1)])
-    told = by_name(name).retag(rollout, previous_of([1, 2]))
+    told = by_name(name, 2).retag(rollout, previous_of([1, 2]))
     if spans is None:
         assert told is None, "the first version has none before it"
         return
@@ -511,13 +542,13 @@ def test_stories_about_tags(name, spans, prefills):
 
 def test_the_story_of_an_old_prefix():
     rollout = tagged([(0, 2)], [(0, 0, 2), (3, 0, 2)], prompt=9)
-    told = by_name("prefix").retag(rollout, previous_of([0, 2]))
+    told = by_name("prefix", 2).retag(rollout, previous_of([0, 2]))
     assert told.turn.prefill_versions == [PrefillSpan(0, 0, 0), PrefillSpan(0, 8, 2), PrefillSpan(3, 0, 2)]
 
 
 def test_shifted_tags_leave_what_a_prefill_sampled():
     rollout = tagged([(0, 1), (2, 2)], [(0, 0, 1), (2, 0, 2)])
-    assert by_name("late").retag(rollout, {}) is None, "token 2 was sampled by the prefill that its tag names"
+    assert by_name("late", 2).retag(rollout, {}) is None, "token 2 was sampled by the prefill that its tag names"
 
 
 def estimates(truth, noise, tokens=2000, seed=0):

@@ -55,14 +55,43 @@ def test_a_file_cut_anywhere_keeps_its_whole_frames(path, length):
 @settings(deadline=None)
 @given(st.integers(len(MAGIC), len(WHOLE) - 1), st.integers(1, 255))
 def test_a_damaged_byte_is_never_read_as_data(path, position, flip):
+    """Before the last frame it is no torn tail: whole frames follow it, and are neither read nor written over."""
     damaged = bytearray(WHOLE)
     damaged[position] ^= flip
     path.write_bytes(damaged)
     reader = Reader(path)
     whole = sum(end <= position for end in ENDS) - 1
-    assert list(reader) == GROUPS[:whole]
-    assert reader.torn is not None
+    read = []
+    if whole == len(GROUPS) - 1:
+        read += reader
+    else:
+        for use in (lambda: read.extend(iter(reader)), lambda: Writer(path)):
+            told = f"damaged: .*at byte {ENDS[whole]} of .* from byte {ENDS[whole + 1]} on"
+            with pytest.raises(StreamError, match=told):
+                use()
+        assert path.read_bytes() == damaged
+    assert read == GROUPS[:whole]
     assert f"at byte {ENDS[whole]} " in reader.torn
+
+
+def test_the_next_frame_is_found_across_the_pieces_that_are_read(path, monkeypatch):
+    path.write_bytes(MAGIC + b"x" * 100 + FRAMES[0])
+    for size in range(1, 40):
+        monkeypatch.setattr(stream, "_SEARCHED_BYTES", size)
+        with pytest.raises(StreamError, match=f"from byte {len(MAGIC) + 100} on"):
+            list(Reader(path))
+
+
+def test_a_frame_that_a_writer_completes_meanwhile_is_no_damage(path):
+    """A reader of a run that goes on: it saw half a frame, and looks again when more has come."""
+    path.write_bytes(MAGIC + FRAMES[0] + FRAMES[1][:-1])
+
+    class Late(Reader):
+        def _next_frame(self, file):
+            path.write_bytes(WHOLE)
+            return super()._next_frame(file)
+
+    assert list(Late(path)) == GROUPS[:1]
 
 
 @settings(max_examples=50, deadline=None)
@@ -77,7 +106,7 @@ def test_garbage_after_the_magic_is_reported(path, garbage):
 def test_a_well_formed_frame_that_is_no_group_is_reported(tmp_path):
     body = b"\x81\xa1x\x01"
     frame = stream._HEAD.pack(len(body), stream.zlib.crc32(body)) + body
-    (tmp_path / "r").write_bytes(MAGIC + FRAMES[0] + frame + FRAMES[1])
+    (tmp_path / "r").write_bytes(MAGIC + FRAMES[0] + frame)
     reader = Reader(tmp_path / "r")
     assert list(reader) == GROUPS[:1]
     assert "is no group" in reader.torn

@@ -55,6 +55,8 @@ V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
         pytest.param(False, "copy", EAGER, {}, id="copy"),
         pytest.param(False, "host", EAGER, {}, id="host"),
         pytest.param(False, "remap", {"tensor_parallel_size": 2}, {}, id="tp2"),
+        # Twice as many ranks as KV heads: each head lies on two of them.
+        pytest.param(False, "remap", {"tensor_parallel_size": 4}, {}, id="tp4"),
         pytest.param(False, "remap", {"pipeline_parallel_size": 2}, {}, id="pp2"),
         pytest.param(False, "remap", {}, V1_RUNNER, id="v1"),
     ],

@@ -26,8 +26,12 @@ class Engine(Protocol):
     """What the agent needs of vLLM's AsyncLLM (patched)."""
 
     engine_core: Any
+    output_processor: Any
 
-    def get_num_unfinished_requests(self) -> int: ...
+
+def running(engine: Engine) -> int:
+    """How many requests the engine has not finished. AsyncLLM itself tells it in later versions than 0.26 only."""
+    return int(engine.output_processor.get_num_unfinished_requests())
 
 
 @dataclass
@@ -123,8 +127,7 @@ class EngineAgent:
         if errors := [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]:
             self._poisoned(version, "; ".join(errors))
         self.commits.add(version, max(rank["gap_s"] for rank in ranks))
-        running = self.engine.get_num_unfinished_requests()
-        self._committed = Committed(version=version, gap_s=self.commits.gap_s, running=running)
+        self._committed = Committed(version=version, gap_s=self.commits.gap_s, running=running(self.engine))
         self.link.send(self._committed)
 
     def _poisoned(self, version: int, text: str) -> NoReturn:

@@ -23,7 +23,7 @@ import psutil
 
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
-from inflight.generator.agent import EngineAgent, GeneratorEnded
+from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
 from inflight.generator.plugin import hand_over_often
 from inflight.generator.settings import INCARNATION
@@ -193,7 +193,7 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
         values: dict[str, float | int | str] = {
             "version": commits.version,
             "swaps": commits.swaps,
-            "running": agent.engine.get_num_unfinished_requests(),
+            "running": running(agent.engine),
             "gap_ms": round(commits.gap_s * 1e3, 3),
             "max_gap_ms": round(commits.max_gap_s * 1e3, 3),
             "tokens_per_s": round((tokens_now - tokens) / (now - at), 1),

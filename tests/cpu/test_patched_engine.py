@@ -283,6 +283,20 @@ def lab(model: Path) -> Iterator[Lab]:
     lab.engine.engine_core.shutdown()
 
 
+def test_this_vllm_has_what_the_server_uses_of_it() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core_client import AsyncMPClient
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    used = {
+        AsyncLLM: ["from_vllm_config", "shutdown", "get_supported_tasks", "errored", "dead_error"],
+        AsyncMPClient: ["call_utility_async"],
+        OutputProcessor: ["get_num_unfinished_requests"],
+    }
+    assert [name for owner, names in used.items() for name in names if not hasattr(owner, name)] == []
+    assert "output_processor" in AsyncLLM.__init__.__code__.co_names
+
+
 def test_spans_name_the_version_of_the_step_that_sampled_each_token(lab: Lab) -> None:
     short, long = lab.add(40, 20), lab.add(10, 30, first=50)
     first = lab.witness.version

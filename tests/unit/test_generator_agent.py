@@ -26,6 +26,7 @@ class FakeEngine:
     def __init__(self, answer: Any) -> None:
         self.answer, self.asked = answer, []
         self.engine_core = SimpleNamespace(call_utility_async=self._call)
+        self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 5)
 
     async def _call(self, method: str, version: int) -> Any:
         self.asked.append((method, version))
@@ -34,9 +35,6 @@ class FakeEngine:
         if self.answer is None:
             await asyncio.sleep(60)
         return self.answer
-
-    def get_num_unfinished_requests(self) -> int:
-        return 5
 
 
 @pytest.fixture

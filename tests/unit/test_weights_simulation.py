@@ -150,7 +150,8 @@ class Generator:
             generator=name, world_size=RANKS[name], version=version, url="http://x", incarnation=self.incarnation
         )
         engine = SimpleNamespace(
-            engine_core=SimpleNamespace(call_utility_async=self._commit), get_num_unfinished_requests=lambda: 1
+            engine_core=SimpleNamespace(call_utility_async=self._commit),
+            output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 1),
         )
         self.agent = EngineAgent(PeerLink(world.net, f"{name}.engine"), engine, hello, commit_timeout_s=5)
         for peer in self.peers:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -20,15 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import psutil
 from omegaconf import DictConfig, OmegaConf
 
-from bench.learning_report import Curve, read_curve, write_report
+from bench.learning_report import DONE_FILE, Curve, read_curve, write_report
 from inflight.summary import SUMMARY_FILE
 
 
 def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> None:
     """One run, unless its folder is complete. Raises SystemExit with the end of its output when it fails."""
-    if (folder / SUMMARY_FILE).is_file() and (folder / "done").is_file():
+    if (folder / SUMMARY_FILE).is_file() and (folder / DONE_FILE).is_file():
         return
     if folder.exists():
         folder.rename(folder.with_name(f"{folder.name}.failed-{int(time.time())}"))
@@ -36,13 +38,29 @@ def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> None:
         sys.executable, "-m", "inflight.launch", "--config-name", config.base, *config.common, *config.cells[name],
         f"seed={seed}", f"run_dir={folder.resolve()}",
     ]  # fmt: skip
-    with _locked(config.lock):
+    with _locked(config.lock), _others() as others:
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=config.timeout_s, check=False
         )
     if done.returncode != 0:
         raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stdout[-3000:]}")
-    (folder / "done").touch()
+    (folder / DONE_FILE).write_text(json.dumps(others) + "\n")
+
+
+@contextlib.contextmanager
+def _others() -> Iterator[dict[str, float]]:
+    """Fills in `others_cpu`: the share of this machine's processors that other processes took meanwhile."""
+
+    def reading() -> tuple[float, float, float]:
+        times, own = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        return time.monotonic(), sum(times) - times.idle - times.iowait, own.ru_utime + own.ru_stime
+
+    found: dict[str, float] = {}
+    began, busy, own = reading()
+    yield found
+    ended, busy_now, own_now = reading()
+    seconds = (ended - began) * psutil.cpu_count()
+    found["others_cpu"] = round(max(0.0, (busy_now - busy) - (own_now - own)) / seconds, 3)
 
 
 @contextlib.contextmanager

@@ -12,8 +12,12 @@ from typing import Any
 
 from inflight import summary
 from inflight.metrics import METRICS_FILE, read_lines
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.stream import Reader
 
 AXES = {"seconds": "wall time, s", "tokens": "sampled tokens that reached the trainer", "steps": "optimizer steps"}
+DONE_FILE = "done"
+"""In the folder of a run that came to its end: what else went on on the machine meanwhile, as JSON."""
 LAST = 0.2
 """Share of the steps whose mean is a run's final reward."""
 
@@ -37,6 +41,10 @@ class Curve:
     ess: float
     """Effective sample size as a share of the tokens, mean over steps."""
     sampled: int
+    versions: float
+    """Versions that a token's sequence was sampled under, mean over sampled tokens."""
+    others_cpu: float
+    """Share of the machine's processors that other processes took during the run."""
 
     def figures(self) -> dict[str, float]:
         """For a line of progress."""
@@ -64,7 +72,15 @@ def read_curve(folder: Path, smooth: int) -> Curve:
         dropped=sum(figures.groups_dropped.values()),
         ess=statistics.fmean(line["ess"] for line in lines),
         sampled=figures.tokens,
+        versions=_versions(folder / ROLLOUTS_FILE),
+        others_cpu=json.loads((folder / DONE_FILE).read_text())["others_cpu"],
     )
+
+
+def _versions(path: Path) -> float:
+    turns = [rollout.turn for group in Reader(path) for rollout in group.rollouts]
+    spans = sum(len(turn.token_ids) * len({span.version for span in turn.token_versions}) for turn in turns)
+    return spans / max(sum(len(turn.token_ids) for turn in turns), 1)
 
 
 def write_report(report: Mapping[str, Any], curves: Mapping[str, Sequence[Curve]], out: Path, baseline: str) -> None:
@@ -80,7 +96,7 @@ def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
     """Means over seeds with the range in brackets; time to the baseline's final reward seed by seed."""
     head = (
         "| policy | seeds | final reward | run, s | to the baseline's final reward, of its wall time | mean lag |"
-        " masked | groups dropped | ESS | tokens sampled |"
+        " versions in a sequence | masked | groups dropped | ESS | tokens sampled | other processes' CPU |"
     )
     rows = [head, "|---" * head.count(" |") + "|"]
     for name, runs in curves.items():
@@ -88,9 +104,9 @@ def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
         reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(runs)})" if shares else "never"
         figures = [
             name, str(len(runs)), _band([run.final for run in runs], 3), _band([run.seconds[-1] for run in runs], 0),
-            reached, _band([run.lag for run in runs], 2), _band([run.masked for run in runs], 1, 100) + " %",
+            reached, _band([run.lag for run in runs], 2), _band([run.versions for run in runs], 1), _band([run.masked for run in runs], 1, 100) + " %",
             _band([run.dropped for run in runs], 0), _band([run.ess for run in runs], 3),
-            _band([run.sampled for run in runs], 0),
+            _band([run.sampled for run in runs], 0), _band([run.others_cpu for run in runs], 0, 100) + " %",
         ]  # fmt: skip
         rows.append("| " + " | ".join(figures) + " |")
     return "\n".join(rows)

@@ -104,7 +104,8 @@ def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
         reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(runs)})" if shares else "never"
         figures = [
             name, str(len(runs)), _band([run.final for run in runs], 3), _band([run.seconds[-1] for run in runs], 0),
-            reached, _band([run.lag for run in runs], 2), _band([run.versions for run in runs], 1), _band([run.masked for run in runs], 1, 100) + " %",
+            reached, _band([run.lag for run in runs], 2), _band([run.versions for run in runs], 1),
+            _band([run.masked for run in runs], 1, 100) + " %",
             _band([run.dropped for run in runs], 0), _band([run.ess for run in runs], 3),
             _band([run.sampled for run in runs], 0), _band([run.others_cpu for run in runs], 0, 100) + " %",
         ]  # fmt: skip

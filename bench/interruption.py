@@ -64,7 +64,7 @@ class Run:
         return {
             "shape": config.shape, "device": "cuda:0" if cuda else "cpu", "endpoint": endpoint,
             "transport": config.transport, "bucket_mb": config.bucket_mb, "ranks": config.tensor_parallel_size,
-            "checksum": "none" if cuda else "crc32", "transfer_timeout_s": config.transfer_timeout_s,
+            "checksum": config.checksum, "transfer_timeout_s": config.transfer_timeout_s,
         }  # fmt: skip
 
     @staticmethod

@@ -73,7 +73,7 @@ def measure(case: dict[str, Any], peer: subprocess.Popen[str], target: torch.Ten
         if case["transport"] == "plain":
             receiver.receive(target, buckets)
         else:
-            receiver.receive_into(Landing(target.data_ptr(), target.device, strips), buckets)
+            receiver.receive_into(Landing(target, target.device, strips), buckets)
         seconds.append(time.perf_counter() - started)
     told = json.loads(peer.stdout.readline())
     receiver.close()

@@ -13,9 +13,9 @@ class PublishConfig:
 
     transport: str = "auto"
     bucket_bytes: int = 64 << 20
-    checksum: str = "crc32"
-    """What each rank verifies over each bucket: `crc32`, or `none`. With gloo alone: ipc and nccl put bytes where they
-    belong at once, and verify nothing yet."""
+    checksum: str = "auto"
+    """What each rank verifies before it says that it has a version. `auto`: CRC-32 of each bucket on the host (gloo),
+    sums of what the rank keeps, computed by the devices, on CUDA (ipc, nccl). `none`: nothing."""
     finite_check: bool = True
     """Refuse a version that holds NaN or Inf, before any of it is sent; the run then ends."""
     join_timeout_s: float = 300.0
@@ -35,7 +35,7 @@ class PublishConfig:
         transports = ("auto", "gloo", "nccl", "ipc")
         require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
         require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
-        require(self.checksum in ("crc32", "none"), "publish.checksum", self.checksum, "crc32, none")
+        require(self.checksum in ("auto", "none"), "publish.checksum", self.checksum, "auto, none")
         require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s retry_after_s")
         require_fields(self, "publish", "supersede_after_s", least=0)
         require_fields(self, "publish", "max_behind", least=1)

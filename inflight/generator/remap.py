@@ -122,8 +122,8 @@ class CudaShadow:
         self.agree(manifest)
         self.settle()
         if self.direct:
-            if manifest.checksum != "none":
-                raise PlanError(f"publish.checksum={manifest.checksum} needs the bytes on the host: use none on CUDA")
+            if manifest.checksum == "crc32":
+                raise PlanError("the publisher's checksums are of whole buckets, which a rank on CUDA does not keep")
             return torch.empty(manifest.total_bytes, dtype=torch.uint8, device="meta")
         if self._buffer is None:
             self._buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self.device)
@@ -132,7 +132,7 @@ class CudaShadow:
     def landing(self) -> Landing:
         """Where a direct transport puts the bytes, after `begin`."""
         assert self._plan is not None
-        return Landing(self.target().data_ptr(), self.device, tuple(self._plan.all_strips))
+        return Landing(self.target(), self.device, tuple(self._plan.all_strips))
 
     def build(self) -> None:
         """Puts the received bytes where they belong, on a stream of its own; returns when they are there."""

@@ -66,7 +66,7 @@ class Manifest(Message):
     buckets: Annotated[list[BucketMeta], Meta(max_length=1 << 18)]
     total_bytes: Count
     alignment: Annotated[int, Meta(gt=0)]
-    checksum: Annotated[str, Meta(pattern="^(crc32|none)$")]
+    checksum: Annotated[str, Meta(pattern="^(crc32|sum64|none)$")]
 
 
 class RankHello(Message, tag=True):

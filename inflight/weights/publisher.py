@@ -19,7 +19,7 @@ from inflight.weights.pack import Packer, checksums
 from inflight.weights.plan import plan
 from inflight.weights.routes import RoutesFile
 from inflight.weights.source import WeightSource
-from inflight.weights.transport import make_buffer, resolve
+from inflight.weights.transport import checksum_of, make_buffer, resolve
 
 GRACE_S = 30.0
 """Beyond the phases' own bounds (it covers checksums); reached only when the dispatch has a fault."""
@@ -87,8 +87,7 @@ class Publisher:
         self._guard = guard or ReadGuard(source.device)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
-        # The CUDA transports put bytes where they belong at once: there are no buckets on the other side to sum up.
-        checksum = config.checksum if self.transport == "gloo" else "none"
+        checksum = checksum_of(self.transport) if config.checksum == "auto" else config.checksum
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)

@@ -25,7 +25,7 @@ from inflight.messages import (
     Welcome,
 )
 from inflight.weights import plan
-from inflight.weights.pack import verify
+from inflight.weights.pack import ChecksumError, verify
 from inflight.weights.rank_state import RankState, State
 from inflight.weights.shadow import Shadow, TornWeights
 from inflight.weights.transport import make_receiver
@@ -217,7 +217,8 @@ class WeightReceiver:
             self._rank_state.enter(State.BUILDING)
             self._shadow.build()
         except Exception as error:  # noqa: BLE001 - whatever it is, the publisher must hear of it and decoding goes on
-            self._fail(message, phase, error)
+            # Some transports verify themselves. Their transfer went well: they can be used again.
+            self._fail(message, "verify" if isinstance(error, ChecksumError) else phase, error)
             return
         built = time.monotonic()
         self._rank_state.enter(State.READY)

@@ -10,7 +10,7 @@ from fake_generator import BUS, FakeShadow, eventually
 from inflight.bus import Link, Listener, Received
 from inflight.messages import Abort, Aborted, Enquire, Failed, Prepare, RankHello, Ready, Refused, Welcome
 from inflight.types import ParamMeta
-from inflight.weights.pack import checksums, content_digest
+from inflight.weights.pack import ChecksumError, checksums, content_digest
 from inflight.weights.plan import digest, plan
 from inflight.weights.rank_state import State
 from inflight.weights.receiver import SwapRefused, WeightReceiver
@@ -207,6 +207,28 @@ def test_bytes_that_are_not_those_sent_are_never_built(publisher, receiver):
     assert "buckets [0, 1, 2] of 3" in failed.reason
     assert publisher.shadow.events == ["begin", "receive", "discard"]
     assert live(publisher) is None
+
+
+def test_a_transport_that_verifies_itself_is_kept_when_bytes_are_not_those_sent(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, source=False)
+    assert publisher.next().phase == "receive"
+    publisher.welcome()
+    eventually(lambda: len(publisher.transports) == 2)
+    receive = publisher.transports[1].receive
+
+    def harmed(buffer, buckets):
+        receive(buffer, buckets)
+        raise ChecksumError("bytes differ from those sent in 1 of 3 runs")
+
+    publisher.transports[1].receive = harmed
+    publisher.prepare(2)
+    failed = publisher.next()
+    assert (failed.phase, failed.poisoned) == ("verify", False)
+    publisher.transports[1].receive = receive
+    publisher.prepare(3)
+    expect_ready(publisher, 3)
+    assert publisher.shadow.events == ["begin", "receive", "discard"] * 2 + ["begin", "receive", "build"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,11 @@ def resolve(kind: str, device: torch.device) -> str:
     return "ipc" if device.type == "cuda" else "gloo"
 
 
+def checksum_of(kind: str) -> str:
+    """What is verified where a transport puts the bytes: CRC-32 of each bucket on the host, else sums (sums.py)."""
+    return "crc32" if kind == "gloo" else "sum64"
+
+
 def make_sender(kind: str, size: int, timeout_s: float) -> Sender:
     """The trainer's side, rank 0 of `size`. Raises TransportError for an unknown kind or when it can't be opened."""
     if kind == "gloo":
@@ -43,11 +48,11 @@ def make_receiver(welcome: Welcome) -> Receiver:
     if welcome.transport == "nccl":
         from inflight.weights.transport.nccl import NcclReceiver
 
-        return NcclReceiver(*place)
+        return NcclReceiver(*place, verify=welcome.manifest.checksum == "sum64")
     if welcome.transport == "ipc":
         from inflight.weights.transport.ipc import IpcReceiver
 
-        return IpcReceiver(*place)
+        return IpcReceiver(*place, verify=welcome.manifest.checksum == "sum64")
     raise TransportError(f"connect: no transport is named {welcome.transport!r}: gloo, nccl, ipc are")
 
 

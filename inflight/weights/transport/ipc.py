@@ -20,6 +20,7 @@ from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Landing, Strip, split
 from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.sums import RankSums, SenderSums
 
 PIECE_BYTES = 64 << 20
 """One order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
@@ -33,6 +34,8 @@ class IpcSender:
     def __init__(self, size: int, timeout_s: float) -> None:
         self._size = size
         self._board = Board("", timeout_s)
+        self._sums = SenderSums(self._board, size)
+        self._stream: torch.cuda.Stream | None = None
         self._sent = 0
 
     @property
@@ -41,9 +44,13 @@ class IpcSender:
         return self._board.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Lets all ranks pull `buffer`; returns when they have it."""
+        """Sums what the ranks keep of `buffer`, then lets all of them pull it; returns when they have it."""
         number = self._sent
         self._sent += 1
+        cuda.bind(buffer.device)
+        self._stream = self._stream or torch.cuda.Stream(buffer.device)
+        with torch.cuda.stream(self._stream):
+            self._sums.post(number, buffer)
         self._board.put(f"offer/{number}", _export(buffer))
         for rank in range(1, self._size):
             reason = self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send")
@@ -60,8 +67,9 @@ class IpcSender:
 class IpcReceiver:
     """Rank side."""
 
-    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float, *, verify: bool = False) -> None:
         self._board = Board(rendezvous, timeout_s)
+        self._sums = RankSums(self._board, rank, verify=verify)
         self._rank = rank
         self._received = 0
         self._closed = threading.Event()
@@ -72,10 +80,10 @@ class IpcReceiver:
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills uint8 `buffer`, which is on a CUDA device."""
         strips = tuple(Strip(bucket.offset, bucket.offset, bucket.nbytes) for bucket in buckets)
-        self.receive_into(Landing(buffer.data_ptr(), buffer.device, strips), buckets)
+        self.receive_into(Landing(buffer, buffer.device, strips), buckets)
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
-        """Pulls the strips of `landing`; returns when they are there."""
+        """Pulls the strips of `landing` and verifies them; see DirectReceiver."""
         with self._busy:
             try:
                 self._pull(landing)
@@ -86,20 +94,27 @@ class IpcReceiver:
     def _pull(self, landing: Landing) -> None:
         number = self._received
         self._received += 1
-        offer = self._board.take(f"offer/{number}", "the trainer", "receive")
         cuda.bind(landing.device)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(landing.device)
+        self._stream = self._stream or torch.cuda.Stream(landing.device)
+        pieces = [piece for strip in landing.strips for piece in split(strip, PIECE_BYTES)]
+        with torch.cuda.stream(self._stream):
+            self._sums.begin([[piece] for piece in pieces], landing.device)
+        offer = self._board.take(f"offer/{number}", "the trainer", "receive")
         try:
-            source = self._address(offer, landing.device)
-            pieces = (piece for strip in landing.strips for piece in split(strip, PIECE_BYTES))
-            cuda.copy(pieces, source, landing.address, self._stream.cuda_stream)
+            source = self._address(offer)
+            with torch.cuda.stream(self._stream):
+                # Each piece is summed behind its own copy: the copies set the pace, and decoding notices little of it.
+                for index, piece in enumerate(pieces):
+                    cuda.copy([piece], source, landing.address, self._stream.cuda_stream)
+                    self._sums.add(index, landing.target)
             self._stream.synchronize()
         except RuntimeError as error:  # also CudaError
             reason = f"pulling from the trainer's buffer failed: {error}"
             self._board.put(f"done/{number}/{self._rank}", reason.encode())
             raise TransportError(f"receive: {reason}") from error
         self._board.put(f"done/{number}/{self._rank}", b"")
+        with torch.cuda.stream(self._stream):
+            self._sums.check(number)
 
     def close(self) -> None:
         """Ends a wait for the trainer and unmaps its buffers; during a copy, which is short, when that has ended."""
@@ -116,7 +131,7 @@ class IpcReceiver:
             driver.cuIpcCloseMemHandle(address)
         self._open.clear()
 
-    def _address(self, offer: bytes, device: torch.device) -> int:
+    def _address(self, offer: bytes) -> int:
         offset, _, handle = _HEADER.unpack(offer)
         if handle not in self._open:
             opened = driver.CUipcMemHandle()

@@ -110,21 +110,34 @@ def by_bucket(strips: Iterable[Strip], buckets: Iterable[BucketMeta]) -> list[li
     return per_bucket
 
 
+def from_buffer(strips: Iterable[Strip], bucket: BucketMeta) -> list[Strip]:
+    """Strips that read from a bucket, sources counted from the send buffer's first byte again."""
+    return [replace(strip, source=strip.source + bucket.offset) for strip in strips]
+
+
 @dataclass(frozen=True)
 class Landing:
-    """A shadow as a transport sees it: its first byte's address, on which device, and which strips to fill."""
+    """A shadow as a transport sees it: its memory, on which device, and which strips to fill."""
 
-    address: int
+    target: torch.Tensor
+    """uint8, flat: on `device`, or pinned host memory."""
     device: torch.device
-    """The generator's device. The address may be pinned host memory: both are one address space."""
+    """The generator's."""
     strips: tuple[Strip, ...]
+
+    @property
+    def address(self) -> int:
+        """Of the target's first byte; host and devices are one address space."""
+        address: int = self.target.data_ptr()
+        return address
 
 
 class DirectReceiver(Protocol):
     """A Receiver (see base.py) that can fill a landing without a buffer of `total_bytes` between."""
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
-        """Returns when every strip is filled. Raises TransportError as `receive` does."""
+        """Returns when every strip is filled and verified. Raises TransportError as `receive` does, and ChecksumError
+        after a transfer that itself went well: the next one may follow."""
 
     def close(self) -> None:
         """Frees sockets and memory; never waits for a peer."""

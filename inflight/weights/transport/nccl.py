@@ -20,8 +20,9 @@ import torch.distributed as dist
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.landing import Landing, Strip, by_bucket
+from inflight.weights.transport.landing import Landing, Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.sums import RankSums, SenderSums
 
 _POLL_S = 0.0002
 _QUIET = {
@@ -79,6 +80,8 @@ class NcclSender:
     def __init__(self, size: int, timeout_s: float) -> None:
         self._board = Board("", timeout_s)
         self._group = _Group(self._board, 0, size)
+        self._sums = SenderSums(self._board, size)
+        self._sent = 0
         self._stream: torch.cuda.Stream | None = None
 
     @property
@@ -87,24 +90,31 @@ class NcclSender:
         return self._board.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Broadcasts bucket by bucket; returns when `buffer` may be written again."""
+        """Sums what the ranks keep, then broadcasts bucket by bucket; returns when `buffer` may be written again."""
+        number = self._sent
+        self._sent += 1
         cuda.bind(buffer.device)
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
         with torch.cuda.stream(self._stream):
+            self._sums.post(number, buffer)
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
         for work in works:
             self._group.finish(work, "send")
 
     def close(self) -> None:
-        """Aborts the communicator."""
+        """Ends a wait for ranks and aborts the communicator."""
+        self._board.close()
         self._group.abort()
 
 
 class NcclReceiver:
     """Rank side."""
 
-    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
-        self._group = _Group(Board(rendezvous, timeout_s), rank, size)
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float, *, verify: bool = False) -> None:
+        self._board = Board(rendezvous, timeout_s)
+        self._group = _Group(self._board, rank, size)
+        self._sums = RankSums(self._board, rank, verify=verify)
+        self._received = 0
         self._streams: list[torch.cuda.Stream] = []
         self._staging: list[torch.Tensor] = []
         self._parts: tuple[Landing, list[list[Strip]]] | None = None
@@ -113,16 +123,25 @@ class NcclReceiver:
         """Fills uint8 `buffer`, which is on a CUDA device."""
         cuda.bind(buffer.device)
         self._prepare(buffer.device, 0)
+        strips = [[Strip(bucket.offset, bucket.offset, bucket.nbytes)] for bucket in buckets]
         with torch.cuda.stream(self._streams[0]):
+            self._sums.begin(strips, buffer.device)
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
-        for work in works:
-            self._group.finish(work, "receive")
+            for index, work in enumerate(works):
+                work.wait()  # the stream waits, not this thread
+                self._sums.add(index, buffer)
+        self._finish(works)
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
-        """Receives each bucket into one of two staging buffers and scatters it while the next one comes."""
+        """Receives each bucket into one of two staging buffers and scatters it while the next one comes; verifies what
+        has landed. See DirectReceiver."""
         cuda.bind(landing.device)
         self._prepare(landing.device, max(bucket.nbytes for bucket in buckets))
         parts = self._strips_of(landing, buckets)
+        with torch.cuda.stream(self._streams[0]):
+            self._sums.begin(
+                [from_buffer(part, bucket) for part, bucket in zip(parts, buckets, strict=True)], landing.device
+            )
         works: list[Any] = []
         for i, bucket in enumerate(buckets):
             stream, staging = self._streams[i % 2], self._staging[i % 2]
@@ -130,14 +149,23 @@ class NcclReceiver:
                 work = self._group.broadcast(staging[: bucket.nbytes])
                 work.wait()  # the stream waits, not this thread
                 cuda.copy(parts[i], staging.data_ptr(), landing.address, stream.cuda_stream)
+                self._sums.add(i, landing.target)
             works.append(work)
+        self._finish(works)
+
+    def _finish(self, works: list[Any]) -> None:
+        number = self._received
+        self._received += 1
         for work in works:
             self._group.finish(work, "receive")
         for stream in self._streams:
             stream.synchronize()
+        with torch.cuda.stream(self._streams[0]):
+            self._sums.check(number)
 
     def close(self) -> None:
-        """Aborts the communicator and frees the staging buffers."""
+        """Ends a wait for the trainer, aborts the communicator and frees the staging buffers."""
+        self._board.close()
         self._group.abort()
         self._staging.clear()
 

@@ -1,0 +1,268 @@
+"""Sums of what a rank keeps: on a CPU the same code as on CUDA, over the real rendezvous; the test does the copying."""
+
+import struct
+import threading
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+
+from inflight.messages import BucketMeta
+from inflight.weights.pack import ChecksumError
+from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.landing import Strip, by_bucket, from_buffer
+from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.sums import FOLD, GROUP, MAX_GROUPS, RankSums, Run, SenderSums, cut, sum_of
+
+CPU = torch.device("cpu")
+NBYTES = 4 * FOLD
+# As a rank of two has it: whole parameters, the left half of a matrix' rows, one that is aligned to two bytes.
+STRIPS = (
+    Strip(0, 256, 3 * FOLD // 2),
+    Strip(3 * FOLD // 2, 2 * FOLD, 1024, 40, 2048, 1024),
+    Strip(3 * FOLD + 2, 3 * FOLD + 6, 18),
+    Strip(3 * FOLD + 512, 3 * FOLD + 1024, 4096),
+)
+
+
+def random_bytes(nbytes=NBYTES, seed=0):
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def view(flat, at, strip, pitch):
+    return flat.as_strided((strip.rows, strip.width), (pitch or strip.width, 1), at)
+
+
+def copy(strips, source, target):
+    for strip in strips:
+        there = view(source, strip.source, strip, strip.source_pitch)
+        view(target, strip.target, strip, strip.target_pitch).copy_(there)
+
+
+class Pair:
+    """Both ends over a real board; `groups` is what lands together."""
+
+    def __init__(self, groups=None, *, verify=True, size=2, timeout_s=10):
+        board = Board("", timeout_s)
+        self.groups = [[strip] for strip in STRIPS] if groups is None else groups
+        self.sender = SenderSums(board, size)
+        self.boards = [Board(board.address, timeout_s) for _ in range(1, size)]
+        self.ranks = [RankSums(each, rank + 1, verify=verify) for rank, each in enumerate(self.boards)]
+        self.number = 0
+
+    def transfer(self, source, harm=lambda source, target: None, *, copied=copy):
+        """One transfer to all ranks; `harm` comes between the sender's sums and the copying."""
+        for rank in self.ranks:
+            rank.begin(self.groups, CPU)
+        self.sender.post(self.number, source)
+        target = torch.zeros(NBYTES, dtype=torch.uint8)
+        harm(source, target)
+        for rank in self.ranks:
+            for index, group in enumerate(self.groups):
+                copied(group, source, target)
+                rank.add(index, target)
+        number, self.number = self.number, self.number + 1
+        for rank in self.ranks:
+            rank.check(number)
+
+
+def test_what_arrived_as_it_was_sent_passes_time_after_time():
+    pair = Pair(size=3)
+    for seed in range(3):
+        pair.transfer(random_bytes(seed=seed))
+
+
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize("at", [0, FOLD + 3, 3 * FOLD // 2 + 2048 * 39 + 1023, 3 * FOLD + 19, 3 * FOLD + 512 + 4095])
+def test_one_bit_anywhere_is_found_and_the_next_transfer_passes(at, bit):
+    pair = Pair()
+
+    def harm(source, target):
+        source[at] ^= 1 << bit
+
+    with pytest.raises(ChecksumError, match="bytes differ from those sent in 1 of"):
+        pair.transfer(random_bytes(), harm)
+    pair.transfer(random_bytes())
+
+
+def test_bytes_that_the_rank_does_not_keep_do_not_matter():
+    def harm(source, target):
+        source[3 * FOLD // 2 + 1024] ^= 1  # the right half of a row
+        source[3 * FOLD] ^= 1
+
+    Pair().transfer(random_bytes(), harm)
+
+
+@pytest.mark.parametrize("part", [0, 1, 3])
+def test_a_truncated_copy_is_found(part):
+    def short(strips, source, target):
+        cut_off = [replace(strip, width=strip.width - 64) if strip == STRIPS[part] else strip for strip in strips]
+        copy(cut_off, source, target)
+
+    with pytest.raises(ChecksumError, match="in 1 of"):
+        Pair().transfer(random_bytes(), copied=short)
+
+
+@pytest.mark.parametrize("by", [2, 256, 4096])
+@pytest.mark.parametrize("end", ["source", "target"])
+def test_a_wrong_offset_is_found(end, by):
+    def shifted(strips, source, target):
+        copy([replace(strip, **{end: getattr(strip, end) + by}) for strip in strips], source, target)
+
+    with pytest.raises(ChecksumError):
+        Pair([[STRIPS[0]]]).transfer(random_bytes(), copied=shifted)
+
+
+def test_a_wrong_pitch_is_found():
+    def slanted(strips, source, target):
+        copy([replace(strip, source_pitch=2056) if strip.rows > 1 else strip for strip in strips], source, target)
+
+    with pytest.raises(ChecksumError, match="in 1 of"):
+        Pair().transfer(random_bytes(), copied=slanted)
+
+
+def test_a_buffer_that_is_overwritten_during_the_copying_is_found():
+    """The trainer's next version over it, when the first strip is there already."""
+
+    def overwritten(strips, source, target):
+        copy(strips, source, target)
+        if strips == [STRIPS[0]]:
+            source.copy_(random_bytes(seed=9))
+
+    with pytest.raises(ChecksumError, match=f"from byte {STRIPS[1].source}"):
+        Pair().transfer(random_bytes(), copied=overwritten)
+
+
+@pytest.mark.parametrize("distance", [4, 64, 512, 4096, 16384, 65536, 1 << 20])
+def test_words_that_change_places_are_found(distance):
+    """At any distance that a page, a piece of a copy or a row of a matrix can have."""
+    flat = random_bytes(32 * FOLD)
+    run = Run(0, FOLD, 32, FOLD, 4)
+    before, after = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    sum_of(flat, 0, FOLD, run, before)
+    at = 8192
+    flat[at : at + 4], flat[at + distance : at + distance + 4] = (
+        flat[at + distance : at + distance + 4].clone(), flat[at : at + 4].clone(),
+    )  # fmt: skip
+    sum_of(flat, 0, FOLD, run, after)
+    assert before != after
+
+
+def test_signs_of_two_words_do_not_cancel_out():
+    flat = random_bytes(2 * FOLD)
+    run = Run(0, FOLD, 2, FOLD, 4)
+    before, after = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    sum_of(flat, 0, FOLD, run, before)
+    flat[3] ^= 128
+    flat[4 * 50 + 3] ^= 128
+    sum_of(flat, 0, FOLD, run, after)
+    assert before != after
+
+
+def test_a_sum_is_what_the_text_says():
+    """By plain integers: the figures must not depend on torch, device or threads."""
+    mask = (1 << 64) - 1
+
+    def weight(index):
+        z = (index + 1) * 0x9E3779B97F4A7C15 & mask
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        return (z ^ z >> 31) | 1
+
+    flat = random_bytes(3 * 256)
+    run = Run(0, 240, 3, 256, 4)  # 60 words a row: groups of 4 that lie 15 words apart
+    out = torch.zeros((), dtype=torch.int64)
+    sum_of(flat, 0, 256, run, out)
+    rows = [list(struct.unpack_from("<60i", flat.numpy().tobytes(), 256 * row)) for row in range(3)]
+    grouped = [sum(row[c + 15 * k] for k in range(4)) for row in rows for c in range(15)]
+    assert int(out) & mask == sum(weight(k) * g for k, g in enumerate(grouped)) & mask
+
+
+@pytest.mark.parametrize(
+    "strip",
+    [
+        *STRIPS,
+        Strip(0, 0, 7 * FOLD + 12),
+        Strip(0, 0, 130 << 20),
+        Strip(0, 0, FOLD + 4, 3, 2 * FOLD, FOLD + 4),
+        Strip(0, 0, 6, 1 << 20, 8, 6),
+    ],
+)
+def test_what_is_cut_is_the_strip_and_can_be_summed(strip):
+    parts = list(cut(strip))
+    assert sum(part.nbytes for part in parts) == strip.nbytes
+    covered = sorted((part.source + row * part.source_pitch, part.width) for part in parts for row in range(part.rows))
+    assert len({at for at, _ in covered}) == len(covered)
+    assert covered[0][0] == strip.source
+    assert max(at + width for at, width in covered) == strip.source_end
+    for part in parts:
+        run = Run(part.source, part.width, part.rows, part.source_pitch, 2)
+        assert run.objection(strip.source_end) == ""
+
+
+def test_groups_of_buckets_are_the_same_bytes():
+    """As NCCL has them: strips cut where buckets end."""
+    buckets = [BucketMeta(offset=at, nbytes=min(100_000, NBYTES - at)) for at in range(0, NBYTES, 100_000)]
+    groups = [from_buffer(parts, bucket) for parts, bucket in zip(by_bucket(STRIPS, buckets), buckets, strict=True)]
+    assert sum(strip.nbytes for group in groups for strip in group) == sum(strip.nbytes for strip in STRIPS)
+    Pair(groups).transfer(random_bytes())
+    with pytest.raises(ChecksumError):
+        Pair(groups).transfer(random_bytes(), lambda source, target: source[99_999].bitwise_xor_(1))
+
+
+def test_a_rank_that_verifies_nothing_asks_for_nothing():
+    Pair(verify=False).transfer(random_bytes(), lambda source, target: source[0].bitwise_xor_(1))
+
+
+def test_a_rank_may_not_keep_other_bytes_than_it_said():
+    pair = Pair()
+    pair.transfer(random_bytes())
+    with pytest.raises(TransportError, match="keeps other bytes"):
+        pair.ranks[0].begin([[STRIPS[0]]], CPU)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("does not say what it keeps", b"\xc1"),
+        ("does not say what it keeps", msgspec.msgpack.encode([[0, 4, 1, 0]])),
+        ("does not say what it keeps", msgspec.msgpack.encode([[-4, 4, 1, 0, 4]])),
+        ("words of 3 bytes", msgspec.msgpack.encode([[0, 3, 1, 0, 3]])),
+        ("words of 4 bytes", msgspec.msgpack.encode([[2, 4, 1, 0, 4]])),
+        ("bytes beyond the", msgspec.msgpack.encode([[NBYTES - 4, 8, 1, 0, 4]])),
+        ("bytes beyond the", msgspec.msgpack.encode([[0, 4, 3, NBYTES, 4]])),
+        ("more bytes than it can keep", msgspec.msgpack.encode([[0, NBYTES, 5, 0, 4]])),
+        ("more than is summed at once", msgspec.msgpack.encode([[0, 1, MAX_GROUPS + 1, 0, 1]])),
+    ],
+)
+def test_what_a_rank_asks_for_is_not_trusted(text, asked):
+    pair = Pair()
+    pair.boards[0].put("runs/1", asked)
+    with pytest.raises(TransportError, match=f"send: transport rank 1 .*{text}"):
+        pair.sender.post(0, random_bytes())
+
+
+def test_a_rank_that_says_nothing_is_named():
+    with pytest.raises(TransportError, match=r"send: transport rank 1 did not answer within 1 s"):
+        Pair(timeout_s=1).sender.post(0, random_bytes())
+
+
+def test_a_sender_that_says_nothing_is_named():
+    pair = Pair(timeout_s=1)
+    pair.ranks[0].begin(pair.groups, CPU)
+    with pytest.raises(TransportError, match="receive: the trainer did not answer"):
+        pair.ranks[0].check(0)
+
+
+def test_closing_ends_the_wait():
+    pair = Pair(timeout_s=60)
+    pair.ranks[0].begin(pair.groups, CPU)
+    threading.Timer(0.2, pair.boards[0].close).start()
+    with pytest.raises(TransportError, match="closed while waiting"):
+        pair.ranks[0].check(0)
+
+
+def test_groups_divide_rows():
+    assert FOLD % (4 * GROUP) == 0
+    assert (FOLD // GROUP) & (FOLD // GROUP - 1)  # no power of two

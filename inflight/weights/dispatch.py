@@ -25,6 +25,7 @@ from inflight.weights.roster import Roster
 from inflight.weights.routes import RoutesFile, routes
 from inflight.weights.transport import make_sender
 from inflight.weights.transport.base import Sender, TransportError
+from inflight.weights.transport.sums import BufferSums
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ class Dispatch:
         self.error: BaseException | None = None
         """What ended publishing; nothing is delivered any more."""
         self.changed = threading.Condition(threading.RLock())
-        clock = time.monotonic
-        self.roster = Roster(listener, config, kind, manifest, ranks, self._open_channel, make_sender, clock)
+        clock, self._sums = time.monotonic, BufferSums()
+        sender = functools.partial(make_sender, sums=self._sums)
+        self.roster = Roster(listener, config, kind, manifest, ranks, self._open_channel, sender, clock)
         self.conversation = Conversation(self.roster, config, self._submit, clock, version=version)
         self._listener, self._config, self._routes_file = listener, config, routes_file
         self._manifest, self._buffer = manifest, buffer
@@ -66,7 +68,12 @@ class Dispatch:
     def release(self, version: int, inspect: Callable[[], list[int]]) -> None:
         """Takes what lies in the send buffer to the generators; `inspect` looks at it before any of it is sent."""
         with self.changed:
-            self.conversation.release(Offer(version, _Once(inspect)))
+            self.conversation.release(Offer(version, _Once(lambda: self._inspected(inspect))))
+
+    def _inspected(self, inspect: Callable[[], list[int]]) -> list[int]:
+        sums = inspect()  # waits until all is packed: only from here on is it this version's bytes that are summed
+        self._sums.forget()
+        return sums
 
     def finish(self, reason: str) -> None:
         """Tells the engines that the run is over."""

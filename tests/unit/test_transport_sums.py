@@ -10,10 +10,11 @@ import torch
 
 from inflight.messages import BucketMeta
 from inflight.weights.pack import ChecksumError
+from inflight.weights.transport import sums
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
-from inflight.weights.transport.sums import FOLD, GROUP, MAX_GROUPS, RankSums, Run, SenderSums, cut, sum_of
+from inflight.weights.transport.sums import FOLD, GROUP, MAX_GROUPS, BufferSums, RankSums, Run, SenderSums, cut, sum_of
 
 CPU = torch.device("cpu")
 NBYTES = 4 * FOLD
@@ -46,15 +47,18 @@ class Pair:
     def __init__(self, groups=None, *, verify=True, size=2, timeout_s=10):
         board = Board("", timeout_s)
         self.groups = [[strip] for strip in STRIPS] if groups is None else groups
-        self.sender = SenderSums(board, size)
+        self.buffer_sums = BufferSums()
+        self.sender = SenderSums(board, size, self.buffer_sums)
         self.boards = [Board(board.address, timeout_s) for _ in range(1, size)]
         self.ranks = [RankSums(each, rank + 1, verify=verify) for rank, each in enumerate(self.boards)]
         self.number = 0
 
-    def transfer(self, source, harm=lambda source, target: None, *, copied=copy):
+    def transfer(self, source, harm=lambda source, target: None, *, copied=copy, packed=True):
         """One transfer to all ranks; `harm` comes between the sender's sums and the copying."""
         for rank in self.ranks:
             rank.begin(self.groups, CPU)
+        if packed:
+            self.buffer_sums.forget()
         self.sender.post(self.number, source)
         target = torch.zeros(NBYTES, dtype=torch.uint8)
         harm(source, target)
@@ -132,6 +136,24 @@ def test_a_buffer_that_is_overwritten_during_the_copying_is_found():
 
     with pytest.raises(ChecksumError, match=f"from byte {STRIPS[1].source}"):
         Pair().transfer(random_bytes(), copied=overwritten)
+
+
+def test_harm_to_the_buffer_is_found_at_every_attempt_and_gone_with_the_next_version():
+    pair, source = Pair(), random_bytes()
+    for _ in range(2):
+        with pytest.raises(ChecksumError):
+            pair.transfer(source, lambda source, target: source[0].bitwise_or_(1), packed=pair.number == 0)
+    pair.transfer(source)
+
+
+def test_ranks_that_keep_the_same_are_summed_once(monkeypatch):
+    pair, summed = Pair(size=4), []
+    monkeypatch.setattr(sums, "sum_of", lambda buffer, *rest: (summed.append(buffer), sum_of(buffer, *rest)))
+    source = random_bytes()
+    pair.transfer(source)
+    runs = len(pair.ranks[0]._out)
+    assert len(summed) == runs * (1 + 3)
+    assert sum(buffer is source for buffer in summed) == runs
 
 
 @pytest.mark.parametrize("distance", [4, 64, 512, 4096, 16384, 65536, 1 << 20])

@@ -6,6 +6,7 @@ import torch
 
 from inflight.messages import Welcome
 from inflight.weights.transport.base import Receiver, Sender, TransportError
+from inflight.weights.transport.sums import BufferSums
 
 
 def resolve(kind: str, device: torch.device) -> str:
@@ -21,8 +22,11 @@ def checksum_of(kind: str) -> str:
     return "crc32" if kind == "gloo" else "sum64"
 
 
-def make_sender(kind: str, size: int, timeout_s: float) -> Sender:
-    """The trainer's side, rank 0 of `size`. Raises TransportError for an unknown kind or when it can't be opened."""
+def make_sender(kind: str, size: int, timeout_s: float, sums: BufferSums | None = None) -> Sender:
+    """The trainer's side, rank 0 of `size`; `sums` are common to all senders of one buffer.
+
+    Raises TransportError for an unknown kind or when it can't be opened.
+    """
     if kind == "gloo":
         from inflight.weights.transport.gloo import GlooSender
 
@@ -30,11 +34,11 @@ def make_sender(kind: str, size: int, timeout_s: float) -> Sender:
     if kind == "nccl":
         from inflight.weights.transport.nccl import NcclSender
 
-        return NcclSender(size, timeout_s)
+        return NcclSender(size, timeout_s, sums)
     if kind == "ipc":
         from inflight.weights.transport.ipc import IpcSender
 
-        return IpcSender(size, timeout_s)
+        return IpcSender(size, timeout_s, sums)
     raise TransportError(f"open: no transport is named {kind!r}: gloo, nccl, ipc are")
 
 

@@ -20,7 +20,7 @@ from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Landing, Strip, split
 from inflight.weights.transport.rendezvous import Board
-from inflight.weights.transport.sums import RankSums, SenderSums
+from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 PIECE_BYTES = 64 << 20
 """One order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
@@ -31,10 +31,10 @@ _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 class IpcSender:
     """Trainer side. The buffer must be complete on the device when `send` is called."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, sums: BufferSums | None = None) -> None:
         self._size = size
         self._board = Board("", timeout_s)
-        self._sums = SenderSums(self._board, size)
+        self._sums = SenderSums(self._board, size, sums)
         self._stream: torch.cuda.Stream | None = None
         self._sent = 0
 

@@ -22,7 +22,7 @@ from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Landing, Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
-from inflight.weights.transport.sums import RankSums, SenderSums
+from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 _POLL_S = 0.0002
 _QUIET = {
@@ -77,10 +77,10 @@ class _Group:
 class NcclSender:
     """Trainer side, rank 0. The buffer must be complete on the device when `send` is called."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, sums: BufferSums | None = None) -> None:
         self._board = Board("", timeout_s)
         self._group = _Group(self._board, 0, size)
-        self._sums = SenderSums(self._board, size)
+        self._sums = SenderSums(self._board, size, sums)
         self._sent = 0
         self._stream: torch.cuda.Stream | None = None
 

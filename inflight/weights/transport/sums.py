@@ -14,6 +14,7 @@ are FOLD bytes, those lie 4,048 bytes apart, which is no page, no piece and no r
 from __future__ import annotations
 
 import math
+import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -85,12 +86,38 @@ def sum_of(buffer: torch.Tensor, at: int, pitch: int, run: Run, out: torch.Tenso
     torch.sum(grouped.mul_(_weights(out.device)[: grouped.numel()]), dim=0, out=out)
 
 
-class SenderSums:
-    """The sender's side: sums for each rank what that rank keeps."""
+class BufferSums:
+    """What was summed of a send buffer since it was packed: once for all ranks that keep the same and for all attempts,
+    so that harm to the buffer itself is found too."""
 
-    def __init__(self, board: Board, size: int) -> None:
-        self._board = board
-        self._runs: dict[int, list[Run]] = {}
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[tuple[Run, ...], bytes] = {}
+
+    def forget(self) -> None:
+        """Another version is in the buffer."""
+        with self._lock:
+            self._known = {}
+
+    def of(self, buffer: torch.Tensor, runs: tuple[Run, ...]) -> bytes:
+        """The sums, int64 each, in order; computed on the buffer's device, on the current stream. Waits for it."""
+        with self._lock:
+            known = self._known
+            if runs not in known:
+                out = torch.zeros(len(runs), dtype=torch.int64, device=buffer.device)
+                for run, place in zip(runs, out.unbind(), strict=True):
+                    sum_of(buffer, run.source, run.pitch, run, place)
+                known[runs] = array("q", out.tolist()).tobytes()
+            return known[runs]
+
+
+class SenderSums:
+    """The sender's side: tells each rank the sums of what that rank keeps."""
+
+    def __init__(self, board: Board, size: int, sums: BufferSums | None = None) -> None:
+        """`sums` are those that the buffer's other senders use; without it each transfer is summed afresh."""
+        self._board, self._sums = board, sums
+        self._runs: dict[int, tuple[Run, ...]] = {}
         self._ranks = range(1, size)
 
     def post(self, number: int, buffer: torch.Tensor) -> None:
@@ -102,11 +129,8 @@ class SenderSums:
             if rank not in self._runs:
                 who = f"transport rank {rank}"
                 self._runs[rank] = _read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
-            runs = self._runs[rank]
-            out = torch.zeros(len(runs), dtype=torch.int64, device=buffer.device)
-            for run, place in zip(runs, out.unbind(), strict=True):
-                sum_of(buffer, run.source, run.pitch, run, place)
-            self._board.put(f"sums/{number}/{rank}", array("q", out.tolist()).tobytes())
+            sums = self._sums or BufferSums()
+            self._board.put(f"sums/{number}/{rank}", sums.of(buffer, self._runs[rank]))
 
 
 class RankSums:
@@ -168,7 +192,7 @@ def _row_groups(width: int, word: int) -> int:
     return columns // math.gcd(columns, GROUP)
 
 
-def _read_runs(encoded: bytes, who: str, nbytes: int) -> list[Run]:
+def _read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
     """What a rank asks for. Raises TransportError unless all of it can be done."""
     try:
         runs = msgspec.msgpack.decode(encoded, type=Annotated[list[Run], Meta(max_length=MAX_RUNS)])
@@ -179,7 +203,7 @@ def _read_runs(encoded: bytes, who: str, nbytes: int) -> list[Run]:
     for run in runs:
         if objection := run.objection(nbytes):
             raise TransportError(f"send: {who} wants a sum over {objection}")
-    return runs
+    return tuple(runs)
 
 
 @cache

@@ -157,6 +157,8 @@ class RankSums:
 
     def add(self, group: int, target: torch.Tensor) -> None:
         """Queues the sums of a group that has landed in uint8 `target`, on the current stream."""
+        if self._out.is_cuda and not target.is_cuda:
+            torch.cuda.current_stream(self._out.device).synchronize()  # the host reads what the stream has written
         for number, part, run in self._parts[group] if self._verify else ():
             sum_of(target, part.target, part.target_pitch, run, self._out[number])
 

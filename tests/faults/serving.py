@@ -1,0 +1,245 @@
+"""Generators of a real vLLM, a trainer that can be killed, clients that watch their tokens come (not a test file)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from inflight import config as configuration
+from inflight.bus import Listener
+from inflight.config import RunConfig
+from inflight.types import Routes
+
+PUBLISHING = str(Path(__file__).parent / "publishing.py")
+START_S = 300.0
+ANSWER_S = 120.0
+PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
+
+
+def until(condition: Callable[[], Any], what: str, timeout_s: float = ANSWER_S) -> Any:
+    """What `condition` gives, as soon as it is true; a bound against hanging."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
+        time.sleep(0.02)
+    return found
+
+
+class TrainerProcess:
+    """publishing.py, by orders and answers."""
+
+    def __init__(self, config: RunConfig, version: int, transport: str, environment: dict[str, str]) -> None:
+        command = [sys.executable, PUBLISHING, config.run_dir, str(version), transport]
+        self._log = (config.path / "trainer.log").open("a")
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, env=environment
+        )
+        self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.halted: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert "ready" in self._answer(START_S)
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if not line.startswith("{"):
+                continue
+            answer = json.loads(line)
+            if "halted" in answer:
+                self.halted.put(answer["halted"])
+            else:
+                self._answers.put(answer)
+        self._answers.put({"ended": True})
+
+    def _answer(self, timeout_s: float) -> dict[str, Any]:
+        answer = self._answers.get(timeout=timeout_s)
+        assert "ended" not in answer, Path(self._log.name).read_text()[-3000:]
+        return answer
+
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """An order and its answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"do": do, **values}) + "\n")
+        self.process.stdin.flush()
+        answer = self._answer(ANSWER_S)
+        assert answer["did"] == do
+        return answer
+
+    def committed(self, **versions: int) -> dict[str, Any]:
+        """Waits until generators have committed these versions; the publisher's state then."""
+
+        def there() -> dict[str, Any] | None:
+            state = self.ask("state")
+            return state if versions.items() <= state["committed"].items() else None
+
+        found: dict[str, Any] = until(there, f"{versions} committed: {self.ask('state')}")
+        return found
+
+    def publish(self, version: int, **halt: int) -> None:
+        self.ask("publish", version=version, halt=halt)
+
+    def kill(self) -> float:
+        """SIGKILL; when."""
+        self.process.kill()
+        at = time.monotonic()
+        self.process.wait(20)
+        return at
+
+
+class Serving:
+    """A run folder whose launcher is this process. `devices`: process name → CUDA_VISIBLE_DEVICES."""
+
+    def __init__(self, config: RunConfig, devices: dict[str, str] | None = None, generator: Iterable[str] = ()) -> None:
+        """`generator`: what starts one, in the place of `-m inflight.generator`."""
+        self.config, self._devices = config, devices or {}
+        self._generator = list(generator) or ["-m", "inflight.generator"]
+        configuration.save(config)
+        (config.path / "bus").mkdir()
+        self._status = Listener(config.endpoint("status"), config.bus)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.trainers: list[TrainerProcess] = []
+
+    def start(self, name: str) -> None:
+        """Starts a generator; it joins by itself."""
+        command = [sys.executable, *self._generator, "--run-dir", self.config.run_dir, "--name", name]
+        with (self.config.path / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, env=self._environment(name)
+            )
+
+    def trainer(self, version: int, transport: str) -> TrainerProcess:
+        """A new trainer that holds `version`."""
+        self.trainers.append(TrainerProcess(self.config, version, transport, self._environment("trainer")))
+        return self.trainers[-1]
+
+    def _environment(self, name: str) -> dict[str, str]:
+        environment = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+        halt = str(self.config.path / name)  # read by tests/gpu/halting_worker.py
+        return {**environment, "CUDA_VISIBLE_DEVICES": self._devices.get(name, ""), "INFLIGHT_HALT": halt}
+
+    def url(self, name: str) -> str:
+        """Where a generator that may be asked serves."""
+
+        def listed() -> str:
+            with contextlib.suppress(OSError, KeyError):
+                routes = msgspec.json.decode(self.config.routes_file.read_bytes(), type=Routes)
+                return routes.generators[name].url
+            return ""
+
+        found: str = until(listed, f"{name} in the routes")
+        return found
+
+    def told(self, name: str, text: str) -> Callable[[], str]:
+        """Whether a line with `text` came in the log of `name` since now; the line."""
+        log = self.config.path / f"{name}.log"
+        seen = log.stat().st_size
+
+        def found() -> str:
+            lines = log.read_bytes()[seen:].decode(errors="replace").splitlines()
+            return next((line for line in lines if text in line), "")
+
+        return found
+
+    def says(self, url: str) -> list[Any]:
+        """Greedy tokens and log-probabilities, one prompt at a time: equal when all bytes of the weights are."""
+        return [self._ask(url, prompt) for prompt in PROMPTS]
+
+    @staticmethod
+    def _ask(url: str, prompt: list[int]) -> list[Any]:
+        body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{url}/v1/completions", json.dumps({**body, "return_token_ids": True}).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
+            choice = json.load(reply)["choices"][0]
+        return [choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["token_versions"]]
+
+    def kill(self, name: str) -> float:
+        """SIGKILL to a generator and all its processes; when."""
+        os.killpg(self.processes[name].pid, signal.SIGKILL)
+        at = time.monotonic()
+        self.processes[name].wait(20)
+        return at
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            trainer.process.kill()
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(20)
+        self._status.close()
+
+
+class Streams:
+    """Sequences that decode all the time; notes when each token comes and what ended badly."""
+
+    def __init__(self, url: str, many: int, tokens: int) -> None:
+        self._url, self._many, self._tokens = url, many, tokens
+        self.gaps: list[tuple[float, float]] = []
+        """(when, seconds since the token before) of each token."""
+        self.errors: list[str] = []
+        self.finished: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+
+    async def _run(self) -> None:
+        async with aiohttp.ClientSession() as session:
+            await asyncio.gather(*(self._decode(session, number) for number in range(self._many)))
+
+    async def _decode(self, session: aiohttp.ClientSession, number: int) -> None:
+        body = {
+            "prompt": [3 + number % 10, 4, 5], "max_tokens": self._tokens, "temperature": 1.0, "seed": number,
+            "ignore_eos": True, "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+        while not self._stop.is_set():
+            last = 0.0
+            try:
+                async with session.post(f"{self._url}/v1/completions", json=body) as reply:
+                    reply.raise_for_status()
+                    async for line in reply.content:
+                        if self._stop.is_set():
+                            return
+                        if not line.startswith(b"data: {"):
+                            continue
+                        choice = json.loads(line[6:])["choices"][0]
+                        now = time.monotonic()
+                        if last and choice.get("token_ids"):
+                            self.gaps.append((now, now - last))
+                        last = now
+                        if choice["finish_reason"]:
+                            self.finished.append(choice["finish_reason"])
+            except (aiohttp.ClientError, TimeoutError) as error:
+                self.errors.append(f"{type(error).__name__}: {error}")
+                return
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+    def during(self, begin: float, end: float) -> dict[str, float]:
+        """Of the gaps that ended in a window: how many, median, 99th percentile, longest; milliseconds."""
+        found = sorted(1e3 * gap for at, gap in self.gaps if begin <= at <= end)
+        if not found:
+            return {"tokens": 0}
+        shares = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
+        at = {name: round(found[min(len(found) - 1, int(share * len(found)))], 2) for name, share in shares.items()}
+        return {"tokens": len(found), **at}

@@ -1,0 +1,56 @@
+"""Faults in the middle of a version's bytes with a real vLLM on CPU: the trainer dies, one of two generators dies."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from serving import Serving
+from transactions import generator_killed, trainer_killed
+
+from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
+
+pytestmark = [pytest.mark.faults, pytest.mark.vllm]
+
+
+@pytest.fixture
+def serve(tmp_path):
+    made = []
+
+    def start(*names: str) -> Serving:
+        config = RunConfig(
+            model=ModelConfig("tiny", "float32"),
+            task=TaskConfig("addition"),
+            run_dir=str(tmp_path / "run"),
+            generator=GeneratorConfig(count=len(names), kv_cache_gib=0.125, max_num_seqs=16, max_model_len=1100),
+            bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
+            publish=PublishConfig(bucket_bytes=1 << 18, transfer_timeout_s=5, commit_timeout_s=20, supersede_after_s=1),
+        )
+        made.append(Serving(config))
+        for name in names:
+            made[-1].start(name)
+        return made[-1]
+
+    yield start
+    for serving in made:
+        serving.close()
+
+
+def test_a_trainer_killed_in_the_middle_of_a_version_changes_nothing_and_another_goes_on(serve):
+    serving = serve("g0")
+    trainer = serving.trainer(0, "gloo")
+    trainer.committed(g0=0)
+    trainer.publish(1)
+    trainer.committed(g0=1)
+    figures, _ = trainer_killed(serving, 1, "gloo", then="gloo")
+    print(json.dumps(figures))
+    assert figures["fault_ms"]["tokens"] > 0
+
+
+def test_one_of_two_generators_killed_in_the_middle_of_a_version_holds_up_nobody(serve):
+    serving = serve("g0", "g1")
+    trainer = serving.trainer(0, "gloo")
+    trainer.committed(g0=0, g1=0)
+    figures = generator_killed(serving, 0, "gloo")
+    print(json.dumps(figures))
+    assert {(name, version) for name, version, *_ in figures["failures"]} == {("g1", 1), ("g1", 2)}

@@ -1,0 +1,141 @@
+"""Faults in the middle of a version's bytes, on generators of a real vLLM: the same on CPU and GPUs (not a test file).
+
+Odd and even versions are two sets of weights (publishing.py), so what an engine says tells which one it holds.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from serving import Serving, Streams, TrainerProcess, until
+
+QUIET_S = 3.0
+WATCH_S = 3.0
+HALT_AFTER = 3
+"""Buckets (gloo, nccl) or pieces of a rank (ipc) that are through when it stops."""
+LOGPROB = 1e-4
+"""As far apart as log-probabilities of the same weights may be, a sequence alone: kernels may choose another order."""
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    """Whether an engine said the same twice, but for the version that it said it under."""
+    return all(
+        tokens == others and max(abs(a - b) for a, b in zip(logprobs, other_logprobs, strict=True)) <= LOGPROB
+        for (tokens, logprobs, _), (others, other_logprobs, _) in zip(one, other, strict=True)
+    )
+
+
+def versions(said: list[Any]) -> set[int]:
+    """Those that the tokens carry."""
+    return {version for _, _, spans in said for _, version in spans}
+
+
+class Halt:
+    """Stops the bytes on their way to a generator: in the trainer between two buckets or, where ranks pull them, in the
+    generator between two pieces."""
+
+    def __init__(self, serving: Serving, trainer: TrainerProcess, name: str, transport: str) -> None:
+        self._trainer, self._name = trainer, name
+        self._pulled = transport == "ipc"
+        self._files = {what: Path(serving.config.run_dir) / f"{name}.{what}" for what in ("halt", "halted", "go")}
+
+    def publish(self, version: int) -> None:
+        """Returns when the bytes have stopped."""
+        if self._pulled:
+            for file in self._files.values():
+                file.unlink(missing_ok=True)
+            self._files["halt"].write_text(str(HALT_AFTER))
+            self._trainer.publish(version)
+            until(self._files["halted"].exists, "the halt in the generator")
+        else:
+            self._trainer.publish(version, **{self._name: HALT_AFTER})
+            assert self._trainer.halted.get(timeout=60) == self._name
+
+    def go(self) -> None:
+        """Lets the bytes go on, if anyone is left."""
+        if self._pulled:
+            self._files["go"].touch()
+        elif self._trainer.process.poll() is None:
+            self._trainer.ask("go")
+
+
+def trainer_killed(serving: Serving, version: int, transport: str, then: str) -> tuple[dict[str, Any], TrainerProcess]:
+    """g0 holds `version` of the newest trainer, which is killed within the next one; a new one, which sends by `then`,
+    takes its place. The figures, and the new trainer."""
+    trainer, url = serving.trainers[-1], serving.url("g0")
+    held = serving.says(url)
+    assert versions(held) == {version}
+    streams = Streams(url, 16, 1000)
+    time.sleep(QUIET_S)
+    quiet = time.monotonic()
+    failed = serving.told("g0", f"version {version + 1} failed in receive")
+    halt = Halt(serving, trainer, "g0", transport)
+    halt.publish(version + 1)
+    killed = trainer.kill()
+    halt.go()
+    reason = until(failed, "the rank's report", serving.config.publish.transfer_timeout_s + 10)
+    reported = time.monotonic()
+    time.sleep(max(0.0, killed + WATCH_S - reported))
+    end = time.monotonic()
+    streams.stop()
+    assert streams.errors == []
+    assert set(streams.finished) <= {"length"}
+    still = serving.says(url)
+    assert same(still, held), "the live weights are as they were"
+    assert versions(still) == {version}
+    trainer = serving.trainer(version, then)
+    trainer.committed(g0=version)
+    trainer.publish(version + 1)
+    trainer.committed(g0=version + 1)
+    said = serving.says(url)
+    assert not same(said, held)
+    assert versions(said) == {version + 1}
+    trainer.publish(version + 2)
+    trainer.committed(g0=version + 2)
+    assert same(serving.says(url), held)
+    return {
+        "transport": transport, "reported_after_s": round(reported - killed, 2), "reason": reason[-200:],
+        "quiet_ms": streams.during(quiet - QUIET_S, quiet), "fault_ms": streams.during(quiet, end),
+    }, trainer  # fmt: skip
+
+
+def generator_killed(serving: Serving, version: int, transport: str) -> dict[str, Any]:
+    """g0 and g1 hold `version`, which their trainer began with. g1 is killed within the next one, which g0 gets; then
+    it is started again."""
+    trainer, url = serving.trainers[-1], serving.url("g0")
+    held, processes = serving.says(url), {name: process.pid for name, process in serving.processes.items()}
+    streams = Streams(url, 16, 1000)
+    time.sleep(QUIET_S)
+    quiet = time.monotonic()
+    halt = Halt(serving, trainer, "g1", transport)
+    halt.publish(version + 1)
+    killed = serving.kill("g1")
+    halt.go()
+    trainer.committed(g0=version + 1)
+    committed = time.monotonic()
+    trainer.publish(version + 2)
+    state = trainer.committed(g0=version + 2)
+    assert "g1" not in state["committed"]
+    time.sleep(max(0.0, killed + WATCH_S - time.monotonic()))
+    end = time.monotonic()
+    streams.stop()
+    assert streams.errors == []
+    assert set(streams.finished) <= {"length"}
+    assert same(serving.says(url), held)
+    serving.start("g1")
+    trainer.committed(g0=version + 2, g1=version + 2)
+    assert same(serving.says(serving.url("g1")), held)
+    trainer.publish(version + 3)
+    state = trainer.committed(g0=version + 3, g1=version + 3)
+    assert same(serving.says(serving.url("g1")), serving.says(url))
+    assert serving.processes["g0"].pid == processes["g0"], "the survivor was not started again"
+    mine = [event["version"] for kind, event in state["events"] if kind == "Swap" and event["generator"] == "g0"]
+    assert mine == list(range(version + 1, version + 4)), "the survivor got every version"
+    return {
+        "transport": transport, "survivor_committed_after_s": round(committed - killed, 2),
+        "failures": [[event["generator"], event["version"], event["phase"], event["reason"][:200]]
+                     for kind, event in state["events"] if kind == "Failure"],
+        "quiet_ms": streams.during(quiet - QUIET_S, quiet), "fault_ms": streams.during(quiet, end),
+    }  # fmt: skip

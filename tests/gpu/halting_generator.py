@@ -1,0 +1,18 @@
+"""`python -m inflight.generator` with the worker of halting_worker.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from inflight.generator import engine_args, server
+from inflight.generator.__main__ import main
+
+WORKER = "tests.gpu.halting_worker.HaltingWorker"
+
+if __name__ == "__main__":
+    engine_args.CUDA_WORKER = server.CUDA_WORKER = WORKER
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,292 @@
+"""Transactions on GPUs: what is verified, and what a death in the middle of a version's bytes does to those who live.
+
+The figures are printed (`-s`), one JSON object a line. `INFLIGHT_SHAPE` is the model's (bench/gpu_shapes.py),
+`INFLIGHT_EAGER=1` leaves graphs out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.gpu_shapes import random_model
+from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
+from inflight.messages import BucketMeta
+from inflight.models import prepare
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
+
+from serving import Serving
+from transactions import generator_killed, trainer_killed
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = os.environ.get("INFLIGHT_SHAPE", "1.5b")
+
+
+def gpu(number: int) -> str:
+    """The name of a GPU that this process may use, for CUDA_VISIBLE_DEVICES."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[number]
+
+
+def needs(gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=f"needs {gpus} GPUs")
+
+
+# --- what is verified ------------------------------------------------------------
+
+NBYTES = 300 << 20
+BUCKETS = [BucketMeta(offset=at, nbytes=min(32 << 20, NBYTES - at)) for at in range(0, NBYTES, 32 << 20)]
+
+
+class Sending:
+    """The trainer's process: sends on order, and does harm to its buffer when told to."""
+
+    def __init__(self, transport: str) -> None:
+        code = f"from tests.gpu.test_faults_gpu import send; send({transport!r})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu(0)},
+        )  # fmt: skip
+        self.rendezvous = self.answer()
+
+    def answer(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the sender ended"
+        return line.strip()
+
+    def order(self, what: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+
+
+def send(transport: str) -> None:
+    """Orders: `sound`, `flip BYTE` (between the sums and the sending), then `overwrite` at any time."""
+    from inflight.weights.transport import make_sender
+    from inflight.weights.transport.sums import SenderSums
+
+    torch.cuda.set_device(0)
+    buffer = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    sender = make_sender(transport, 2, 20.0)
+    post = SenderSums.post
+    print(sender.rendezvous, flush=True)
+    for line in sys.stdin:
+        order, _, at = line.strip().partition(" ")
+
+        def posting(self: Any, number: int, buffer: torch.Tensor, order: str = order, at: str = at) -> None:
+            post(self, number, buffer)
+            if order == "flip":
+                buffer[int(at)] ^= 1
+                torch.cuda.synchronize()
+
+        SenderSums.post = posting  # type: ignore[method-assign]
+        if order == "overwrite":
+            buffer.random_(0, 256)
+            torch.cuda.synchronize()
+            print("overwritten", flush=True)
+            continue
+        if order == "watched":  # stays able to hear an order while the other side pulls
+            import threading
+
+            threading.Thread(target=sender.send, args=(buffer, BUCKETS), daemon=True).start()
+            continue
+        sender.send(buffer, BUCKETS)
+        print("sent", flush=True)
+
+
+@pytest.fixture
+def sending(request: pytest.FixtureRequest) -> Iterator[tuple[str, Sending]]:
+    made = Sending(request.param)
+    yield request.param, made
+    made.process.kill()
+    made.process.wait(20)
+
+
+def receiver_of(transport: str, rendezvous: str, *, verify: bool = True) -> Any:
+    from inflight.weights.transport.ipc import IpcReceiver
+    from inflight.weights.transport.nccl import NcclReceiver
+
+    return {"ipc": IpcReceiver, "nccl": NcclReceiver}[transport](rendezvous, 1, 2, 20.0, verify=verify)
+
+
+def landing_of(target: torch.Tensor) -> Any:
+    """As of a rank of two: a parameter cut by rows, one cut by columns, and a small one."""
+    from inflight.weights.transport.landing import Landing, Strip
+
+    strips = (
+        Strip(0, 0, 100 << 20),
+        Strip(100 << 20, 100 << 20, 4096, 25 << 9, 8192, 4096),
+        Strip(250 << 20, (150 << 20) + 256, 7168),
+        Strip((250 << 20) + 7168, (160 << 20) + 2, 2 * 3583),
+    )
+    return Landing(target, target.device, strips)
+
+
+@needs(2)
+@pytest.mark.parametrize("sending", ["ipc", "nccl"], indirect=True)
+def test_harm_to_any_byte_that_a_rank_keeps_is_found_on_the_device(sending: tuple[str, Sending]) -> None:
+    from inflight.weights.pack import ChecksumError
+
+    transport, sender = sending
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device="cuda:1")
+    receiver, landing = receiver_of(transport, sender.rendezvous), landing_of(target)
+    kept = [0, (100 << 20) - 1, (100 << 20) + 4095, (250 << 20) + 7167, (250 << 20) + 7168 + 2 * 3583 - 1]
+    not_kept = [(100 << 20) + 4096, 299 << 20]
+    for at in [None, *kept, None, *not_kept]:
+        sender.order("sound" if at is None else f"flip {at}")
+        if at in kept:
+            with pytest.raises(ChecksumError, match="differ from those sent in 1 of"):
+                receiver.receive_into(landing, BUCKETS)
+        else:
+            receiver.receive_into(landing, BUCKETS)
+        assert sender.answer() == "sent"
+    receiver.close()
+
+
+@needs(1)
+@pytest.mark.parametrize("sending", ["ipc"], indirect=True)
+def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
+    sending: tuple[str, Sending], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from inflight.weights.pack import ChecksumError
+    from inflight.weights.transport import cuda
+
+    transport, sender = sending
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device=device)
+    receiver, landing, copy, pieces = receiver_of(transport, sender.rendezvous), landing_of(target), cuda.copy, [0]
+
+    def overwriting(*args: Any) -> None:
+        pieces[0] += 1
+        if pieces[0] == 2:
+            torch.cuda.synchronize()
+            sender.order("overwrite")
+            assert sender.answer() == "overwritten"
+        copy(*args)
+
+    monkeypatch.setattr(cuda, "copy", overwriting)
+    sender.order("watched")
+    with pytest.raises(ChecksumError, match="bytes differ from those sent"):
+        receiver.receive_into(landing, BUCKETS)
+    receiver.close()
+
+
+@needs(1)
+def test_sums_are_those_of_a_cpu_and_what_they_cost() -> None:
+    """15 GB as one parameter of each kind after another, on the device; printed, not judged."""
+    from inflight.weights.transport.landing import Strip
+    from inflight.weights.transport.sums import BufferSums, Run, _run_of, cut, sum_of
+
+    some = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
+    for run in (Run(0, 129536, 500, 129536, 4), Run(2, 7166, 4000, 8192, 2), Run(1, 129, 1000, 130, 1)):
+        sums = []
+        for device in ("cpu", "cuda"):
+            out = torch.zeros((), dtype=torch.int64, device=device)
+            sum_of(some.to(device), run.source, run.pitch, run, out)
+            sums.append(int(out))
+        assert sums[0] == sums[1]
+    free, _ = torch.cuda.mem_get_info()
+    nbytes = min(15_200_000_000, free - (4 << 30)) // 8192 * 8192
+    buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    layouts = {
+        "whole": [Strip(at, at, min(128 << 20, nbytes - at)) for at in range(0, nbytes, 128 << 20)],
+        "half of each row": [
+            Strip(at, at, 4096, min(128 << 20, nbytes - at) // 8192, 8192, 4096) for at in range(0, nbytes, 128 << 20)
+        ],
+    }
+    for name, strips in layouts.items():
+        runs = tuple(_run_of(part) for strip in strips for part in cut(strip))
+        seconds = []
+        for _ in range(4):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            BufferSums().of(buffer, runs)
+            seconds.append(time.perf_counter() - started)
+        summed = sum(run.rows * run.width for run in runs)
+        figures = {"sums": name, "gb": round(summed / 1e9, 2), "ms": [round(1e3 * s, 2) for s in seconds]}
+        print(json.dumps({**figures, "runs": len(runs), "gb_per_s": round(summed / 1e9 / min(seconds))}))
+
+
+# --- deaths in the middle ------------------------------------------------------------
+
+
+def model_folder(folder: Path) -> Path:
+    """A checkpoint of random weights of the shape, with the tiny model's tokenizer."""
+    model = random_model(SHAPE, "cuda", 1)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+    for file in prepare("tiny").glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Any]:
+    made: list[Serving] = []
+
+    def start(*names: str) -> Serving:
+        eager = {"enforce_eager": True} if os.environ.get("INFLIGHT_EAGER") else {}
+        config = RunConfig(
+            model=ModelConfig(str(model_folder(tmp_path / "model")), "bfloat16"),
+            task=TaskConfig("addition"),
+            run_dir=str(tmp_path / "run"),
+            generator=GeneratorConfig(
+                count=len(names), kv_cache_gib=2.0, max_num_seqs=32, max_model_len=1100, threads=4, extra=eager
+            ),
+            bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
+            publish=PublishConfig(
+                transport="ipc", bucket_bytes=64 << 20, transfer_timeout_s=4, commit_timeout_s=20, supersede_after_s=1
+            ),
+        )
+        devices = {name: f"{gpu(number)},{gpu(0)}" for number, name in enumerate(names, start=1)}
+        made.append(Serving(config, {"trainer": gpu(0), **devices}, ["-m", "tests.gpu.halting_generator"]))
+        for name in names:
+            made[-1].start(name)
+        return made[-1]
+
+    yield start
+    for serving in made:
+        serving.close()
+        for log in sorted(serving.config.path.glob("*.log")):
+            lines = [
+                line for line in log.read_text(errors="replace").splitlines() if "inflight" in line or "rror" in line
+            ]
+            print(f"--- {log.name}", *lines[-25:], sep="\n")
+
+
+@needs(2)
+def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> None:
+    """One engine lives through both deaths; each time a new trainer goes on."""
+    serving = serve("g0")
+    trainer = serving.trainer(0, "nccl")
+    trainer.committed(g0=0)
+    trainer.publish(1)
+    trainer.committed(g0=1)
+    figures, _ = trainer_killed(serving, 1, "nccl", then="ipc")
+    print(json.dumps(figures), flush=True)
+    figures, _ = trainer_killed(serving, 3, "ipc", then="nccl")
+    print(json.dumps(figures), flush=True)
+
+
+@needs(3)
+def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> None:
+    serving = serve("g0", "g1")
+    serving.trainer(0, "nccl").committed(g0=0, g1=0)
+    print(json.dumps(generator_killed(serving, 0, "nccl")), flush=True)
+    serving.trainers[-1].kill()
+    serving.trainer(3, "ipc").committed(g0=3, g1=3)
+    print(json.dumps(generator_killed(serving, 3, "ipc")), flush=True)

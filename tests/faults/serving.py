@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -105,9 +106,9 @@ class Serving:
     """A run folder whose launcher is this process. `devices`: process name → CUDA_VISIBLE_DEVICES."""
 
     def __init__(self, config: RunConfig, devices: dict[str, str] | None = None, generator: Iterable[str] = ()) -> None:
-        """`generator`: what starts one, in the place of `-m inflight.generator`."""
+        """`generator`: what starts one, in the place of timed_generator.py."""
         self.config, self._devices = config, devices or {}
-        self._generator = list(generator) or ["-m", "inflight.generator"]
+        self._generator = list(generator) or [str(Path(__file__).parent / "timed_generator.py")]
         configuration.save(config)
         (config.path / "bus").mkdir()
         self._status = Listener(config.endpoint("status"), config.bus)
@@ -129,8 +130,8 @@ class Serving:
 
     def _environment(self, name: str) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        halt = str(self.config.path / name)  # read by tests/gpu/halting_worker.py
-        return {**environment, "CUDA_VISIBLE_DEVICES": self._devices.get(name, ""), "INFLIGHT_HALT": halt}
+        mine = {"CUDA_VISIBLE_DEVICES": self._devices.get(name, ""), "INFLIGHT_RUN_FILE": str(self.config.path / name)}
+        return {**environment, **mine}
 
     def url(self, name: str) -> str:
         """Where a generator that may be asked serves."""
@@ -154,6 +155,12 @@ class Serving:
             return next((line for line in lines if text in line), "")
 
         return found
+
+    def steps(self, name: str, begin: float, end: float) -> dict[str, float]:
+        """Milliseconds between the moments at which a generator's engine had tokens, within a window."""
+        lines = (self.config.path / f"{name}.steps").read_text().splitlines()
+        times = [float(line.split()[0]) for line in lines]
+        return spread([b - a for a, b in pairwise(times) if begin <= b <= end])
 
     def says(self, url: str) -> list[Any]:
         """Greedy tokens and log-probabilities, one prompt at a time: equal when all bytes of the weights are."""
@@ -236,10 +243,13 @@ class Streams:
         assert not self._thread.is_alive()
 
     def during(self, begin: float, end: float) -> dict[str, float]:
-        """Of the gaps that ended in a window: how many, median, 99th percentile, longest; milliseconds."""
-        found = sorted(1e3 * gap for at, gap in self.gaps if begin <= at <= end)
-        if not found:
-            return {"tokens": 0}
-        shares = {"p50": 0.5, "p99": 0.99, "longest": 1.0}
-        at = {name: round(found[min(len(found) - 1, int(share * len(found)))], 2) for name, share in shares.items()}
-        return {"tokens": len(found), **at}
+        """Milliseconds between tokens of a sequence that came within a window."""
+        return spread([gap for at, gap in self.gaps if begin <= at <= end])
+
+
+def spread(seconds: list[float]) -> dict[str, float]:
+    """How many, and median, 99th percentile and longest in milliseconds."""
+    found = sorted(1e3 * each for each in seconds)
+    shares = {"p50": 0.5, "p99": 0.99, "longest": 1.0} if found else {}
+    at = {name: round(found[min(len(found) - 1, int(share * len(found)))], 2) for name, share in shares.items()}
+    return {"many": len(found), **at}

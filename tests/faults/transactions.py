@@ -61,13 +61,23 @@ class Halt:
             self._trainer.ask("go")
 
 
-def trainer_killed(serving: Serving, version: int, transport: str, then: str) -> tuple[dict[str, Any], TrainerProcess]:
+def gaps(serving: Serving, streams: Streams, quiet: float, end: float) -> dict[str, Any]:
+    """Milliseconds between g0's steps, and between tokens at its clients: for a while until the version was published,
+    and from then on."""
+    windows = {"quiet": (quiet - QUIET_S / 2, quiet), "fault": (quiet, end)}
+    found = {f"{what}_steps_ms": serving.steps("g0", *window) for what, window in windows.items()}
+    return found | {f"{what}_clients_ms": streams.during(*window) for what, window in windows.items()}
+
+
+def trainer_killed(
+    serving: Serving, version: int, transport: str, then: str, many: int
+) -> tuple[dict[str, Any], TrainerProcess]:
     """g0 holds `version` of the newest trainer, which is killed within the next one; a new one, which sends by `then`,
-    takes its place. The figures, and the new trainer."""
+    takes its place; `many` sequences decode. The figures, and the new trainer."""
     trainer, url = serving.trainers[-1], serving.url("g0")
     held = serving.says(url)
     assert versions(held) == {version}
-    streams = Streams(url, 16, 1000)
+    streams = Streams(url, many, 1000)
     time.sleep(QUIET_S)
     quiet = time.monotonic()
     failed = serving.told("g0", f"version {version + 1} failed in receive")
@@ -97,16 +107,16 @@ def trainer_killed(serving: Serving, version: int, transport: str, then: str) ->
     assert same(serving.says(url), held)
     return {
         "transport": transport, "reported_after_s": round(reported - killed, 2), "reason": reason[-200:],
-        "quiet_ms": streams.during(quiet - QUIET_S, quiet), "fault_ms": streams.during(quiet, end),
+        **gaps(serving, streams, quiet, end),
     }, trainer  # fmt: skip
 
 
-def generator_killed(serving: Serving, version: int, transport: str) -> dict[str, Any]:
+def generator_killed(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:
     """g0 and g1 hold `version`, which their trainer began with. g1 is killed within the next one, which g0 gets; then
     it is started again."""
     trainer, url = serving.trainers[-1], serving.url("g0")
     held, processes = serving.says(url), {name: process.pid for name, process in serving.processes.items()}
-    streams = Streams(url, 16, 1000)
+    streams = Streams(url, many, 1000)
     time.sleep(QUIET_S)
     quiet = time.monotonic()
     halt = Halt(serving, trainer, "g1", transport)
@@ -137,5 +147,5 @@ def generator_killed(serving: Serving, version: int, transport: str) -> dict[str
         "transport": transport, "survivor_committed_after_s": round(committed - killed, 2),
         "failures": [[event["generator"], event["version"], event["phase"], event["reason"][:200]]
                      for kind, event in state["events"] if kind == "Failure"],
-        "quiet_ms": streams.during(quiet - QUIET_S, quiet), "fault_ms": streams.during(quiet, end),
+        **gaps(serving, streams, quiet, end),
     }  # fmt: skip

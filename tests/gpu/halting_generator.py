@@ -1,4 +1,4 @@
-"""`python -m inflight.generator` with the worker of halting_worker.py."""
+"""`python -m inflight.generator` with the worker of halting_worker.py, noting its steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import sys
 
 from inflight.generator import engine_args, server
-from inflight.generator.__main__ import main
+from tests.faults.timed_generator import run
 
 WORKER = "tests.gpu.halting_worker.HaltingWorker"
 
 if __name__ == "__main__":
     engine_args.CUDA_WORKER = server.CUDA_WORKER = WORKER
-    code = main()
+    code = run(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,6 +1,6 @@
 """The CUDA worker whose pull over CUDA IPC can be stopped between two pieces; the engine decodes on meanwhile.
 
-`INFLIGHT_HALT` names a file less its suffix: `.halt` holds the number of pieces that are let through; when they are
+`INFLIGHT_RUN_FILE` names a file less its suffix: `.halt` holds the number of pieces that are let through; when they are
 there it becomes `.halted`, and the rest waits for `.go`.
 """
 
@@ -25,7 +25,7 @@ done = 0
 def halting(strips: Iterable[Strip], source: int, target: int, stream: int) -> None:
     """In the place of `cuda.copy`, piece by piece."""
     global done
-    file = Path(os.environ["INFLIGHT_HALT"] + ".halt")
+    file = Path(os.environ["INFLIGHT_RUN_FILE"] + ".halt")
     for strip in strips:
         copy([strip], source, target, stream)
         done += 1
@@ -43,5 +43,5 @@ class HaltingWorker(InflightCUDAWorker):
     """See the module's text."""
 
 
-if "INFLIGHT_HALT" in os.environ:
+if "INFLIGHT_RUN_FILE" in os.environ:
     cuda.copy = halting

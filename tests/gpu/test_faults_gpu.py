@@ -276,9 +276,9 @@ def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> N
     trainer.committed(g0=0)
     trainer.publish(1)
     trainer.committed(g0=1)
-    figures, _ = trainer_killed(serving, 1, "nccl", then="ipc")
+    figures, _ = trainer_killed(serving, 1, "nccl", then="ipc", many=16)
     print(json.dumps(figures), flush=True)
-    figures, _ = trainer_killed(serving, 3, "ipc", then="nccl")
+    figures, _ = trainer_killed(serving, 3, "ipc", then="nccl", many=16)
     print(json.dumps(figures), flush=True)
 
 
@@ -286,7 +286,7 @@ def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> N
 def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> None:
     serving = serve("g0", "g1")
     serving.trainer(0, "nccl").committed(g0=0, g1=0)
-    print(json.dumps(generator_killed(serving, 0, "nccl")), flush=True)
+    print(json.dumps(generator_killed(serving, 0, "nccl", many=16)), flush=True)
     serving.trainers[-1].kill()
     serving.trainer(3, "ipc").committed(g0=3, g1=3)
-    print(json.dumps(generator_killed(serving, 3, "ipc")), flush=True)
+    print(json.dumps(generator_killed(serving, 3, "ipc", many=16)), flush=True)

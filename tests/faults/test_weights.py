@@ -7,6 +7,8 @@ harmed one has the newest version again in the end.
 from __future__ import annotations
 
 import ast
+import dataclasses
+import hashlib
 import os
 import signal
 import subprocess
@@ -18,12 +20,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from msgspec.structs import replace
 from proxy import Harm, Proxy
 from torch import nn
 
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
-from inflight.weights.delivery import State
+from inflight.weights.delivery import Failure, State
 from inflight.weights.publisher import Publisher
 from inflight.weights.routes import routes
 from inflight.weights.source import WeightSource
@@ -34,6 +37,8 @@ BUS = BusConfig(heartbeat_s=0.1, dead_after_s=2.0)
 CONFIG = PublishConfig(
     bucket_bytes=4096, transfer_timeout_s=3, commit_timeout_s=2, supersede_after_s=1, retry_after_s=0.2
 )
+SLOW_RETRY = dataclasses.replace(CONFIG, retry_after_s=3)
+"""Time to look at what is left after a failure."""
 BOUND_S = 40.0
 SHORT_S = 10.0
 """What a publish may take at the very most, whoever is in trouble: less than any timeout's sum, far more than it is."""
@@ -64,10 +69,10 @@ class Harmed:
         with (self.folder / f"{name}.out").open("a") as out:
             self.processes[name] = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int, fill=None) -> None:
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.fill_(version)
+                fill(parameter) if fill else parameter.fill_(version)
         started = time.monotonic()
         self.publisher.publish(version)
         assert time.monotonic() - started < SHORT_S, "the trainer waits for nobody that is in trouble"
@@ -95,6 +100,23 @@ class Harmed:
                 assert ast.literal_eval(held) == [[float(version)]] * {"g0": 1, "g1": 2}[name], line
                 told.append(int(version))
         return told
+
+    def live(self, name: str) -> str:
+        """What a process holds, byte by byte: `VERSION SHA-256`."""
+        out = self.folder / f"{name}.out"
+        told = len(out.read_text().splitlines())
+        os.kill(self.processes[name].pid, signal.SIGUSR1)
+
+        def lines() -> list[str]:
+            return [line[5:] for line in out.read_text().splitlines()[told:] if line.startswith("live ")]
+
+        self.until(lines, "its answer")
+        return lines()[0]
+
+    def whole(self, name: str, version: int) -> str:
+        """What `live` says of a generator whose ranks hold the model as it is here."""
+        held = [tensor.detach().numpy().tobytes() for _, tensor in sorted(self.model.named_parameters())]
+        return f"{version} {hashlib.sha256(b''.join(held * {'g0': 1, 'g1': 2}[name])).hexdigest()}"
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -178,6 +200,97 @@ def test_control_messages_that_are_harmed_change_no_weights(harmed, kind):
     harmed.committed(g0=version + 1, g1=version + 1)
     assert harmed.swaps("g0") == list(range(1, version + 2))
     assert harmed.swaps("g1")[-1] == version + 1
+
+
+class HarmedSender:
+    """Sends other buckets than it should, once: real gloo on both sides, wrong bytes between."""
+
+    def __init__(self, inner, kind, done):
+        self._inner, self._kind, self._done, self.rendezvous = inner, kind, done, inner.rendezvous
+
+    def send(self, buffer, buckets):
+        if self._done:
+            self._inner.send(buffer, buckets)
+            return
+        self._done.append(self._kind)
+        first, second, third, *rest = buckets
+        match self._kind:
+            case "corrupt":
+                buffer = buffer.clone()
+                buffer[second.offset + 100] ^= 4
+            case "truncate":
+                second = replace(second, nbytes=second.nbytes // 2)
+            case "drop":
+                rest = rest[:-1]
+            case "duplicate":
+                third = second
+            case "repeat":
+                rest = [third, *rest]
+            case "reorder":
+                second, third = third, second
+        self._inner.send(buffer, [first, second, third, *rest])
+
+    def close(self):
+        self._inner.close()
+
+
+def harm_buckets(harmed, kind) -> list[str]:
+    """Both generators hold version 1, and g1 is sent harmed buckets as soon as the list that is returned is empty."""
+    done: list[str] = ["not yet"]
+    roster = harmed.publisher._dispatch.roster
+    make = roster._make_sender
+    roster._make_sender = lambda name, size, timeout_s: (
+        HarmedSender(make(name, size, timeout_s), kind, done) if size == 3 else make(name, size, timeout_s)
+    )
+    harmed.start("g0")
+    harmed.start("g1")
+    harmed.publisher.wait_joined(BOUND_S)
+    harmed.publish(1)
+    harmed.committed(g0=1, g1=1)
+    return done
+
+
+HARMS = {
+    "corrupt": "verify", "duplicate": "verify", "reorder": "verify", "truncate": "verify",
+    "drop": "receive",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HARMS)
+def test_harmed_buckets_are_refused_and_the_version_comes_whole_later(harmed, kind):
+    done = harm_buckets(harmed, kind)
+    before = harmed.live("g1")
+    harmed.publisher._dispatch.conversation._config = SLOW_RETRY
+    done.clear()
+    started = time.monotonic()
+    harmed.publish(2, lambda parameter: parameter.copy_(torch.randn_like(parameter)))
+    failures = lambda: [e for e in harmed.publisher.events if isinstance(e, Failure)]  # noqa: E731
+    harmed.until(failures, "refusing")
+    assert time.monotonic() - started < CONFIG.transfer_timeout_s + SHORT_S
+    assert [(e.generator, e.version, e.phase) for e in failures()] == [("g1", 2, HARMS[kind])]
+    assert harmed.live("g1") == before, "not a byte of what is live has changed"
+    assert harmed.publisher.committed["g1"] == 1
+    harmed.committed(g0=2, g1=2)  # by the next attempt
+    assert harmed.live("g1") == harmed.whole("g1", 2)
+    assert harmed.live("g0") == harmed.whole("g0", 2)
+    assert done == [kind]
+    assert len(failures()) == 1
+
+
+def test_a_bucket_too_many_ends_the_generator_which_comes_back(harmed):
+    """Gloo ends a process that is sent more bytes than it waits for. Nothing is claimed for it then."""
+    done = harm_buckets(harmed, "repeat")
+    done.clear()
+    harmed.publish(2)
+    harmed.committed(g0=2)
+    assert harmed.processes["g1"].wait(BOUND_S) == -signal.SIGABRT
+    harmed.until(lambda: "g1" not in harmed.publisher.committed, "its leaving")
+    harmed.publish(3)
+    harmed.committed(g0=3)
+    harmed.start("g1")
+    harmed.committed(g0=3, g1=3)
+    assert harmed.swaps("g0") == [1, 2, 3]
+    assert harmed.swaps("g1") == [1, 3]
 
 
 def test_a_partition_heals(harmed):

@@ -252,7 +252,8 @@ def serve(tmp_path: Path) -> Iterator[Any]:
                 bucket_bytes=(1 if SHAPE == "tiny" else 64) << 20, transfer_timeout_s=4, supersede_after_s=1
             ),
         )
-        devices = {name: f"{gpu(number)},{gpu(0)}" for number, name in enumerate(names, start=1)}
+        last = torch.cuda.device_count() - 1  # on two GPUs the generators share one
+        devices = {name: f"{gpu(min(number, last))},{gpu(0)}" for number, name in enumerate(names, start=1)}
         made.append(Serving(config, {"trainer": gpu(0), **devices}, ["-m", "tests.gpu.halting_generator"]))
         for name in names:
             made[-1].start(name)
@@ -282,7 +283,7 @@ def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> N
     print(json.dumps(figures), flush=True)
 
 
-@needs(3)
+@needs(2)
 def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> None:
     serving = serve("g0", "g1")
     serving.trainer(0, "nccl").committed(g0=0, g1=0)

@@ -217,13 +217,12 @@ class WeightReceiver:
             self._rank_state.enter(State.BUILDING)
             self._shadow.build()
         except Exception as error:  # noqa: BLE001 - whatever it is, the publisher must hear of it and decoding goes on
-            # Some transports verify themselves. Their transfer went well: they can be used again.
+            # A transport that verifies by itself can be used again: its transfer went well.
             self._fail(message, "verify" if isinstance(error, ChecksumError) else phase, error)
             return
-        built = time.monotonic()
+        times = {"receive_s": received - started, "build_s": time.monotonic() - received}
         self._rank_state.enter(State.READY)
-        attempt, times = message.attempt, {"receive_s": received - started, "build_s": built - received}
-        self._tell(Ready(version=message.version, attempt=attempt, digest=digest, **times))
+        self._tell(Ready(version=message.version, attempt=message.attempt, digest=digest, **times))
 
     def _require(self, message: Prepare) -> tuple[Manifest, Receiver]:
         if self.state is not State.IDLE or self._manifest is None or self._transport is None:

@@ -80,7 +80,6 @@ def summarize(run_dir: Path) -> Summary:
     steps = read_lines(run_dir / METRICS_FILE)
     swaps = read_lines(run_dir / SWAPS_FILE)
     done = [swap for swap in swaps if swap["event"] == "committed"]
-    superseded = sum(swap.get("phase") == "superseded" for swap in swaps)
     rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE)
     last = steps[-1] if steps else {}
     rewards = [float(step["reward"]) for step in steps if step.get("reward") is not None]
@@ -92,8 +91,8 @@ def summarize(run_dir: Path) -> Summary:
         version=int(last.get("version", 0)),
         swaps=len(done),
         swaps_while_running=sum(swap["running"] > 0 for swap in done),
-        swaps_failed=len(swaps) - len(done) - superseded,
-        swaps_superseded=superseded,
+        swaps_failed=sum(swap["event"] == "failed" for swap in swaps),
+        swaps_superseded=sum(swap["event"] == "superseded" for swap in swaps),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
         rollouts=len(rollouts),

@@ -28,7 +28,7 @@ from inflight.rollout.gate import GatedGroup
 from inflight.rollout.questions import index_of
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import Stats
-from inflight.weights.delivery import Failure, Swap
+from inflight.weights.delivery import Event, Failure, Superseded, Swap
 from inflight.weights.publisher import Publisher, PublishReport
 
 _TICK_S = 0.2
@@ -196,10 +196,10 @@ class Reporter:
         self.close()
 
 
-def swap_line(event: Swap | Failure) -> dict[str, object]:
+def swap_line(event: Event) -> dict[str, object]:
     """An event of the publisher as a line of swaps.jsonl."""
-    kind = "committed" if isinstance(event, Swap) else "failed"
-    return {"event": kind, "time": time.time(), **dataclasses.asdict(event)}
+    kinds = {Swap: "committed", Failure: "failed", Superseded: "superseded"}
+    return {"event": kinds[type(event)], "time": time.time(), **dataclasses.asdict(event)}
 
 
 def _counts(value: object) -> list[int]:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from inflight.config import PublishConfig
 from inflight.messages import (
-    Abort,
     Aborted,
     AnyMessage,
     Commit,
@@ -80,7 +79,8 @@ class Conversation:
         if sending and not (supersede and self._has_arrived()):
             return False
         for delivery in sending:
-            self._abort(delivery, "superseded", "a newer version is waiting", broken=True)
+            self._roster.pass_over(delivery, self.version, "a newer one is waiting")
+            self._abort(delivery, "superseded", broken=True)
         self._offer = None
         return True
 
@@ -90,7 +90,7 @@ class Conversation:
         for delivery in self._deliveries:
             committing = delivery.state is State.COMMITTING and delivery.owed == delivery.version
             if delivery.owed is not None and not committing:
-                self._roster.record(delivery, delivery.owed, "superseded", f"{delivery.state.name}, {delivery.why}")
+                self._roster.pass_over(delivery, delivery.owed, f"{delivery.state.name}, {delivery.why}")
             delivery.owed, delivery.retry_at = offer.version, 0.0
             if delivery.state in (*GONE, State.STALLED, State.UNSURE):
                 self._roster.record(delivery, offer.version, "absent", f"{delivery.state.name}, {delivery.why}")
@@ -102,7 +102,7 @@ class Conversation:
             self._offer = None
         for delivery in self._deliveries:
             if delivery.state is State.SENDING and delivery.version == offer.version:
-                self._abort(delivery, "finite", reason, broken=False)
+                self._fail(delivery, "finite", reason, broken=False)
 
     # --- sending -----------------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class Conversation:
             if delivery.channel is not channel:
                 continue
             if delivery.state is State.SENDING:
-                self._abort(delivery, "receive", reason, broken=True)
+                self._fail(delivery, "receive", reason, broken=True)
             elif delivery.state is State.IDLE:
                 self._roster.open(delivery)
             else:
@@ -166,11 +166,11 @@ class Conversation:
                 delivery.let_go.add(peer)
                 self._rest_if_let_go(delivery)
         elif isinstance(answer, Failed):
-            self._abort(delivery, answer.phase, f"{peer}: {answer.reason}", broken=broken)
+            self._fail(delivery, answer.phase, f"{peer}: {answer.reason}", broken=broken)
         elif isinstance(answer, Aborted) or answer.version != delivery.version:
             self._roster.ignore(peer, answer, f"{delivery.state.name}, version {delivery.version}")
         elif answer.digest != delivery.digest:
-            self._abort(delivery, "verify", f"{peer} is ready with other bytes than were sent", broken=False)
+            self._fail(delivery, "verify", f"{peer} is ready with other bytes than were sent", broken=False)
         else:
             delivery.ready[peer] = answer
             if not delivery.silent:
@@ -195,7 +195,7 @@ class Conversation:
                 delivery.owed = None
             self._rest(delivery)
         else:
-            self._abort(delivery, "commit", f"{peer}: {outcome.reason}", broken=delivery.broken)
+            self._fail(delivery, "commit", f"{peer}: {outcome.reason}", broken=delivery.broken)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -214,22 +214,20 @@ class Conversation:
                 self._roster.enquire(delivery)
             case State.SENDING:
                 silent, limit_s = ", ".join(delivery.silent), self._config.transfer_timeout_s
-                self._abort(delivery, "receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
+                self._fail(delivery, "receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
             case State.ABORTING | State.STALLED:
                 self._repeat_abort(delivery, now)
             case State.COMMITTING | State.UNSURE:
                 self._repeat_commit(delivery, now)
 
     def _repeat_abort(self, delivery: Delivery, now: float) -> None:
-        assert delivery.version is not None
         reason = f"no answer to Abort from {', '.join(delivery.silent)}"
         if delivery.state is State.ABORTING:
             delivery.enter(State.STALLED, now, reason)
             if delivery.owed is not None:
                 self._roster.record(delivery, delivery.owed, "absent", f"STALLED, {reason}")
         delivery.due = now + ABORT_S
-        message = Abort(version=delivery.version, attempt=delivery.attempt, reason=reason[:1000])
-        self._roster.tell(delivery.silent, message)
+        self._roster.tell_abort(delivery, delivery.silent, reason)
 
     def _repeat_commit(self, delivery: Delivery, now: float) -> None:
         assert delivery.version is not None
@@ -269,14 +267,17 @@ class Conversation:
                 delivery.begin(offer.version, self._attempts, now, now + self._config.transfer_timeout_s)
                 self._submit(delivery, offer)
 
-    def _abort(self, delivery: Delivery, phase: str, reason: str, *, broken: bool) -> None:
-        """→ ABORTING, and on to IDLE when every rank has let go."""
+    def _fail(self, delivery: Delivery, phase: str, reason: str, *, broken: bool) -> None:
+        """What is out failed: it is aborted, and sent again after a while."""
         assert delivery.version is not None
-        version, now = delivery.version, self._clock()
-        self._roster.record(delivery, version, phase, reason)
-        if phase != "superseded":
-            delay = self._config.retry_after_s * 2.0 ** min(delivery.failures, 16)
-            delivery.failures, delivery.retry_at = delivery.failures + 1, now + min(delay, MAX_RETRY_S)
+        self._roster.record(delivery, delivery.version, phase, reason)
+        delay = self._config.retry_after_s * 2.0 ** min(delivery.failures, 16)
+        delivery.failures, delivery.retry_at = delivery.failures + 1, self._clock() + min(delay, MAX_RETRY_S)
+        self._abort(delivery, reason, broken=broken)
+
+    def _abort(self, delivery: Delivery, reason: str, *, broken: bool) -> None:
+        """→ ABORTING, and on to IDLE when every rank has let go."""
+        now = self._clock()
         delivery.broken |= broken
         if broken and delivery.channel is not None:
             delivery.channel.close()  # lets the other ranks go at once
@@ -284,7 +285,7 @@ class Conversation:
         if delivery.digest is None:
             delivery.let_go.update(delivery.ranks)
         else:
-            self._roster.tell(delivery.ranks, Abort(version=version, attempt=delivery.attempt, reason=reason[:1000]))
+            self._roster.tell_abort(delivery, delivery.ranks, reason)
         self._rest_if_let_go(delivery)
 
     def _rest_if_let_go(self, delivery: Delivery) -> None:

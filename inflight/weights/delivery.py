@@ -87,9 +87,21 @@ class Failure:
     generator: str
     version: int
     phase: str
-    """`absent` or `superseded` when it was not sent (to its end), `finite` when it holds NaN or Inf, else that of
-    messages.Failed."""
+    """`absent` when it was not sent, `finite` when it holds NaN or Inf, else that of messages.Failed."""
     reason: str
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """A version that a generator was not sent, or not to its end, because it can have a newer one."""
+
+    generator: str
+    version: int
+    reason: str
+
+
+Event = Swap | Failure | Superseded
+"""What became of a version at a generator."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 
 from inflight.bus import Listener, Lost, Received
 from inflight.config import PublishConfig
-from inflight.messages import Abort, Finish, Manifest
+from inflight.messages import Finish, Manifest
 from inflight.weights.channel import Channel
 from inflight.weights.conversation import Conversation, Offer
 from inflight.weights.delivery import Delivery, State
@@ -89,10 +89,8 @@ class Dispatch:
         self._thread.join(CLOSE_S)
         with self.changed:
             for delivery in self.roster.deliveries.values():
-                if delivery.state is State.SENDING and delivery.version is not None:
-                    reason = "the publisher closes"
-                    message = Abort(version=delivery.version, attempt=delivery.attempt, reason=reason)
-                    self.roster.tell(delivery.ranks, message)
+                if delivery.state is State.SENDING:
+                    self.roster.tell_abort(delivery, delivery.ranks, "the publisher closes")
                 self.roster.drop_channel(delivery)
         deadline = time.monotonic() + CLOSE_S
         stuck = [c for c in self.roster.left_behind if not c.join(max(0.0, deadline - time.monotonic()))]

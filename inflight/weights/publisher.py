@@ -11,7 +11,7 @@ from pathlib import Path
 from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.messages import Manifest
-from inflight.weights.delivery import Failure, State, Swap
+from inflight.weights.delivery import Event, Failure, State, Superseded, Swap
 from inflight.weights.dispatch import Dispatch
 from inflight.weights.finite import NotFinite, require_finite
 from inflight.weights.guard import ReadGuard
@@ -126,8 +126,8 @@ class Publisher:
             return self._dispatch.roster.deserted_s()
 
     @property
-    def events(self) -> list[Swap | Failure]:
-        """Swaps and failures so far, in order."""
+    def events(self) -> list[Event]:
+        """What became of the versions so far, in order."""
         with self._dispatch.changed:
             return list(self._dispatch.roster.events)
 
@@ -145,11 +145,13 @@ class Publisher:
 
     def stats(self) -> dict[str, float | int]:
         """Counters for metrics and status; times in seconds, the largest so far."""
-        swaps = [event for event in self.events if isinstance(event, Swap)]
+        events = self.events
+        swaps = [event for event in events if isinstance(event, Swap)]
         return {
             "swaps": len(swaps),
             "swaps_with_running": sum(swap.running > 0 for swap in swaps),
-            "failures": len(self.events) - len(swaps),
+            "failures": sum(isinstance(event, Failure) for event in events),
+            "superseded": sum(isinstance(event, Superseded) for event in events),
             "ignored": self.ignored,
             **{
                 f"max_{name}": max((getattr(swap, name) for swap in swaps), default=0.0)

@@ -15,7 +15,7 @@ from inflight.config import PublishConfig
 from inflight.messages import Abort, AnyMessage, EngineHello, Enquire, Manifest, RankHello, Refused, Welcome
 from inflight.weights import plan
 from inflight.weights.channel import Channel
-from inflight.weights.delivery import GONE, Delivery, Failure, State, Swap
+from inflight.weights.delivery import GONE, Delivery, Event, Failure, State, Superseded
 from inflight.weights.transport.base import Sender, TransportError
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class Roster:
     ) -> None:
         now = self._last_present = clock()
         self.deliveries = {name: Delivery(name, size, since=now, due=now) for name, size in ranks.items()}
-        self.events: list[Swap | Failure] = []
+        self.events: list[Event] = []
         self.ignored: Counter[str] = Counter()
         """Messages that did not fit the state, by type."""
         self.left_behind: list[Channel] = []
@@ -139,8 +139,8 @@ class Roster:
         version, state = delivery.version, delivery.state
         if version is not None and state in (State.SENDING, State.COMMITTING):
             self.record(delivery, version, "commit" if state is State.COMMITTING else "receive", reason)
-        if version is not None and state is State.SENDING:
-            self.tell(delivery.ranks, Abort(version=version, attempt=delivery.attempt, reason=reason))
+        if state is State.SENDING:
+            self.tell_abort(delivery, delivery.ranks, reason)
         self._enter_without_claim(delivery, State.ABSENT, reason)
 
     def poison(self, delivery: Delivery, peer: str, version: int, reason: str) -> None:
@@ -186,8 +186,16 @@ class Roster:
     def record(self, delivery: Delivery, version: int, phase: str, reason: str) -> None:
         """Notes a version that a generator does not get (now: it may catch up)."""
         log.warning("%s does not get version %d (%s): %s", delivery.generator, version, phase, reason)
-        self.events.append(Failure(delivery.generator, version, phase, reason))
-        if delivery.owed == version:
+        self._settle(delivery, Failure(delivery.generator, version, phase, reason))
+
+    def pass_over(self, delivery: Delivery, version: int, reason: str) -> None:
+        """Notes a version that a generator does not get because a newer one is there."""
+        log.info("%s is not sent version %d: superseded, %s", delivery.generator, version, reason)
+        self._settle(delivery, Superseded(delivery.generator, version, reason))
+
+    def _settle(self, delivery: Delivery, event: Failure | Superseded) -> None:
+        self.events.append(event)
+        if delivery.owed == event.version:
             delivery.owed = None
 
     def ignore(self, peer: str, message: AnyMessage, reason: str) -> None:
@@ -202,6 +210,11 @@ class Roster:
                 self._postbox.send(peer, message)
             except BusError as error:
                 log.warning("%s", error)
+
+    def tell_abort(self, delivery: Delivery, peers: Iterable[str], reason: str) -> None:
+        """Tells ranks to let go of the version that is out."""
+        assert delivery.version is not None
+        self.tell(peers, Abort(version=delivery.version, attempt=delivery.attempt, reason=reason[:1000]))
 
     def _enter_without_claim(self, delivery: Delivery, state: State, reason: str) -> None:
         self.drop_channel(delivery)

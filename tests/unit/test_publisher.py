@@ -31,7 +31,7 @@ from inflight.messages import (
     Welcome,
 )
 from inflight.types import Routes
-from inflight.weights.delivery import Failure, State, Swap
+from inflight.weights.delivery import Failure, State, Superseded, Swap
 from inflight.weights.publisher import Publisher, PublishError
 from inflight.weights.routes import routes
 from inflight.weights.source import SourceError, WeightSource
@@ -524,7 +524,11 @@ def test_a_trainer_does_not_wait_for_one_that_is_slow_when_another_has_the_versi
             assert r.publish(version).wait_s < EAGER.transfer_timeout_s
             eventually(lambda version=version: r.publisher.committed["g1"] == version)
         assert r.publisher.committed["g0"] == 0
-        assert {(f.generator, f.phase) for f in r.failures()} <= {("g0", "superseded"), ("g0", "absent")}
+        assert {(f.generator, f.phase) for f in r.failures()} <= {("g0", "absent")}
+        passed_over = [event for event in r.publisher.events if isinstance(event, Superseded)]
+        assert {event.generator for event in passed_over} == {"g0"}
+        stats = r.publisher.stats()
+        assert (stats["superseded"], stats["failures"]) == (len(passed_over), len(r.failures()))
         g0.shadows[0].hold["build"].set()
         eventually(lambda: r.publisher.committed == {"g0": 3, "g1": 3}, "catching up")
         assert g0.heard == [Commit(version=3)]

@@ -32,7 +32,7 @@ def rollout(
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of seven steps, three swaps (one of an idle engine, one failed) and four rollouts."""
+    """A run of seven steps, three swaps (one of an idle engine), one failed, one superseded, and four rollouts."""
     with JsonLines(tmp_path / METRICS_FILE) as metrics:
         for step in range(1, 8):
             metrics.write({
@@ -45,7 +45,7 @@ def run(tmp_path):
         for version, running, gap in ((1, 3, 0.001), (2, 0, 0.004), (3, 2, 0.002)):
             swaps.write({"event": "committed", "version": version, "generator": "g0", "gap_s": gap, "running": running})
         swaps.write({"event": "failed", "version": 4, "generator": "g0", "phase": "receive", "reason": "late"})
-        swaps.write({"event": "failed", "version": 5, "generator": "g0", "phase": "superseded", "reason": "slow"})
+        swaps.write({"event": "superseded", "version": 5, "generator": "g0", "reason": "slow"})
     with Writer(tmp_path / ROLLOUTS_FILE) as writer:
         rollouts = [
             rollout("a", [(0, 0)]),

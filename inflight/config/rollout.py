@@ -53,7 +53,7 @@ class RolloutConfig(Sampling):
     max_tokens: int = 64
     kept_tokens: int = 19
     """The largest set of tokens left by min-p, top-k and top-p that is recorded with a token; in place of a larger one
-    the trainer computes its own. vLLM gives no more than 19 unless generator.extra.max_logprobs (20) says more."""
+    the trainer computes its own (docs/decisions/007-kept-sets.md)."""
     concurrency: int = 4
     """Groups an actor keeps in flight at the most."""
     request_timeout_s: float = 300.0

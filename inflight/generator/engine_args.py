@@ -61,6 +61,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "enable_prefix_caching": generator.prefix_caching,
         "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
+        "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # what the actor asks for (rollout/client.py)
         "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
         **(ON_CUDA if worker == CUDA_WORKER else {}),
         **generator.extra,

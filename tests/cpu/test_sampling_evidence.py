@@ -8,8 +8,10 @@ import aiohttp
 import pytest
 import torch
 from rollout_requests import ServedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from inflight.config import GateConfig, RolloutConfig, TaskConfig
+from inflight.models import prepare
 from inflight.rollout.client import complete, sampling
 from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
@@ -23,6 +25,7 @@ pytestmark = pytest.mark.vllm
 
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11], [12]]
 VOCABULARY = 17
+FLAT_VOCABULARY = 512
 TOLERANCE = 1e-4
 """Nats; both sides compute in float32."""
 
@@ -34,11 +37,11 @@ def served(tmp_path_factory):
     model.close()
 
 
-def sample(served, config: RolloutConfig):
+def sample(served, config: RolloutConfig, vocabulary: int = VOCABULARY):
     """A batch of four sequences, sampled as the actor does it."""
 
     async def ask():
-        common = sampling(config, VOCABULARY)
+        common = sampling(config, vocabulary)
         async with aiohttp.ClientSession() as session:
             return [
                 await complete(session, "g0", served.url, common | {"prompt": prompt, "seed": seed}, 120.0)
@@ -76,6 +79,38 @@ def test_top_p(served, kept_tokens):
         assert batch.kept is None
     assert log_ratios(served, batch, Sampling.of(config)).max() < TOLERANCE
     assert log_ratios(served, batch, Sampling()).mean() > 0.02, "the mass that was cut off, on average about a tenth"
+
+
+@pytest.fixture(scope="module")
+def served_flat(tmp_path_factory):
+    """A model of 512 tokens that finds nearly all of them likely: sets far beyond what is recorded by default."""
+    folder = tmp_path_factory.mktemp("flat")
+    shape = AutoConfig.from_pretrained(prepare("tiny"), vocab_size=FLAT_VOCABULARY, initializer_range=0.02)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(shape).float().save_pretrained(folder / "model")
+    AutoTokenizer.from_pretrained(prepare("tiny")).save_pretrained(folder / "model")
+    model = ServedModel(folder / "run", str(folder / "model"), RolloutConfig(kept_tokens=FLAT_VOCABULARY))
+    yield model
+    model.close()
+
+
+@pytest.mark.parametrize("kept_tokens", [19, FLAT_VOCABULARY])
+def test_sets_of_hundreds(served_flat, kept_tokens):
+    """Computed anew from what was recorded of the sampling, or recorded as they were because the run asked for it."""
+    config = RolloutConfig(max_tokens=48, top_p=0.99, kept_tokens=kept_tokens)
+    batch = sample(served_flat, config, FLAT_VOCABULARY)
+    assert batch.trained_tokens > 60
+    if kept_tokens == FLAT_VOCABULARY:
+        sizes = (batch.kept >= 0).sum(dim=2)[batch.trained_mask]
+        assert sizes.min() > 100, "all were recorded"
+        assert sizes.max() < FLAT_VOCABULARY, "something was cut off"
+    else:
+        assert batch.kept is None, "none fits"
+    ratios = log_ratios(served_flat, batch, Sampling.of(config))
+    assert ratios.max() < TOLERANCE
+    # Without the cut every token is off by the logarithm of the mass that was kept, about 0.01.
+    assert log_ratios(served_flat, batch, Sampling()).min() > 50 * TOLERANCE
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ import torch
 
 from inflight import config as configuration
 from inflight.bus import Listener, Received
-from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
+from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RolloutConfig, RunConfig, TaskConfig
 from inflight.messages import Status
 from inflight.models import prepare
 from inflight.types import Route, Routes
@@ -39,13 +39,16 @@ PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 class Run:
     """A run folder whose trainer and launcher are this process."""
 
-    def __init__(self, folder: Path, model: str, join_timeout_s: float = START_S) -> None:
+    def __init__(
+        self, folder: Path, model: str, rollout: RolloutConfig | None = None, join_timeout_s: float = START_S
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         self.config = RunConfig(
             model=ModelConfig(model, "float32"),
             task=TaskConfig("addition"),
             run_dir=str(folder),
+            rollout=rollout or RolloutConfig(),
             generator=GeneratorConfig(kv_cache_gib=0.0625, max_num_seqs=8),
             bus=BusConfig(heartbeat_s=0.5, dead_after_s=15),
             publish=PublishConfig(bucket_bytes=1 << 20, join_timeout_s=join_timeout_s),

@@ -19,6 +19,8 @@ from inflight.types import Rollout
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 STEPS = 20
+NEARER = 0.75
+"""What must be left of the divergence at the most; about a half is, and without a teacher's word all of it."""
 TIMEOUT_S = 600
 COMMON = (
     f"trainer.steps={STEPS}", "task.name=distillation", "task.options={teacher: tiny-untied, task: addition}",
@@ -42,10 +44,10 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path, route):
     assert one.teacher_logprobs == pytest.approx(drawn(teacher, one).tolist(), abs=1e-4)
 
     tenth = len(rollouts) // 10
-    assert estimate(rollouts[-tenth:]) < 0.5 * estimate(rollouts[:tenth])
+    assert estimate(rollouts[-tenth:]) < NEARER * estimate(rollouts[:tenth])
     student = load(run_dir / "checkpoints" / f"step-{STEPS:06d}")
     before = divergence(load(prepare("tiny")), teacher, rollouts[:tenth])
-    assert divergence(student, teacher, rollouts[:tenth]) < 0.5 * before
+    assert divergence(student, teacher, rollouts[:tenth]) < NEARER * before
 
 
 def launch(run_dir: Path, *overrides: str) -> None:

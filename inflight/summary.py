@@ -6,8 +6,10 @@ Read are metrics.jsonl (a line a step), swaps.jsonl (a line for each version and
 from __future__ import annotations
 
 import collections
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """What a publish cost the trainer: waiting for a free buffer, packing, and the optimizer's wait for it to end."""
     rollouts: int
     aborted: int
-    """Sequences that came back with finish_reason `abort`."""
+    """Requests for these rollouts that an engine gave up and that were made again; also among the retried."""
+    retried: int
+    """Requests for these rollouts that came to nothing, for any reason, and were made again."""
     groups_failed: dict[str, int]
     """Started groups that never came, by reason; those cut off by the end of the run are not counted here."""
     groups_dropped: dict[str, int]
@@ -80,11 +84,9 @@ def summarize(run_dir: Path) -> Summary:
     steps = read_lines(run_dir / METRICS_FILE)
     swaps = read_lines(run_dir / SWAPS_FILE)
     done = [swap for swap in swaps if swap["event"] == "committed"]
-    rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE)
+    tally, torn = _tally(run_dir / ROLLOUTS_FILE)
     last = steps[-1] if steps else {}
     rewards = [float(step["reward"]) for step in steps if step.get("reward") is not None]
-    tokens = sum(len(rollout.turn.token_ids) for rollout in rollouts)
-    span = _duration(rollouts)
     return Summary(
         steps=len(steps),
         seconds=_seconds(steps),
@@ -95,16 +97,17 @@ def summarize(run_dir: Path) -> Summary:
         swaps_superseded=sum(swap["event"] == "superseded" for swap in swaps),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
-        rollouts=len(rollouts),
-        aborted=sum(rollout.turn.finish_reason == "abort" for rollout in rollouts),
+        rollouts=tally.rollouts,
+        aborted=tally.retries["aborted"],
+        retried=tally.retries.total(),
         groups_failed=dict(last.get("groups_failed", {})),
         groups_dropped=dict(last.get("groups_dropped", {})),
-        tokens=tokens,
-        tokens_per_s=tokens / span if span else None,
+        tokens=tally.tokens,
+        tokens_per_s=tally.tokens / tally.seconds if tally.seconds else None,
         tokens_trained=sum(int(step.get("tokens_trained", 0)) for step in steps),
         tokens_masked=sum(int(step.get("tokens_masked", 0)) for step in steps),
-        mixed_rollouts=sum(_versions(rollout) > 1 for rollout in rollouts),
-        max_versions=max(map(_versions, rollouts), default=0),
+        mixed_rollouts=tally.mixed,
+        max_versions=tally.max_versions,
         lag=_lags(steps),
         reward_first=_mean(rewards[:EDGE_STEPS]),
         reward_last=_mean(rewards[-EDGE_STEPS:]),
@@ -136,7 +139,8 @@ def table(summary: Summary) -> str:
                   f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"),
         ("gap of a swap", _spread_text(summary.gap_ms)),
         ("trainer held up", f"{_spread_text(summary.publish_wait_ms)} per publish"),
-        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, groups failed: {_counts(summary.groups_failed)}"),
+        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, {summary.retried} asked again, "
+                     f"groups failed: {_counts(summary.groups_failed)}"),
         ("versions", f"{share} of the rollouts hold 2 or more, at most {summary.max_versions}"),
         ("tokens", f"{summary.tokens} sampled, {_text(summary.tokens_per_s)} per second"),
         ("gate", f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked, "
@@ -150,22 +154,42 @@ def table(summary: Summary) -> str:
     return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
 
 
-def _rollouts(path: Path) -> tuple[list[Rollout], str | None]:
+@dataclass
+class _Tally:
+    """What is counted of the rollouts, which may be more than memory holds."""
+
+    rollouts: int = 0
+    tokens: int = 0
+    mixed: int = 0
+    max_versions: int = 0
+    retries: collections.Counter[str] = field(default_factory=collections.Counter)
+    first: float = math.inf
+    last: float = -math.inf
+
+    @property
+    def seconds(self) -> float:
+        """From the first submission to the last completion."""
+        return max(self.last - self.first, 0.0)
+
+    def add(self, rollout: Rollout) -> None:
+        versions = len({span.version for span in rollout.turn.token_versions})
+        self.rollouts += 1
+        self.tokens += len(rollout.turn.token_ids)
+        self.mixed += versions > 1
+        self.max_versions = max(self.max_versions, versions)
+        self.retries.update(rollout.retries)
+        self.first, self.last = min(self.first, rollout.started), max(self.last, rollout.finished)
+
+
+def _tally(path: Path) -> tuple[_Tally, str | None]:
+    tally = _Tally()
     if not path.is_file():
-        return [], None
+        return tally, None
     reader = Reader(path)
-    return [rollout for group in reader for rollout in group.rollouts], reader.torn
-
-
-def _versions(rollout: Rollout) -> int:
-    return len({span.version for span in rollout.turn.token_versions})
-
-
-def _duration(rollouts: Sequence[Rollout]) -> float:
-    """Seconds from the first submission to the last completion."""
-    if not rollouts:
-        return 0.0
-    return max(rollout.finished for rollout in rollouts) - min(rollout.started for rollout in rollouts)
+    for group in reader:
+        for rollout in group.rollouts:
+            tally.add(rollout)
+    return tally, reader.torn
 
 
 def _seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:

@@ -132,6 +132,8 @@ class Rollout(Record, omit_defaults=True):
     """Process rewards, ascending by index; none: the reward is for the whole."""
     teacher_logprobs: Annotated[list[float], Meta(max_length=1 << 20)] | None = None
     """[T] log-probability of each token under a teacher that scored the rollout."""
+    retries: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)] = {}
+    """Requests for this sample that came to nothing before, by reason: `aborted` by an engine, `connection lost`, …"""
 
 
 class RolloutGroup(Record):

@@ -152,10 +152,12 @@ def _rollouts(path: Path, limit: int | None) -> tuple[list[Rollout], str | None]
     if not path.is_file():
         raise AuditError(f"{path} does not exist: the run must be started with rollout.keep=true")
     reader = Reader(path)
-    rollouts = [rollout for group in reader for rollout in group.rollouts]
-    if limit is not None and limit < len(rollouts):
-        rollouts = random.Random(0).sample(rollouts, limit)
-    return rollouts, reader.torn
+    if limit is None:
+        return [rollout for group in reader for rollout in group.rollouts], reader.torn
+    there = sum(len(group.rollouts) for group in reader)  # read twice: a long run's rollouts fill a machine's memory
+    chosen = set(random.Random(0).sample(range(there), min(limit, there)))
+    numbered = enumerate(rollout for group in reader for rollout in group.rollouts)
+    return [rollout for number, rollout in numbered if number in chosen], reader.torn
 
 
 def _require_engines_own(**given: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Coroutine
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
@@ -85,7 +86,8 @@ class Sampler:
 
     async def _rollout(self, group_id: str, sample: int, item: Item, prompt_ids: list[int]) -> Rollout:
         rollout_id = f"{group_id}/{sample}"
-        turn, generator, started = await self._turn(prompt_ids, self._seed_of(rollout_id))
+        retries = Counter[str]()
+        turn, generator, started = await self._turn(prompt_ids, self._seed_of(rollout_id), retries)
         finished = time.time()
         self.tokens_out += len(turn.token_ids)
         score = await self._score(item, prompt_ids, turn)
@@ -101,10 +103,14 @@ class Sampler:
             first_token_s=0.0,
             step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
             teacher_logprobs=None if score.teacher_logprobs is None else list(score.teacher_logprobs),
+            retries=dict(retries),
         )
 
-    async def _turn(self, prompt_ids: list[int], seed: int) -> tuple[Turn, str, float]:
-        """A turn, the name of the generator that gave it and when it was asked (Unix seconds)."""
+    async def _turn(self, prompt_ids: list[int], seed: int, retries: Counter[str]) -> tuple[Turn, str, float]:
+        """A turn, the name of the generator that gave it and when it was asked (Unix seconds).
+
+        Attempts that came to nothing are counted in `retries`, by reason.
+        """
         request = self._sampling | {"prompt": prompt_ids, "seed": seed}
         limit = self._config.request_timeout_s
         failed_at: list[str] = []
@@ -116,6 +122,7 @@ class Sampler:
                     turn = await complete(self._session, generator.name, generator.url, request, limit)
             except Retry as error:
                 last = error
+                retries[error.reason] += 1
                 self.retries += 1
                 self.aborted += error.reason == "aborted"
                 failed_at.append(generator.name)

@@ -206,9 +206,13 @@ def test_a_generator_that_comes_back_elsewhere_is_used_again(play):
 
 def test_aborted_requests_are_counted_and_asked_again(play):
     async def scene(room):
-        await room.take(2)
+        batch = await room.take(2)
         assert room.sampler.aborted == 2
         assert room.buffer.counts().failed == {}
+        # Each is told by the sample that was asked again, which is all that a run's summary knows of it.
+        told = [rollout.rollout.retries for group in batch for rollout in group.rollouts]
+        assert sum(each.get("aborted", 0) for each in told) == 2
+        assert sum(map(bool, told)) in (1, 2)
 
     play(scene, answers=[choice(finish_reason="abort", token_versions=None)] * 2)
 

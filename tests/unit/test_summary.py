@@ -15,18 +15,18 @@ from inflight.types import Rollout, RolloutGroup, Turn, VersionSpan
 
 
 def rollout(
-    name: str, spans: list[tuple[int, int]], tokens: int = 4, reason: str = "stop", at: float = 100.0
+    name: str, spans: list[tuple[int, int]], tokens: int = 4, at: float = 100.0, retries: dict[str, int] | None = None
 ) -> Rollout:
     turn = Turn(
         token_ids=[1] * tokens,
         logprobs=[-0.5] * tokens,
         token_versions=[VersionSpan(*span) for span in spans],
         prefill_versions=[],
-        finish_reason=reason,
+        finish_reason="stop",
     )
     return Rollout(
         rollout_id=name, group_id="q", prompt_ids=[1], turn=turn, reward=1.0, generator="g0",
-        started=at, finished=at + 2, first_token_s=0.1,
+        started=at, finished=at + 2, first_token_s=0.1, retries=retries or {},
     )  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def run(tmp_path):
             rollout("a", [(0, 0)]),
             rollout("b", [(0, 0), (2, 1)], at=101.0),
             rollout("c", [(0, 0), (1, 1), (3, 2)], at=102.0),
-            rollout("d", [(0, 2)], reason="abort", at=103.0),
+            rollout("d", [(0, 2)], retries={"aborted": 1, "connection lost": 2}, at=103.0),
         ]
         writer.append(RolloutGroup(group_id="q", prompt_key="k", rollouts=rollouts))
     return tmp_path
@@ -64,7 +64,7 @@ def test_every_figure(run):
     assert got.gap_ms == Spread(median=2.0, max=4.0)
     assert got.publish_wait_ms.median == pytest.approx(5.4)
     assert got.publish_wait_ms.max == pytest.approx(8.4)
-    assert (got.rollouts, got.aborted, got.tokens) == (4, 1, 16)
+    assert (got.rollouts, got.aborted, got.retried, got.tokens) == (4, 1, 3, 16)
     assert got.tokens_per_s == pytest.approx(16 / 5)
     assert (got.mixed_rollouts, got.max_versions) == (2, 3)
     assert (got.tokens_trained, got.tokens_masked) == (70, 7)

@@ -23,7 +23,7 @@ from inflight.config import RunConfig
 from inflight.messages import ActorBye, ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.ledger import ACTOR_LOST, Ledger
+from inflight.rollout.ledger import ACTOR_LOST, MAX_VOCABULARY, Ledger
 from inflight.rollout.stream import Writer
 from inflight.types import RolloutGroup
 
@@ -46,16 +46,24 @@ class Buffer:
     """
 
     def __init__(
-        self, listener: Listener, config: RunConfig, books: Books = NO_BOOKS, groups: Sequence[RolloutGroup] = ()
+        self,
+        listener: Listener,
+        config: RunConfig,
+        books: Books = NO_BOOKS,
+        groups: Sequence[RolloutGroup] = (),
+        *,
+        vocabulary: int = MAX_VOCABULARY,
     ) -> None:
         """Starts at once; a run that goes on brings its checkpoint's books and the groups that wait to be trained on.
+
+        Groups with token ids of `vocabulary` and above are refused.
 
         Raises OSError or StreamError when the run folder's rollout file can't be written.
         """
         self._listener = listener
         self._gate = config.gate
         self._writer = Writer(config.path / ROLLOUTS_FILE) if config.rollout.keep else None
-        self._ledger = Ledger(config, books, groups)
+        self._ledger = Ledger(config, books, groups, vocabulary=vocabulary)
         self._changed = threading.Condition()
         self._taking = threading.Lock()
         self._synchronous = self._held_back = config.trainer.synchronous

@@ -32,6 +32,8 @@ RUN_FINISHED = "run finished"
 UNDELIVERED = "not delivered before the buffer closed"
 MAX_REASONS = 64
 """Distinct reasons counted by name; further ones are counted as `other`."""
+MAX_VOCABULARY = 1 << 24
+"""No model has more tokens."""
 MAX_TRIES = 5
 """Failed attempts at a question, without fault of its own, after which it is given up."""
 
@@ -45,8 +47,12 @@ class _Account:
     """Questions granted and not settled."""
 
 
-def defect(group: RolloutGroup, group_size: int) -> str | None:
-    """Why a received group can't be used, as a reason to count it by; None when it is sound."""
+def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
+    """Why a received group can't be used, as a reason to count it by; None when it is sound.
+
+    What it lets pass is written to the run folder and trained on, there and by a run that goes on: nothing that a model
+    of `vocabulary` tokens can't take may pass.
+    """
     rollouts = group.rollouts
     if len(rollouts) != group_size or len({rollout.rollout_id for rollout in rollouts}) != group_size:
         return "malformed: group size"
@@ -54,8 +60,12 @@ def defect(group: RolloutGroup, group_size: int) -> str | None:
         return "malformed: group id"
     if any(rollout.prompt_ids != rollouts[0].prompt_ids for rollout in rollouts):
         return "malformed: prompts differ"
+    if not rollouts[0].prompt_ids:
+        return "malformed: prompt"
     for rollout in rollouts:
         turn = rollout.turn
+        if any(max(ids, default=0) >= vocabulary for ids in (rollout.prompt_ids, turn.token_ids, *(turn.kept or ()))):
+            return "malformed: token ids"
         if len(turn.logprobs) != len(turn.token_ids) or not all(map(math.isfinite, turn.logprobs)):
             return "malformed: logprobs"
         if not math.isfinite(rollout.reward):
@@ -87,12 +97,22 @@ class Ledger:
     An actor is never granted more than its concurrency at once, so that a granted group is a started one.
     """
 
-    def __init__(self, config: RunConfig, books: Books = NO_BOOKS, groups: Iterable[RolloutGroup] = ()) -> None:
-        """Goes on from `books`, with `groups` (of questions that are not settled in there) buffered."""
+    def __init__(
+        self,
+        config: RunConfig,
+        books: Books = NO_BOOKS,
+        groups: Iterable[RolloutGroup] = (),
+        *,
+        vocabulary: int = MAX_VOCABULARY,
+    ) -> None:
+        """Goes on from `books`, with `groups` (of questions that are not settled in there) buffered.
+
+        `vocabulary` is how many tokens the model that learns can embed.
+        """
         self.capacity = config.capacity
         self._wanted = config.trainer.steps * config.trainer.groups_per_step
         self._concurrency = config.rollout.concurrency
-        self._group_size = config.rollout.group_size
+        self._group_size, self._vocabulary = config.rollout.group_size, vocabulary
         self._accounts: dict[str, _Account] = {}
         self._queue = collections.deque(groups)
         self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
@@ -177,7 +197,7 @@ class Ledger:
             self.ignore("repeat")
         elif isinstance(message, GroupFailed):
             self._fail(actor, index, message.reason, again=message.again)
-        elif (reason := defect(message.group, self._group_size)) is not None:
+        elif (reason := defect(message.group, self._group_size, self._vocabulary)) is not None:
             self._fail(actor, index, reason, again=True)
         elif not self._claim(index):
             self.ignore("not granted")
@@ -187,10 +207,6 @@ class Ledger:
             self._produced += 1
             return message.group
         return None
-
-    def knows(self, actor: str) -> bool:
-        """Whether the actor said hello and was not lost since."""
-        return actor in self._accounts
 
     def ignore(self, reason: str) -> None:
         """Counts a message that changes nothing."""

@@ -95,7 +95,8 @@ def _run(config: RunConfig) -> int:
         publisher = _publisher(config, source, weights, guard, begun.step)
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
-        buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting))
+        vocabulary = policy.master.config.get_text_config().vocab_size
+        buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting, vocabulary=vocabulary))
         start = reference(config, model_dir, accelerator.device)
         learner = Learner(policy, config, accelerator, start, team, step=begun.step)
         if config.checkpoint:

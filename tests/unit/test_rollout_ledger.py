@@ -322,7 +322,7 @@ def test_training_out_of_order_is_refused():
     ],
 )
 def test_defects_are_named(kwargs, reason):
-    assert defect(make_group(**kwargs), 2) == reason
+    assert defect(make_group(**kwargs), 2, 99) == reason
 
 
 def test_defects_between_members_are_named():
@@ -330,9 +330,32 @@ def test_defects_between_members_are_named():
 
     group = make_group()
     first, second = group.rollouts
-    assert defect(replace(group, rollouts=[first, first]), 2) == "malformed: group size"
-    assert defect(replace(group, group_id="other"), 2) == "malformed: group id"
-    assert defect(replace(group, rollouts=[first, replace(second, prompt_ids=[1])]), 2) == "malformed: prompts differ"
+    assert defect(replace(group, rollouts=[first, first]), 2, 99) == "malformed: group size"
+    assert defect(replace(group, group_id="other"), 2, 99) == "malformed: group id"
+    other = replace(second, prompt_ids=[1])
+    assert defect(replace(group, rollouts=[first, other]), 2, 99) == "malformed: prompts differ"
+
+
+def test_what_the_model_can_not_embed_is_refused():
+    """Else it would end the trainer, and again each run that goes on from the rollout file."""
+    group = make_group()
+    largest = max(max(each.prompt_ids + each.turn.token_ids) for each in group.rollouts)
+    assert defect(group, 2, largest + 1) is None
+    assert defect(group, 2, largest) == "malformed: token ids"
+    first, second = group.rollouts
+    kept = msgspec.structs.replace(second.turn, kept=[[1, 99]] * len(second.turn.token_ids))
+    cut = msgspec.structs.replace(group, rollouts=[first, msgspec.structs.replace(second, turn=kept)])
+    assert (defect(cut, 2, 100), defect(cut, 2, 99)) == (None, "malformed: token ids")
+    empty = [msgspec.structs.replace(each, prompt_ids=[]) for each in group.rollouts]
+    assert defect(msgspec.structs.replace(group, rollouts=empty), 2, 100) == "malformed: prompt"
+
+
+def test_a_ledger_knows_the_vocabulary():
+    ledger = Ledger(make_config("unused", max_lag=0, step=5, concurrency=4), vocabulary=2)
+    ledger.hello("a0", "x")
+    ledger.grants()
+    assert ledger.settle("a0", done(group_id(0))) is None
+    assert ledger.counts().failed == {"malformed: token ids": 1}
 
 
 @pytest.mark.parametrize(
@@ -350,8 +373,8 @@ def test_evidence_that_does_not_fit_the_tokens_is_refused(turn, rollout):
     """Six tokens after a prompt of three."""
     sound = [make_rollout(index=i) for i in range(2)]
     bad = msgspec.structs.replace(sound[1], turn=msgspec.structs.replace(sound[1].turn, **turn), **rollout)
-    assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=sound), 2) is None
-    assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=[sound[0], bad]), 2) == "malformed: evidence"
+    assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=sound), 2, 99) is None
+    assert defect(RolloutGroup(group_id="g", prompt_key="k", rollouts=[sound[0], bad]), 2, 99) == "malformed: evidence"
 
 
 def test_the_buffer_is_bounded_in_bytes_but_never_below_a_step():

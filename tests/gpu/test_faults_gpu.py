@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,7 +74,8 @@ class Sending:
 
 
 def send(transport: str) -> None:
-    """Orders: `sound`, `flip BYTE` (between the sums and the sending), then `overwrite` at any time."""
+    """Orders: `sound`, `flip BYTE` (between the sums and the sending), `part N` (N buckets and no more), then
+    `overwrite` at any time."""
     from inflight.weights.transport import make_sender
     from inflight.weights.transport.sums import SenderSums
 
@@ -99,11 +101,9 @@ def send(transport: str) -> None:
             print("overwritten", flush=True)
             continue
         if order == "watched":  # stays able to hear an order while the other side pulls
-            import threading
-
             threading.Thread(target=sender.send, args=(buffer, BUCKETS), daemon=True).start()
             continue
-        sender.send(buffer, BUCKETS)
+        sender.send(buffer, BUCKETS[: int(at)] if order == "part" else BUCKETS)
         print("sent", flush=True)
 
 
@@ -115,11 +115,11 @@ def sending(request: pytest.FixtureRequest) -> Iterator[tuple[str, Sending]]:
     made.process.wait(20)
 
 
-def receiver_of(transport: str, rendezvous: str, *, verify: bool = True) -> Any:
+def receiver_of(transport: str, rendezvous: str, *, verify: bool = True, timeout_s: float = 20.0) -> Any:
     from inflight.weights.transport.ipc import IpcReceiver
     from inflight.weights.transport.nccl import NcclReceiver
 
-    return {"ipc": IpcReceiver, "nccl": NcclReceiver}[transport](rendezvous, 1, 2, 20.0, verify=verify)
+    return {"ipc": IpcReceiver, "nccl": NcclReceiver}[transport](rendezvous, 1, 2, timeout_s, verify=verify)
 
 
 def landing_of(target: torch.Tensor) -> Any:
@@ -153,6 +153,25 @@ def test_harm_to_any_byte_that_a_rank_keeps_is_found_on_the_device(sending: tupl
         else:
             receiver.receive_into(landing, BUCKETS)
         assert sender.answer() == "sent"
+    receiver.close()
+
+
+@needs(2)
+@pytest.mark.parametrize("sending", ["nccl"], indirect=True)
+def test_a_rank_whose_sender_dies_between_two_buckets_gives_up_in_time(sending: tuple[str, Sending]) -> None:
+    from inflight.weights.transport.base import TransportError
+
+    transport, sender = sending
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device="cuda:1")
+    receiver = receiver_of(transport, sender.rendezvous, timeout_s=4)
+    sender.order("part 3")
+    killer = threading.Thread(target=lambda: (sender.answer(), sender.process.kill()))
+    killer.start()
+    started = time.monotonic()
+    with pytest.raises(TransportError, match="receive: "):
+        receiver.receive_into(landing_of(target), BUCKETS)
+    assert time.monotonic() - started < 60, "communicator and all; the sender waits 20 s"
+    killer.join(20)
     receiver.close()
 
 

@@ -2,7 +2,9 @@
 
 The communicator is this transport's own: not the default group, not the engine's, with a store of its own. Its
 watchdog may not end the process (it would take a generator down with a dead trainer): this module watches each
-broadcast itself and aborts the communicator when it is late.
+broadcast itself and aborts the communicator when it is late. It looks at events of its own on the streams, which come
+when the device is done and not before: NCCL's work calls itself completed when its watchdog has given it up, and
+waiting for it then raises nothing.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from inflight.weights.transport.rendezvous import Board
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 _POLL_S = 0.0002
+WATCHDOG = timedelta(days=1)
+"""NCCL's own timeout: out of the way of ours."""
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -46,7 +50,7 @@ class _Group:
         if self._group is None:
             with _environment(_QUIET):
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timedelta(seconds=self._board.timeout_s)
+                options._timeout = WATCHDOG
                 store = dist.PrefixStore("nccl", self._board.store)
                 self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
         how = dist.BroadcastOptions()
@@ -54,15 +58,15 @@ class _Group:
         how.asyncOp = True
         return self._group.broadcast([tensor], how)
 
-    def finish(self, work: Any, phase: str) -> None:
-        """Waits for queued work. Raises TransportError after aborting the communicator when it is late or failed."""
+    def finish(self, done: torch.cuda.Event, phase: str) -> None:
+        """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
+        late or failed."""
         deadline = time.monotonic() + self._board.timeout_s
         try:
-            while not work.is_completed():
+            while not done.query():
                 if time.monotonic() > deadline:
                     raise TransportError(f"{phase}: a broadcast did not end within {self._board.timeout_s:g} s")
                 time.sleep(_POLL_S)
-            work.wait()  # it is complete: this raises what went wrong, which can't be read otherwise
         except RuntimeError as error:
             self.abort()
             raise error if isinstance(error, TransportError) else TransportError(f"{phase}: {error}") from error
@@ -98,8 +102,9 @@ class NcclSender:
         with torch.cuda.stream(self._stream):
             self._sums.post(number, buffer)
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
-        for work in works:
-            self._group.finish(work, "send")
+            sent = [_behind(work, self._stream) for work in works]
+        for done in sent:
+            self._group.finish(done, "send")
 
     def close(self) -> None:
         """Ends a wait for ranks and aborts the communicator."""
@@ -127,10 +132,12 @@ class NcclReceiver:
         with torch.cuda.stream(self._streams[0]):
             self._sums.begin(strips, buffer.device)
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
+            landed = []
             for index, work in enumerate(works):
                 work.wait()  # the stream waits, not this thread
                 self._sums.add(index, buffer)
-        self._finish(works)
+                landed.append(self._streams[0].record_event())
+        self._finish(landed)
 
     def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
         """Receives each bucket into one of two staging buffers and scatters it while the next one comes; verifies what
@@ -142,7 +149,7 @@ class NcclReceiver:
             self._sums.begin(
                 [from_buffer(part, bucket) for part, bucket in zip(parts, buckets, strict=True)], landing.device
             )
-        works: list[Any] = []
+        landed: list[torch.cuda.Event] = []
         for i, bucket in enumerate(buckets):
             stream, staging = self._streams[i % 2], self._staging[i % 2]
             with torch.cuda.stream(stream):
@@ -150,16 +157,15 @@ class NcclReceiver:
                 work.wait()  # the stream waits, not this thread
                 cuda.copy(parts[i], staging.data_ptr(), landing.address, stream.cuda_stream)
                 self._sums.add(i, landing.target)
-            works.append(work)
-        self._finish(works)
+            landed.append(stream.record_event())
+        self._finish(landed)
 
-    def _finish(self, works: list[Any]) -> None:
+    def _finish(self, landed: list[torch.cuda.Event]) -> None:
+        """`landed` come in the order in which they were queued; the last of each stream is behind all that it does."""
         number = self._received
         self._received += 1
-        for work in works:
-            self._group.finish(work, "receive")
-        for stream in self._streams:
-            stream.synchronize()
+        for done in landed:
+            self._group.finish(done, "receive")
         with torch.cuda.stream(self._streams[0]):
             self._sums.check(number)
 
@@ -179,6 +185,12 @@ class NcclReceiver:
         if self._parts is None or self._parts[0].strips != landing.strips:
             self._parts = (landing, by_bucket(landing.strips, buckets))
         return self._parts[1]
+
+
+def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that comes when the work is done. The current stream is `stream`; it waits, not this thread."""
+    work.wait()
+    return stream.record_event()
 
 
 @contextmanager

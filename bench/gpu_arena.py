@@ -1,21 +1,50 @@
 """How long a remap takes outside of vLLM, that what is read moves with it, and that a captured graph follows.
 
-python -m bench.gpu_arena [GIGABYTES]
+    python -m bench.gpu_arena [GIGABYTES [MANY]]
+
+MANY more remaps, 3 ms apart, tell what the rare slow ones spend their time on: computing, or asleep in the driver.
 """
 
 from __future__ import annotations
 
 import json
+import resource
 import statistics
 import sys
+import time
 
 import torch
 
 from inflight.generator.arena import Arena
 
+SLOWEST = 5
+PAUSE_S = 0.003
+
+
+def slowest(arena: Arena, many: int) -> list[dict[str, float]]:
+    """Of `many` remaps the slowest: when it began (s), how long it took, the thread's processor time in it (ms), and
+    how often the thread gave its processor up, and had to."""
+    found = []
+    began = time.perf_counter()
+    for _ in range(many):
+        at, before, computed = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD), time.thread_time()
+        moved = arena.remap().move
+        computed, after = time.thread_time() - computed, resource.getrusage(resource.RUSAGE_THREAD)
+        found.append(
+            {
+                "at_s": round(at - began, 3),
+                "move_ms": round(1e3 * moved, 3),
+                "processor_ms": round(1e3 * computed, 3),
+                "slept": after.ru_nvcsw - before.ru_nvcsw,
+                "preempted": after.ru_nivcsw - before.ru_nivcsw,
+            }
+        )
+        time.sleep(PAUSE_S)
+    return sorted(found, key=lambda one: -one["move_ms"])[:SLOWEST]
+
 
 def main() -> None:
-    """Prints one JSON line."""
+    """Prints one JSON line, and one for each of the slowest of MANY."""
     nbytes = int(float(sys.argv[1]) * 1e9) if len(sys.argv) > 1 else 15_200_000_000
     device = torch.device("cuda:0")
     torch.cuda.set_device(device)
@@ -43,6 +72,8 @@ def main() -> None:
     assert int(arena.live[0]) == 1
     assert weights.data_ptr() == arena.live_address
     print(json.dumps(result), flush=True)
+    for one in slowest(arena, int(sys.argv[2]) if len(sys.argv) > 2 else 0):
+        print(json.dumps(one), flush=True)
 
 
 if __name__ == "__main__":

@@ -535,6 +535,18 @@ def test_a_trainer_does_not_wait_for_one_that_is_slow_when_another_has_the_versi
         assert [values(shadow) for shadow in (*g0.shadows, *g1.shadows)] == [{3}] * 2
 
 
+def test_what_was_summed_of_a_version_is_forgotten_when_the_next_one_is_packed(run):
+    with run(EAGER) as r:
+        r.join("g0")
+        r.publisher.wait_joined(20)
+        sums = r.publisher._dispatch._sums
+        for version in (1, 2):
+            sums._known[()] = b"of the version before"
+            r.publish(version)
+            r.publisher.flush(20)
+            assert sums._known == {}
+
+
 def test_a_version_that_nobody_has_yet_is_not_superseded(run):
     with run(EAGER) as r:
         (g0,) = r.join("g0")

@@ -22,7 +22,7 @@ NBYTES = 4 * FOLD
 STRIPS = (
     Strip(0, 256, 3 * FOLD // 2),
     Strip(3 * FOLD // 2, 2 * FOLD, 1024, 40, 2048, 1024),
-    Strip(3 * FOLD + 2, 3 * FOLD + 6, 18),
+    Strip(3 * FOLD + 4, 3 * FOLD + 6, 20),
     Strip(3 * FOLD + 512, 3 * FOLD + 1024, 4096),
 )
 

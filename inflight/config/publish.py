@@ -14,8 +14,9 @@ class PublishConfig:
     transport: str = "auto"
     bucket_bytes: int = 64 << 20
     checksum: str = "auto"
-    """What each rank verifies before it says that it has a version. `auto`: CRC-32 of each bucket on the host (gloo),
-    sums of what the rank keeps, computed by the devices, on CUDA (ipc, nccl). `none`: nothing."""
+    """Whether each rank verifies what it has received before it says so: CRC-32 of each bucket on the host (gloo), sums
+    by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because on CUDA it makes an update
+    several times as long (docs/gpu.md)."""
     finite_check: bool = True
     """Refuse a version that holds NaN or Inf, before any of it is sent; the run then ends."""
     join_timeout_s: float = 300.0
@@ -35,7 +36,8 @@ class PublishConfig:
         transports = ("auto", "gloo", "nccl", "ipc")
         require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
         require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
-        require(self.checksum in ("auto", "none"), "publish.checksum", self.checksum, "auto, none")
+        checksums = ("auto", "always", "none")
+        require(self.checksum in checksums, "publish.checksum", self.checksum, ", ".join(checksums))
         require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s retry_after_s")
         require_fields(self, "publish", "supersede_after_s", least=0)
         require_fields(self, "publish", "max_behind", least=1)

@@ -87,7 +87,7 @@ class Publisher:
         self._guard = guard or ReadGuard(source.device)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
-        checksum = checksum_of(self.transport) if config.checksum == "auto" else config.checksum
+        checksum = checksum_of(self.transport, config.checksum)
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)

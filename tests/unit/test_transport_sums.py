@@ -10,7 +10,7 @@ import torch
 
 from inflight.messages import BucketMeta
 from inflight.weights.pack import ChecksumError
-from inflight.weights.transport import sums
+from inflight.weights.transport import checksum_of, sums
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
@@ -234,7 +234,22 @@ def test_groups_of_buckets_are_the_same_bytes():
 
 
 def test_a_rank_that_verifies_nothing_asks_for_nothing():
-    Pair(verify=False).transfer(random_bytes(), lambda source, target: source[0].bitwise_xor_(1))
+    pair = Pair(verify=False)
+    for _ in range(3):
+        pair.transfer(random_bytes(), lambda source, target: source[0].bitwise_xor_(1))
+    assert not any(pair.boards[0].store.check([f"sums/{number}/1"]) for number in range(3)), "nothing piles up"
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "what"),
+    [
+        ("gloo", "auto", "crc32"), ("gloo", "always", "crc32"), ("gloo", "none", "none"),
+        ("ipc", "auto", "none"), ("ipc", "always", "sum64"), ("ipc", "none", "none"),
+        ("nccl", "auto", "none"), ("nccl", "always", "sum64"), ("nccl", "none", "none"),
+    ],
+)  # fmt: skip
+def test_what_is_verified(kind, asked, what):
+    assert checksum_of(kind, asked) == what
 
 
 def test_a_rank_may_not_keep_other_bytes_than_it_said():

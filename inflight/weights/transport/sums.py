@@ -129,8 +129,9 @@ class SenderSums:
             if rank not in self._runs:
                 who = f"transport rank {rank}"
                 self._runs[rank] = _read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
-            sums = self._sums or BufferSums()
-            self._board.put(f"sums/{number}/{rank}", sums.of(buffer, self._runs[rank]))
+            if runs := self._runs[rank]:
+                sums = self._sums or BufferSums()
+                self._board.put(f"sums/{number}/{rank}", sums.of(buffer, runs))
 
 
 class RankSums:

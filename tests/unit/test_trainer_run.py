@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import random
 import signal
 import threading
 import time
 
+import msgspec
 import pytest
 import torch
 from fake_generator import FakeGenerator, eventually
@@ -32,7 +34,9 @@ from inflight.types import RolloutGroup
 
 
 class FakeActor:
-    """Delivers what it is granted, sampled under the version that the generator holds."""
+    """Delivers what it is granted, sampled under the version that the generator holds; no rollout equals another."""
+
+    started = staticmethod(itertools.count(1.0).__next__)
 
     def __init__(self, config, generator):
         self.config, self.generator = config, generator
@@ -56,9 +60,12 @@ class FakeActor:
     def _group(self, name):
         source, version = random.Random(name), self.generator.version
         members = [
-            make_rollout(
-                name, index, spans=((0, version),), length=5, reward=float(index),
-                token_ids=[source.randrange(17) for _ in range(5)], logprobs=[-2.5] * 5,
+            msgspec.structs.replace(
+                make_rollout(
+                    name, index, spans=((0, version),), length=5, reward=float(index),
+                    token_ids=[source.randrange(17) for _ in range(5)], logprobs=[-2.5] * 5,
+                ),
+                started=self.started(),
             )
             for index in range(2)
         ]  # fmt: skip
@@ -168,12 +175,17 @@ def test_a_whole_run(make_run):
     )
     assert set(wanted.split()) <= lines[-1].keys()
     figures = summary.summarize(run.folder)
-    assert (figures.steps, figures.swaps, figures.swaps_while_running, figures.swaps_failed) == (4, 4, 4, 0)
+    assert (figures.steps, figures.swaps_failed) == (4, 0)
+    assert figures.swaps + figures.swaps_superseded == 4, "a busy machine may pass over a version"
+    assert figures.swaps_while_running == figures.swaps >= 1
     assert run.actor.finish.reason == "all 4 steps are done"
     eventually(lambda: Finish(reason="all 4 steps are done") in run.generator.heard, "the engine hearing of the end")
     assert "step-000004" in run.actor.kept, "the result is kept before the others end"
-    last = run.read_statuses()[-1].values
-    assert (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
+    def told_of_the_end():
+        last = run.read_statuses()[-1].values
+        return (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
+
+    eventually(told_of_the_end, "the last status")
 
 
 def test_a_synchronous_run_trains_on_nothing_stale(make_run):

@@ -91,6 +91,7 @@ class Publisher:
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
+        self._pack()  # what the first packing needs once, such as kernels to be loaded, no step has to wait for
         self._dispatch = Dispatch(
             listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks,
             routes_file=RoutesFile(routes_file) if routes_file is not None else None,
@@ -185,12 +186,15 @@ class Publisher:
         started = time.monotonic()
         self._wait_for_buffer(started)
         waited = time.monotonic()
-        with self._guard.reading():
-            self._packer.pack(self._source)
+        self._pack()
         packed = time.monotonic()
         self._dispatch.release(version, functools.partial(self._inspect, version))
         guard_s = self._guard.take_waited_s()
         return PublishReport(version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s)
+
+    def _pack(self) -> None:
+        with self._guard.reading():
+            self._packer.pack(self._source)
 
     def _wait_for_buffer(self, started: float) -> None:
         patient_until = started + self._config.supersede_after_s

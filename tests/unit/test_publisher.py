@@ -32,6 +32,7 @@ from inflight.messages import (
 )
 from inflight.types import Routes
 from inflight.weights.delivery import Failure, State, Superseded, Swap
+from inflight.weights.pack import unpack
 from inflight.weights.publisher import Publisher, PublishError
 from inflight.weights.routes import routes
 from inflight.weights.source import SourceError, WeightSource
@@ -107,6 +108,15 @@ def values(shadow):
     """The version that each live tensor of a shadow holds; one number when all agree, as they must."""
     assert set(shadow.live) in (set(), {"0.weight", "2.weight", "2.bias"})
     return {float(tensor.unique().item()) - 0.5 for tensor in shadow.live.values()}
+
+
+def test_the_buffer_holds_what_the_generators_start_with(run):
+    """Packed once before anything is trained: what the first packing costs, no step waits for."""
+    with run() as r:
+        held = unpack(r.publisher.manifest, r.publisher._buffer)
+        assert {name: each.tolist() for name, each in held.items()} == {
+            name: each.bfloat16().tolist() for name, each in r.model.named_parameters()
+        }
 
 
 def test_versions_reach_every_rank_of_every_generator_whole_and_in_order(run):

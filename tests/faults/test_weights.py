@@ -317,6 +317,7 @@ def test_a_publisher_that_goes_away_in_a_transfer_leaves_live_weights_alone_and_
     harmed.publisher.wait_joined(BOUND_S, at_least=1)
     harmed.publish(1)
     harmed.committed(g0=1)
+    before = harmed.live("g0")
     harmed.publish(2)
     process = psutil.Process(harmed.processes["g0"].pid)
     harmed.until(lambda: process.status() == psutil.STATUS_STOPPED, "the first bucket")
@@ -325,6 +326,7 @@ def test_a_publisher_that_goes_away_in_a_transfer_leaves_live_weights_alone_and_
     os.kill(process.pid, signal.SIGCONT)
     time.sleep(BUS.dead_after_s + 0.5)
     assert harmed.swaps("g0") == [1]
+    assert harmed.live("g0") == before
     harmed.listener = Listener(harmed.endpoint, BUS)
     source = WeightSource(harmed.model, "float32")
     harmed.publisher = Publisher(source, harmed.listener, CONFIG, version=1, ranks={"g0": 1})

@@ -7,6 +7,8 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inflight.messages import BucketMeta
 from inflight.weights.pack import ChecksumError
@@ -278,6 +280,20 @@ def test_what_a_rank_asks_for_is_not_trusted(text, asked):
     pair.boards[0].put("runs/1", asked)
     with pytest.raises(TransportError, match=f"send: transport rank 1 .*{text}"):
         pair.sender.post(0, random_bytes())
+
+
+NUMBERS = st.one_of(st.integers(-2, 70), st.integers(3000, 5000), st.integers(-(1 << 63), (1 << 64) - 1))
+ASKED = st.lists(st.lists(NUMBERS, min_size=4, max_size=6), max_size=3).map(msgspec.msgpack.encode)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(st.one_of(st.binary(max_size=40), ASKED))
+def test_whatever_a_rank_asks_for_is_refused_or_can_be_summed(asked):
+    try:
+        runs = sums.read_runs(asked, "transport rank 1", 4096)
+    except TransportError:
+        return
+    assert len(BufferSums().of(torch.ones(4096, dtype=torch.uint8), runs)) == 8 * len(runs)
 
 
 def test_a_rank_that_says_nothing_is_named():

@@ -86,6 +86,20 @@ def sum_of(buffer: torch.Tensor, at: int, pitch: int, run: Run, out: torch.Tenso
     torch.sum(grouped.mul_(_weights(out.device)[: grouped.numel()]), dim=0, out=out)
 
 
+def read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
+    """What a rank asks for. Raises TransportError unless all of it can be done."""
+    try:
+        runs = msgspec.msgpack.decode(encoded, type=Annotated[list[Run], Meta(max_length=MAX_RUNS)])
+    except msgspec.MsgspecError as error:
+        raise TransportError(f"send: {who} does not say what it keeps: {error}") from None
+    if sum(run.rows * run.width for run in runs) > 4 * nbytes:  # a rank keeps tied weights twice at the most
+        raise TransportError(f"send: {who} wants sums of more bytes than it can keep")
+    for run in runs:
+        if objection := run.objection(nbytes):
+            raise TransportError(f"send: {who} wants a sum over {objection}")
+    return tuple(runs)
+
+
 class BufferSums:
     """What was summed of a send buffer since it was packed: once for all ranks that keep the same and for all attempts,
     so that harm to the buffer itself is found too."""
@@ -128,7 +142,7 @@ class SenderSums:
         for rank in self._ranks:
             if rank not in self._runs:
                 who = f"transport rank {rank}"
-                self._runs[rank] = _read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
+                self._runs[rank] = read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
             if runs := self._runs[rank]:
                 sums = self._sums or BufferSums()
                 self._board.put(f"sums/{number}/{rank}", sums.of(buffer, runs))
@@ -193,20 +207,6 @@ def _word(strip: Strip) -> int:
 def _row_groups(width: int, word: int) -> int:
     columns = width // word
     return columns // math.gcd(columns, GROUP)
-
-
-def _read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
-    """What a rank asks for. Raises TransportError unless all of it can be done."""
-    try:
-        runs = msgspec.msgpack.decode(encoded, type=Annotated[list[Run], Meta(max_length=MAX_RUNS)])
-    except msgspec.MsgspecError as error:
-        raise TransportError(f"send: {who} does not say what it keeps: {error}") from None
-    if sum(run.rows * run.width for run in runs) > 4 * nbytes:  # a rank keeps tied weights twice at the most
-        raise TransportError(f"send: {who} wants sums of more bytes than it can keep")
-    for run in runs:
-        if objection := run.objection(nbytes):
-            raise TransportError(f"send: {who} wants a sum over {objection}")
-    return tuple(runs)
 
 
 @cache

@@ -156,6 +156,7 @@ class RankSums:
         self._groups: Sequence[Sequence[Strip]] | None = None
         self._parts: list[list[tuple[int, Strip, Run]]] = []
         self._out = torch.empty(0, dtype=torch.int64)
+        self._left: list[tuple[int, torch.Tensor]] = []
 
     def begin(self, groups: Sequence[Sequence[Strip]], device: torch.device) -> None:
         """`groups`: what lands together, the same for each transfer. At first tells the sender what is kept."""
@@ -171,17 +172,27 @@ class RankSums:
             raise TransportError("receive: this rank keeps other bytes than it has told the sender")
 
     def add(self, group: int, target: torch.Tensor) -> None:
-        """Queues the sums of a group that has landed in uint8 `target`, on the current stream."""
-        if self._out.is_cuda and not target.is_cuda:
-            torch.cuda.current_stream(self._out.device).synchronize()  # the host reads what the stream has written
+        """Queues the sums of a group that has landed in uint8 `target`, on the current stream. A target on the host is
+        left to `check`: the host would have to wait for the stream, which ends only if the sender lives."""
+        if target.device == self._out.device:
+            self._sum(group, target)
+        else:
+            self._left.append((group, target))
+
+    def _sum(self, group: int, target: torch.Tensor) -> None:
         for number, part, run in self._parts[group] if self._verify else ():
             sum_of(target, part.target, part.target_pitch, run, self._out[number])
 
     def check(self, number: int) -> None:
-        """Compares, when all that `add` queued is done. Raises ChecksumError naming what differs, TransportError when
-        the sender has not told its sums."""
+        """Compares, when all has landed and what `add` queued is done.
+
+        Raises ChecksumError naming what differs, TransportError when the sender has not told its sums.
+        """
+        left, self._left = self._left, []
         if not self._verify:
             return
+        for group, target in left:
+            self._sum(group, target)
         key = f"sums/{number}/{self._rank}"
         sent = array("q", self._board.take(key, "the trainer", "receive"))
         self._board.drop(key)

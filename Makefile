@@ -40,7 +40,7 @@ test-faults: $(READY)
 	$(PY) -m pytest -m "faults and not gpu" tests/faults $(ARGS)
 
 fuzz: $(READY)
-	$(PY) tests/fuzz/run.py $(or $(SECONDS),600)
+	$(PY) tests/fuzz/rounds.py $(or $(SECONDS),600)
 
 lint: $(READY)
 	$(PY) -m ruff check .

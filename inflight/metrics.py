@@ -46,14 +46,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """All complete lines; [] when there is no file. Raises ValueError naming the line when one is damaged."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
     objects: list[dict[str, Any]] = []
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was never finished
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):  # what follows was never finished
         try:
-            objects.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            objects.append(_object(line))
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number} is damaged: {error}") from None
     return objects
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    found = json.loads(line.decode())
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds {type(found).__name__}, not an object")
+    return found
 
 
 def _finite(value: Any) -> Any:

@@ -81,10 +81,19 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarize(run_dir: Path) -> Summary:
     """Raises ValueError naming the file when one of the run's files is damaged (other than by a torn tail)."""
-    steps = read_lines(run_dir / METRICS_FILE)
-    swaps = read_lines(run_dir / SWAPS_FILE)
-    done = [swap for swap in swaps if swap["event"] == "committed"]
+    steps, swaps = read_lines(run_dir / METRICS_FILE), read_lines(run_dir / SWAPS_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE)
+    try:
+        return _computed(steps, swaps, tally, torn)
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{run_dir}: a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {reason}") from None
+
+
+def _computed(
+    steps: Sequence[dict[str, Any]], swaps: Sequence[dict[str, Any]], tally: _Tally, torn: str | None
+) -> Summary:
+    done = [swap for swap in swaps if swap["event"] == "committed"]
     last = steps[-1] if steps else {}
     rewards = [float(step["reward"]) for step in steps if step.get("reward") is not None]
     return Summary(

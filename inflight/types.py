@@ -162,10 +162,14 @@ def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
     return versions
 
 
+Url = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]+$")]
+"""Where a generator serves."""
+
+
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     """A generator that requests may be sent to: where it serves, and the version that it stamps."""
 
-    url: Annotated[str, Meta(max_length=4096)]
+    url: Url
     version: Version
     incarnation: Incarnation
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,6 +19,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 LISTENER = "listener"
+_Z85 = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+"""A key as ZeroMQ writes it."""
 
 
 class KeysError(RuntimeError):
@@ -81,8 +84,10 @@ def name_of(identity: str) -> str:
 def _load(path: Path, *, secret: bool = True) -> tuple[bytes, bytes]:
     try:
         public, found = zmq.auth.load_certificate(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, IndexError) as error:
         raise KeysError(f"the key {path} can't be read: {error}") from None
+    if not all(_Z85.fullmatch(key) for key in (public, found) if key is not None):
+        raise KeysError(f"the key {path} can't be read: it holds no CURVE key")
     if secret and path.stat().st_mode & 0o077:
         raise KeysError(f"the secret key {path} may be read by others: chmod 600")
     return public, found or b""

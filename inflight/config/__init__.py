@@ -6,6 +6,7 @@ A required field has no default (Hydra reports it as missing). Bad values are re
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -165,11 +166,14 @@ class RunConfig:
         return self.path / "bus" / "api.key"
 
     def api_key(self) -> str:
-        """That secret; empty where no launcher made one, and then none is asked."""
+        """That secret; empty where no launcher made one, and then none is asked. Raises ConfigError when it is none."""
         try:
-            return self.api_key_file.read_text().strip()
+            key = self.api_key_file.read_bytes().removesuffix(b"\n")
         except FileNotFoundError:
             return ""
+        if re.fullmatch(rb"[A-Za-z0-9_-]{32,128}", key) is None:  # it goes into an HTTP header
+            raise ConfigError(f"{self.api_key_file} holds no key as the launcher makes them: damaged")
+        return key.decode()
 
     def version_file(self, version: int) -> Path:
         """Where the weights of a version are kept as they travelled (audit.keep_versions)."""

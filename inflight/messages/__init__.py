@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from inflight.messages.base import Checksum, Message, Seconds, Text
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
-from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Version
+from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Url, Version
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 64 << 20
@@ -85,7 +85,7 @@ class EngineHello(Message, tag=True):
     generator: Name
     world_size: Annotated[int, Meta(gt=0)]
     version: Version
-    url: Text
+    url: Url
     incarnation: Incarnation = ""
 
 

@@ -72,7 +72,7 @@ def routed_url(file: Path, generator: str) -> str:
     """Where a generator serves. Raises OSError while the publisher does not say that it may be asked."""
     try:
         route = _routes.decode(file.read_bytes()).generators.get(generator)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OSError(f"{file}: {error}") from None
     if route is None:
         raise FileNotFoundError(f"{generator} is not among those that may be asked, in {file}")

@@ -116,8 +116,12 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_random(folder: Path) -> None:
-    """Lets all random numbers go on from a checkpoint."""
-    randomness.restore(_read(folder / RANDOM_FILE))
+    """Lets all random numbers go on from a checkpoint. Raises CheckpointError when it does not hold their state."""
+    path = folder / RANDOM_FILE
+    try:
+        randomness.restore(_read(path))
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}") from None
 
 
 def _read(path: Path) -> dict[str, torch.Tensor]:

@@ -17,9 +17,12 @@ import msgspec
 import torch
 from rollout_samples import make_config, make_group
 from safetensors.torch import save
+from torch import nn
 
 from inflight import config as configuration
+from inflight import summary
 from inflight.audit.replay import AuditError, KeptVersions
+from inflight.bus import keys
 from inflight.config import ConfigError
 from inflight.messages import (
     ActorHello,
@@ -35,13 +38,16 @@ from inflight.messages import (
     decode,
     encode,
 )
-from inflight.metrics import read_lines
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.rollout.__main__ import routed_url
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.client import Retry, Unpatched, parse_turn
 from inflight.rollout.ledger import defect
 from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
-from inflight.trainer import checkpoints
+from inflight.trainer import checkpoints, randomness
 from inflight.trainer.checkpoints import CheckpointError, Saved
+from inflight.trainer.keep import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, load_random
+from inflight.types import Route, Routes
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
 
@@ -106,6 +112,54 @@ def _version(data: bytes) -> None:
         tensor.numel()
 
 
+def _summary(data: bytes) -> None:
+    """The first half is of the steps, the second of the swaps."""
+    folder = FOLDER / "summary"
+    folder.mkdir(exist_ok=True)
+    steps, _, swaps = data.partition(HALVES)
+    (folder / METRICS_FILE).write_bytes(steps)
+    (folder / SWAPS_FILE).write_bytes(swaps)
+    assert summary.table(summary.summarize(folder))
+
+
+def _routes(data: bytes) -> None:
+    path = FOLDER / "routes.json"
+    path.write_bytes(data)
+    assert routed_url(path, "g0").startswith(("http://", "https://"))
+
+
+def _api_key(data: bytes) -> None:
+    config = make_config(FOLDER)
+    config.api_key_file.parent.mkdir(exist_ok=True)
+    config.api_key_file.write_bytes(data)
+    assert config.api_key().isascii()
+
+
+def _curve_key(data: bytes) -> None:
+    path = FOLDER / "keys" / "allowed" / "g0.key"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    assert list(keys.owners(FOLDER / "keys").values()) == ["g0"]
+
+
+def _optimizer(data: bytes) -> None:
+    path = FOLDER / "step-000004" / OPTIMIZER_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    load_optimizer(FOLDER / "step-000004", model, optimizer)
+    model.weight.grad = torch.ones(2, 3)
+    optimizer.step()
+
+
+def _random(data: bytes) -> None:
+    path = FOLDER / "step-000004" / RANDOM_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    load_random(FOLDER / "step-000004")
+
+
 def _config_sample() -> bytes:
     config = make_config("unused")
     with contextlib.chdir(FOLDER):
@@ -116,7 +170,7 @@ def _config_sample() -> bytes:
 MESSAGES = [
     Heartbeat(), Commit(version=3), Grant(questions=[1, 2]), ActorHello(actor="a0", incarnation="0" * 16),
     Failed(version=1, phase="build", reason="x", poisoned=False),
-    Ready(version=1, digest="0" * 64, receive_s=0.1, build_s=0.2),
+    Ready(version=1, attempt=1, digest="0" * 64, receive_s=0.1, build_s=0.2),
     GroupDone(group=make_group("q1")), GroupFailed(group_id="q1", reason="r", again=True),
     Status(source="a0", values={"x": 1, "y": 2.5, "z": "t"}),
 ]  # fmt: skip
@@ -126,6 +180,29 @@ ANSWER = {
         "token_versions": [[0, 1]], "prefill_versions": [[0, 0, 1]],
     }]
 }  # fmt: skip
+HALVES = b"\n---\n"
+STEP = {
+    "step": 1, "version": 1, "time_s": 2.5, "wait_s": 1.0, "train_s": 0.5, "publish_wait_s": 0.0, "pack_s": 0.1,
+    "reward": 0.5, "tokens_trained": 20, "tokens_masked": 0, "lag_counts": {"0": 20}, "groups_dropped": {},
+    "groups_failed": {"actor lost": 1},
+}  # fmt: skip
+SWAPS = [
+    {"event": "committed", "version": 1, "gap_s": 0.001, "running": 3},
+    {"event": "failed", "version": 2, "phase": "build", "reason": "x"},
+]
+ROUTES = Routes(version=3, generators={"g0": Route(url="http://127.0.0.1:1", version=3, incarnation="0" * 16)})
+ADAM = {"weight.step": torch.tensor(3.0), "weight.exp_avg": torch.zeros(2, 3), "weight.exp_avg_sq": torch.ones(2, 3)}
+
+
+def _lines_of(*lines: dict[str, object]) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+def _curve_sample() -> bytes:
+    keys.make_keys(FOLDER / "sample", ["g0"])
+    return (FOLDER / "sample" / "allowed" / "g0.key").read_bytes()
+
+
 TARGETS = {
     "messages": Target(_message, (WireError,), [encode(message) for message in MESSAGES]),
     "rollouts": Target(
@@ -144,4 +221,10 @@ TARGETS = {
     "version": Target(
         _version, (AuditError,), [save({"a": torch.zeros(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)})]
     ),
+    "summary": Target(_summary, (ValueError,), [_lines_of(STEP) + HALVES + _lines_of(*SWAPS)]),
+    "routes": Target(_routes, (OSError,), [msgspec.json.encode(ROUTES)]),
+    "api key": Target(_api_key, (ConfigError,), [b"PGvNm0Fx1tVqvd2Yl0gk6cPSuK3m9o7eT5hXaZbW4rQ\n"]),
+    "curve key": Target(_curve_key, (keys.KeysError,), [_curve_sample()]),
+    "optimizer": Target(_optimizer, (CheckpointError,), [save(ADAM)]),
+    "random": Target(_random, (CheckpointError,), [save(randomness.capture())]),
 }

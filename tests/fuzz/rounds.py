@@ -1,4 +1,4 @@
-"""Fuzzes every decoder in turn for a given time: `make fuzz SECONDS=600`, or `python tests/fuzz/run.py 600`.
+"""Fuzzes every decoder in turn for a given time: `make fuzz SECONDS=600`, or `python tests/fuzz/rounds.py 600`.
 
 Hypothesis makes the inputs: whole ones that were cut, bent, mixed and repeated, and bytes of any kind. Ends with a line
 for each decoder; an input that breaks one is shown, smallest first, and the exit code is 1.

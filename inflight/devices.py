@@ -1,4 +1,4 @@
-"""Which GPUs each process of a run sees, as values of CUDA_VISIBLE_DEVICES."""
+"""Which GPUs each process of a run sees, as values of CUDA_VISIBLE_DEVICES, and whether the cores are there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 
-from inflight.config import ConfigError, RunConfig
+from inflight.config import ConfigError, RunConfig, require
 
 QUERY_TIMEOUT_S = 30.0
 
@@ -58,3 +58,13 @@ def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
         first = len(trainers) + index * ranks
         seen[name] = ",".join([*devices[first : first + ranks], devices[0]])
     return seen
+
+
+def require_cores(config: RunConfig) -> None:
+    """Raises ConfigError when a process is to be held to cores that this machine lacks, or there is no such process."""
+    allowed = os.sched_getaffinity(0)
+    known = {"generator", "actor", "a0", *config.rank_names(), *config.generator_names()}
+    for name, cores in config.launch.affinity.items():
+        place = f"launch.affinity.{name}"
+        require(name in known, place, list(cores), f"the names are {', '.join(sorted(known))}")
+        require(set(cores) <= allowed, place, list(cores), f"this machine has {sorted(allowed)}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,10 +31,13 @@ from inflight.progress import Progress, View
 from inflight.restarts import Restarts
 from inflight.run_folder import LaunchError, RunFolder
 from inflight.trainer import checkpoints
+from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.checkpoints import CheckpointError
+from inflight.trainer.objectives import OBJECTIVES
 
 POLL_S = 0.2
 LOG_LINES = 20
+CHECK_S = 120.0
 FAREWELL_S = 30.0
 """How long others may be gone before the trainer, which has told them that the run is over, follows."""
 
@@ -122,7 +127,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
     Raises ConfigError when the machine has GPUs, but too few, or lacks a core.
     """
     run_dir = config.run_dir
-    _require_cores(config)
+    devices.require_cores(config)
     seen = devices.assign(config, devices.available())
 
     def command(name: str, kind: str, arguments: Sequence[str], environment: dict[str, str]) -> Command:
@@ -146,15 +151,6 @@ def usual_commands(config: RunConfig) -> list[Command]:
     ]
 
 
-def _require_cores(config: RunConfig) -> None:
-    allowed = os.sched_getaffinity(0)
-    known = {"generator", "actor", "a0", *config.rank_names(), *config.generator_names()}
-    for name, cores in config.launch.affinity.items():
-        place = f"launch.affinity.{name}"
-        configuration.require(name in known, place, list(cores), f"the names are {', '.join(sorted(known))}")
-        configuration.require(set(cores) <= allowed, place, list(cores), f"this machine has {sorted(allowed)}")
-
-
 def _environment(threads: int) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -166,8 +162,10 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _ready_to_start(config: RunConfig) -> RunConfig:
-    """Checks the task and the patch and prepares the model; the result names the model by its directory."""
+    """Checks what is named and the patch, and prepares the model; the result names the model by its directory."""
     from inflight import models, patching, tasks
+
+    _require_named(config)
 
     if ":" not in config.task.name:  # one of the user's own may be importable in the actor's process alone
         tasks.make(config.task, config.seed)
@@ -179,6 +177,30 @@ def _ready_to_start(config: RunConfig) -> RunConfig:
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     return replace(config, model=replace(config.model, name=str(directory)))
+
+
+def _require_named(config: RunConfig) -> None:
+    """Raises ConfigError for an objective, advantage or rule that does not exist or does not take its options.
+
+    The trainer looks, in a process of its own: it takes torch to know options, and the user's modules to know theirs.
+    """
+    trainer, gate = config.trainer, config.gate
+    chosen = (gate.rules, gate.ratio_rules, trainer.objective.options, trainer.advantage.options)
+    if not any(chosen) and trainer.objective.name in OBJECTIVES and trainer.advantage.name in ADVANTAGES:
+        return  # the usual case: nothing that could be wrong is worth some seconds
+    with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
+        configuration.save(replace(config, run_dir=folder))
+        command = [sys.executable, "-m", "inflight.trainer", "--run-dir", folder, "--check"]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=CHECK_S, check=False,
+                env={**os.environ, **_environment(1)},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"the check of objective, advantage and rules did not end within {CHECK_S:g} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"the check ended with code {done.returncode}"]
+        raise ConfigError(said[-1].removeprefix("inflight trainer: "))
 
 
 class _Interrupt:

@@ -32,24 +32,30 @@ def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., An
 def with_options(function: Callable[..., Any], options: Mapping[str, Any], place: str) -> Callable[..., Any]:
     """`function` with `options` given to its keyword-only parameters, which are its options.
 
-    Raises ConfigError for an option that it does not have, lacks, or that is of another type than its default.
+    Raises ConfigError for an option that it does not have, lacks, or that is of another type.
     """
     parameters = inspect.signature(function).parameters.values()
-    known = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
     for name, value in options.items():
         if name not in known:
             raise ConfigError(f"{place}.{name} is not an option: {', '.join(known) or 'it has none'}")
         _check_type(known[name], value, f"{place}.{name}")
-    for name, default in known.items():
-        if default is inspect.Parameter.empty and name not in options:
+    for name, parameter in known.items():
+        if parameter.default is parameter.empty and name not in options:
             raise ConfigError(f"{place}.{name} is missing: it has no default")
     return functools.partial(function, **options) if options else function
 
 
-def _check_type(default: object, value: object, place: str) -> None:
-    wanted: tuple[type, ...] = (type(default),)
-    if default is None or default is inspect.Parameter.empty or type(value) in wanted:
+_PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+def _check_type(parameter: inspect.Parameter, value: object, place: str) -> None:
+    """By the type of the default; without one, or with None, by a plain annotation."""
+    wanted: type | None = type(parameter.default)
+    if parameter.default is None or parameter.default is parameter.empty:
+        wanted = _PLAIN.get(getattr(parameter.annotation, "__name__", str(parameter.annotation)))
+    if wanted is None or type(value) is wanted:
         return
-    if isinstance(default, float) and type(value) is int:  # YAML writes 1.0 as 1
+    if wanted is float and type(value) is int:  # YAML writes 1.0 as 1
         return
-    raise ConfigError(f"{place}={value!r} is not allowed: it takes {wanted[0].__name__}")
+    raise ConfigError(f"{place}={value!r} is not allowed: it takes {wanted.__name__}")

@@ -148,6 +148,16 @@ class Processes:
         self.stop()
 
 
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when the thread that started it ends, as it does with its process, `parent`.
+
+    Ends at once when `parent` is gone already.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def last_lines(log: Path, count: int) -> list[str]:
     """The end of a log; [] when there is none."""
     try:

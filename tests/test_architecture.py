@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "tasks": {"config", "models", "types"},
     "weights": {"types", "config", "messages", "bus"},
     "rollout": {"types", "config", "messages", "bus", "tasks", "models", "named"},
-    "generator": {"types", "config", "messages", "bus", "models", "weights"},
+    "generator": {"types", "config", "messages", "bus", "models", "processes", "weights"},
     "trainer": {
         "types",
         "config",

@@ -93,7 +93,7 @@ class Endpoint:
                 if reading:
                     self._read_all()
                 self._tend(time.monotonic())
-            self._send_queued()
+            self._send_last()
         except BaseException as error:  # noqa: BLE001 - kept and raised to whoever uses the endpoint
             self._broken = error
         finally:
@@ -116,6 +116,14 @@ class Endpoint:
         with self._lock:
             self._outbox.extendleft(reversed(kept))
             self._bytes_out = sum(len(frame) for _, frame in self._outbox)
+
+    def _send_last(self) -> None:
+        """What is queued at the end; waits a little for a peer that must read before it can take more."""
+        deadline = time.monotonic() + _LINGER_MS / 1000
+        self._send_queued()
+        while self._outbox and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._send_queued()
 
     def _decode(self, peer: str, frame: bytes) -> AnyMessage | None:
         try:

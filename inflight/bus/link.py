@@ -11,7 +11,7 @@ import zmq
 from inflight.bus import keys
 from inflight.bus.endpoint import IDENTITY, BusError, Endpoint, PeerLost
 from inflight.config import BusConfig
-from inflight.messages import AnyMessage, Heartbeat, encode
+from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
 
 FIRST_CONTACT_S = 300.0
 """How long a Link waits for the first sign of a listener, whose process may still be starting."""
@@ -50,6 +50,12 @@ class Link(Endpoint):
         if message is None and time.monotonic() > self._deadline:
             raise PeerLost(f"nothing heard from {self._endpoint} for too long")
         return message
+
+    def close(self) -> None:
+        """Says goodbye, so that the listener need not wait until it takes this end for dead; then as any endpoint."""
+        with contextlib.suppress(BusError):  # closed before, or nobody reads
+            self.send(Goodbye())
+        super().close()
 
     def _send_frame(self, peer: str, frame: bytes) -> None:
         self._socket.send(frame, zmq.NOBLOCK)

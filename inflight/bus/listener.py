@@ -15,7 +15,7 @@ from inflight.bus import keys
 from inflight.bus.endpoint import IDENTITY, BusError, Endpoint
 from inflight.bus.rate import Rate
 from inflight.config import BusConfig
-from inflight.messages import AnyMessage, Heartbeat, encode
+from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
 
 _HANDSHAKES = {
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake not finished",
@@ -36,7 +36,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A peer that was silent for `dead_after_s`, or whose connection is gone."""
+    """A peer that has said goodbye, was silent for `dead_after_s`, or whose connection is gone."""
 
     peer: str
 
@@ -118,6 +118,9 @@ class Listener(Endpoint):
     def _read(self, peer: str, frame: bytes) -> None:
         message = self._decode(peer, frame)
         if message is None:
+            return
+        if isinstance(message, Goodbye):
+            self._lose(peer)
             return
         self._seen[peer] = time.monotonic()
         if isinstance(message, Heartbeat):

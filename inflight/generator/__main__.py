@@ -15,9 +15,12 @@ from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
 
+STOPPED = 128 + signal.SIGTERM
+"""Exit code after a signal: the run is not over."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when the run is over or SIGTERM came, 1 when the generator had to stop, 2 for bad input."""
+    """Exit code: 0 when the run is over, 1 when the generator had to stop, 2 for bad input, STOPPED for SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m inflight.generator", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="g0, g1, …")
@@ -40,19 +43,20 @@ def _run(config: RunConfig, name: str) -> int:
 
     server.require_patched()
     try:
-        asyncio.run(server.serve(config, name))
+        over = asyncio.run(server.serve(config, name))
     except (SystemExit, KeyboardInterrupt):
         server.end_children()
+        return STOPPED
     except (GeneratorEnded, BusError, ValueError, OSError) as error:
         return _end(name, error, 1)
     except RuntimeError as error:  # vLLM's word for a core that did not start; its log tells why
         return _end(name, error, 1)
-    return 0
+    return 0 if over else STOPPED
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:
     """Until the event loop handles signals, which starts with serving: give up what is being started."""
-    raise SystemExit(0)
+    raise SystemExit(STOPPED)
 
 
 def _check_name(config: RunConfig, name: str) -> None:

@@ -46,8 +46,8 @@ def require_patched() -> None:
         raise ConfigError("this vLLM can't tag tokens with weight versions yet, run: inflight patch apply")
 
 
-async def serve(config: RunConfig, name: str) -> None:
-    """Serves until the trainer is done or SIGTERM comes. Raises GeneratorEnded when it has to stop before that."""
+async def serve(config: RunConfig, name: str) -> bool:
+    """Serves until the trainer is done (True) or a signal comes. Raises GeneratorEnded when it has to stop before."""
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -67,7 +67,7 @@ async def serve(config: RunConfig, name: str) -> None:
             await vllm["init_app_state"](engine, app.state, arguments, tasks)
             async with _http(app, listening) as http:
                 await _until_healthy(url, http)
-                await _work(config, name, engine, url, http)
+                return await _work(config, name, engine, url, http)
 
 
 def _entrypoints() -> dict[str, Any]:
@@ -141,8 +141,8 @@ async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _work(config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None]) -> None:
-    """Runs agent and status beside the HTTP server until the first of them, or SIGTERM, ends them all."""
+async def _work(config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None]) -> bool:
+    """Runs agent and status beside the HTTP server until the first of them, or a signal (False), ends them all."""
     hello = EngineHello(
         generator=name,
         world_size=engine.vllm_config.parallel_config.world_size,
@@ -168,6 +168,7 @@ async def _work(config: RunConfig, name: str, engine: Any, url: str, http: async
             raise GeneratorEnded("the HTTP server ended by itself")
         for task in done:
             task.result()
+        return not stop.is_set()
     finally:
         for task in tasks:
             task.cancel()

@@ -15,7 +15,7 @@ from inflight.messages.base import Checksum, Message, Seconds, Text
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
 from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Url, Version
 
-SCHEMA = 2
+SCHEMA = 3
 MAX_FRAME_BYTES = 64 << 20
 """A rollout group of 4,096 samples of 1,000 tokens fits; weights never travel here."""
 
@@ -29,6 +29,10 @@ class WireError(ValueError):
 
 class Heartbeat(Message, tag=True):
     """Sent by both sides at the bus's interval; carries nothing, proves that the peer lives."""
+
+
+class Goodbye(Message, tag=True):
+    """The peer has closed its end: nothing more comes from it, and what is sent to it is lost."""
 
 
 class Refused(Message, tag=True):
@@ -242,6 +246,7 @@ class Status(Message, tag=True):
 
 AnyMessage = (
     Heartbeat
+    | Goodbye
     | Refused
     | RankHello
     | EngineHello

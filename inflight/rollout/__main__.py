@@ -23,12 +23,15 @@ from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
 from inflight.models import ModelError, prepare
 from inflight.rollout.actor import Actor, ActorError
+from inflight.rollout.ledger import ACTOR_STOPPED
 from inflight.rollout.pool import NoGenerator, Pool
 from inflight.rollout.sampler import Sampler, Tokens
 from inflight.tasks import make
 from inflight.types import Routes
 
 STATUS_EVERY_S = 1.0
+STOPPED = 128 + signal.SIGTERM
+"""Exit code after SIGTERM: the run is not over."""
 
 
 class _ModelTokens:
@@ -47,8 +50,8 @@ class _ModelTokens:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
-async def work(config: RunConfig, name: str, tokens: Tokens) -> None:
-    """Runs the actor until the run is over or SIGTERM comes. Raises ActorError, NoGenerator or BusError."""
+async def work(config: RunConfig, name: str, tokens: Tokens) -> bool:
+    """Runs the actor until the run is over (True) or SIGTERM comes. Raises ActorError, NoGenerator or BusError."""
     task = make(config.task, config.seed)
     url_of = functools.partial(routed_url, config.routes_file)
     # A connection a request: an idle one that the server closes at the wrong moment would look like a lost generator.
@@ -62,7 +65,7 @@ async def work(config: RunConfig, name: str, tokens: Tokens) -> None:
             async with Pool(session, config.generator_names(), url_of) as pool:
                 sampler = Sampler(config.rollout, config.seed, task, tokens, session, pool)
                 actor = Actor(name, link, sampler, concurrency=config.rollout.concurrency)
-                await _run(config, actor, pool, status)
+                return await _run(config, actor, pool, status)
 
 
 _routes = msgspec.json.Decoder(Routes)
@@ -79,19 +82,21 @@ def routed_url(file: Path, generator: str) -> str:
     return route.url
 
 
-async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> None:
-    """Waits for the generators, then works; reports all the while. SIGTERM ends either."""
+async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> bool:
+    """Waits for the generators, then works; reports all the while. SIGTERM ends either (False)."""
     phase = "waiting for generators"
 
     def values() -> dict[str, float | int | str]:
         versions = {f"version.{each.name}": each.version for each in pool.generators.values()}
         return {"phase": phase, **actor.status(), **versions}
 
-    async def wait_and_run() -> None:
+    async def wait_and_run() -> bool:
         nonlocal phase
         await pool.wait_any(config.generator.start_timeout_s)
         phase = "sampling"
-        logging.info("ended: %s", await actor.run())
+        reason = await actor.run()
+        logging.info("ended: %s", reason)
+        return reason != ACTOR_STOPPED
 
     working = asyncio.create_task(wait_and_run(), name="actor")
     reporting = asyncio.create_task(report(status, actor.name, values), name="status")
@@ -104,9 +109,10 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> Non
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
     try:
-        await working
+        return await working
     except asyncio.CancelledError:
         logging.info("stopped before a generator was ready")
+        return False
     finally:
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
@@ -131,7 +137,7 @@ def _check_name(name: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when the run is over or SIGTERM came, 1 when the actor can't go on, 2 for bad input."""
+    """Exit code: 0 when the run is over, 1 when the actor can't go on, 2 for bad input, STOPPED for SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m inflight.rollout", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="a0, a1, …")
@@ -142,14 +148,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = configuration.load(arguments.run_dir)
         _check_name(name)
         tokens = _ModelTokens(config.model.name)
-        asyncio.run(work(config, name, tokens))
+        over = asyncio.run(work(config, name, tokens))
     except (ConfigError, ModelError) as error:
         return _end(name, error, 2)
     except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no tokenizer, a full disk
         return _end(name, error, 1)
     except KeyboardInterrupt:
         return _end(name, "interrupted", 130)
-    return 0
+    return 0 if over else STOPPED
 
 
 def _end(name: str, error: object, code: int) -> int:

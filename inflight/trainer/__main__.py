@@ -34,11 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m inflight.trainer", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--rank", type=int, default=0, help="of trainer.processes ranks; 0 speaks with all others")
+    parser.add_argument("--check", action="store_true", help="only look whether all that is named exists")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(arguments.run_dir)
-        _require_supported(config)
+        if arguments.check:
+            _require_named(config)
+            return 0
         allowed = f"0 to {config.trainer.processes - 1} (trainer.processes)"
         require(0 <= arguments.rank < config.trainer.processes, "--rank", arguments.rank, allowed)
         signal.signal(signal.SIGTERM, _stop_start)
@@ -58,6 +61,7 @@ def _run(config: RunConfig) -> int:
     import torch  # before anything else of torch, so that the pools have the configured size
 
     torch.set_num_threads(config.trainer.threads)
+    _require_named(config)
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
@@ -152,8 +156,14 @@ def _ranks(config: RunConfig) -> dict[str, int]:
     return dict.fromkeys(config.generator_names(), config.generator.tensor_parallel_size)
 
 
-def _require_supported(config: RunConfig) -> None:
+def _require_named(config: RunConfig) -> None:
+    """Raises ConfigError for an objective, advantage or rule that does not exist or does not take its options."""
+    from inflight.trainer.advantage import advantage_of
+    from inflight.trainer.loss import make_loss
+
     rules_of(config.gate)
+    advantage_of(config.trainer.advantage)
+    make_loss(config)
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:

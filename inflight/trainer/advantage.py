@@ -9,6 +9,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
+from inflight.config import AdvantageConfig
+from inflight.named import find, with_options
 from inflight.types import Rollout
 
 Groups = Sequence[Sequence[Rollout]]
@@ -22,6 +24,12 @@ ADVANTAGES = {
     name: f"inflight.trainer.advantage:{name}"
     for name in ("group_mean", "group_std", "rloo", "reinforce_pp", "process", "distillation")
 }
+
+
+def advantage_of(config: AdvantageConfig) -> Advantage:
+    """The configured one. Raises ConfigError naming the advantage or the option that does not exist."""
+    place = "trainer.advantage"
+    return with_options(find(config.name, ADVANTAGES, f"{place}.name"), config.options, f"{place}.options")
 
 
 def group_mean(groups: Groups) -> Advantages:

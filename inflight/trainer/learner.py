@@ -11,10 +11,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from inflight.config import RunConfig
-from inflight.named import find, with_options
 from inflight.rollout.gate import GatedGroup
 from inflight.sampling import Sampling
-from inflight.trainer.advantage import ADVANTAGES
+from inflight.trainer.advantage import advantage_of
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.loss import make_loss
@@ -62,9 +61,7 @@ class Learner:
         self.team = team or Team(None, config)
         self._reference, self._loss = reference, make_loss(config)
         self._sampling = Sampling.of(config.rollout)
-        worth = config.trainer.advantage
-        function = find(worth.name, ADVANTAGES, "trainer.advantage.name")
-        self._advantage = with_options(function, worth.options, "trainer.advantage.options")
+        self._advantage = advantage_of(config.trainer.advantage)
         settings = config.trainer
         optimizer = torch.optim.AdamW(
             policy.master.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True

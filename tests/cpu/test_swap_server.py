@@ -199,12 +199,12 @@ def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(run.ask, PROMPTS[0], 240)
         run.process.send_signal(signal.SIGTERM)
-        assert run.wait(10) == 0
+        assert run.wait(10) == 128 + signal.SIGTERM
         asked.exception(timeout=10)  # answered or cut off, but not left hanging
     assert run.alive(children) == []
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5  # of 15 seconds until it would be taken for dead
     while run.routes():
-        assert time.monotonic() < deadline, "its route is withdrawn when its silence is noticed"
+        assert time.monotonic() < deadline, "it has said goodbye, nobody waits for its silence"
         time.sleep(0.1)
 
 

@@ -668,7 +668,7 @@ def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, phase):
     process_ended = threading.Event()
     around = threading.Thread(target=asyncio.run, args=(serve(),))
     around.start()
-    assert entry.main(["--run-dir", str(tmp_path), "--name", "a0"]) == 0
+    assert entry.main(["--run-dir", str(tmp_path), "--name", "a0"]) == entry.STOPPED
     process_ended.set()
     around.join(LIMIT_S)
     assert counts[0].failed == ({"actor stopped": 2} if phase == "sampling" else {})

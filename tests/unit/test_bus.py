@@ -24,7 +24,7 @@ def wait_for(receive, kind, timeout_s=5.0):
         got = receive(0.2)
         if isinstance(got, kind):
             return got
-    raise AssertionError(f"no {kind.__name__} came")
+    raise AssertionError(f"no {kind} came")
 
 
 def test_messages_keep_their_order_both_ways(endpoint):
@@ -53,13 +53,28 @@ def test_sending_to_a_stranger_is_an_error(endpoint):
 
 def test_a_silent_peer_is_lost_once_and_a_living_one_is_not(endpoint):
     with Listener(endpoint, QUICK) as listener, Link(endpoint, "alive", QUICK):
-        dying = Link(endpoint, "dying", QUICK)
-        dying.send(Commit(version=1))
+        context = zmq.Context()
+        dying = context.socket(zmq.DEALER)  # not a Link, which would say goodbye
+        dying.setsockopt(zmq.IDENTITY, b"dying")
+        dying.connect(endpoint)
+        dying.send(encode(Commit(version=1)))
         wait_for(listener.receive, Received)
         dying.close()
         assert wait_for(listener.receive, Lost) == Lost("dying")
         assert listener.receive(1.0) is None
         assert listener.peers() == {"alive"}
+        context.destroy(linger=0)
+
+
+def test_a_peer_that_closes_is_lost_at_once_and_after_all_that_it_said(endpoint):
+    patient = BusConfig(heartbeat_s=0.05, dead_after_s=1000.0)
+    with Listener(endpoint, patient) as listener:
+        with Link(endpoint, "a0", patient) as link:
+            for version in range(100):
+                link.send(Commit(version=version))
+        got = [wait_for(listener.receive, Received | Lost) for _ in range(101)]
+        assert got == [*(Received("a0", Commit(version=version)) for version in range(100)), Lost("a0")]
+        assert listener.peers() == set()
 
 
 def test_a_link_tells_when_its_listener_dies(endpoint):

@@ -244,6 +244,34 @@ def test_an_unknown_task_is_refused_before_anything_starts(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "override, says",
+    [
+        ("trainer.objective.name=nope", "trainer.objective.name='nope' is not known: "),
+        ("trainer.objective.options={tempo: 2}", "trainer.objective.options.tempo is not an option: "),
+        ("trainer.advantage.name=nope", "trainer.advantage.name='nope' is not known: "),
+        ("trainer.advantage.name=of.mine:own", "trainer.advantage.name='of.mine:own' can't be imported: "),
+        ("gate.rules=[{name: nope}]", "gate.rules[0].name='nope' is not known: "),
+        ("gate.rules=[{name: oldest_lag, at_most: soon}]", "gate.rules[0].at_most='soon' is not allowed: "),
+        ("gate.ratio_rules=[{name: nope}]", "gate.ratio_rules[0].name='nope' is not known: "),
+    ],
+)
+def test_what_is_named_and_not_there_is_refused_before_anything_starts(tmp_path, capsys, override, says):
+    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", override]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"inflight launch: {says}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_functions_of_ones_own_are_found_where_the_trainer_finds_them(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def keep(group, *, at_most: int): return group\n")
+    monkeypatch.chdir(tmp_path)
+    config = compose("tiny", [f"run_dir={tmp_path}/run", "gate.rules=[{name: 'mine:keep', at_most: 2}]"])
+    launching._ready_to_start(config)
+    assert "mine" not in sys.modules
+
+
 def test_damaged_files_do_not_hide_why_a_run_failed(config, capfd):
     damage = """
     import os, pathlib

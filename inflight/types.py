@@ -11,13 +11,14 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-Version = Annotated[int, Meta(ge=0)]
+Version = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """Grows by one with each published optimizer step; 0 is the checkpoint that a run starts from."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 """SHA-256, hexadecimal."""
-Count = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+"""Small enough for everyone: JSON's readers, msgpack, tensors of int64."""
 Incarnation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
 """Random, and shared by all processes of one start of a generator: it tells a restarted one from one that was cut off
 for a while. Empty for one that is never restarted (benches)."""

@@ -117,7 +117,7 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
         raise Retry(
             "malformed answer", detail=f"{generator}: {len(logprobs)} logprobs for {len(choice.token_ids)} tokens"
         )
-    return Turn(
+    turn = Turn(
         token_ids=choice.token_ids,
         logprobs=logprobs,
         token_versions=choice.token_versions,
@@ -126,6 +126,16 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
         kept=_kept(choice, asked, generator),
         routed_experts=_experts(choice, generator),
     )
+    return _checked(turn, generator)
+
+
+def _checked(turn: Turn, generator: str) -> Turn:
+    """The turn, when all of it is within bounds: another one the buffer could not read, and it would come for ever."""
+    plain = msgspec.to_builtins(turn, builtin_types=(bytes,))
+    try:
+        return msgspec.convert(plain, Turn, builtin_types=(bytes,))
+    except msgspec.ValidationError as error:
+        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
 
 
 def _kept(choice: _Choice, asked: int, generator: str) -> list[list[int]] | None:

@@ -219,7 +219,13 @@ def test_aborted_requests_are_counted_and_asked_again(play):
 
 @pytest.mark.parametrize(
     ("answer", "reason", "requests"),
-    [(choice(finish_reason="abort"), "aborted", 6), (500, "http 500", 6), (400, "http 400", 1)],
+    [
+        (choice(finish_reason="abort"), "aborted", 6),
+        (500, "http 500", 6),
+        (400, "http 400", 1),
+        (choice(token_ids=[1 << 70, 2]), "malformed answer", 6),  # what can't travel must not end the actor
+        (choice(token_ids=[-1, 2]), "malformed answer", 6),
+    ],
 )
 def test_a_group_is_given_up_with_a_reason_and_the_actor_goes_on(play, monkeypatch, answer, reason, requests):
     """A question that is not at fault is asked again, with the same seeds, though not for ever."""

@@ -6,13 +6,13 @@ what is no valid message of a known peer is counted in `refused` and logged. Eac
 touches its socket, so all methods may be called from any thread. Heartbeats run in that thread: they prove that the
 process lives, not that it makes progress (phases have bounds of their own).
 
-Sockets are Unix sockets or on loopback. An address that other hosts can reach needs keys (see `keys`).
+Sockets are Unix sockets or on loopback. An address that other hosts can reach needs keys (see `keys`); the launcher
+makes some for any address.
 """
 
 from inflight.bus.endpoint import BusError, PeerLost
 from inflight.bus.keys import make_keys
-from inflight.bus.keys import needed as needs_keys
 from inflight.bus.link import Link
 from inflight.bus.listener import Listener, Lost, Received
 
-__all__ = ["BusError", "Link", "Listener", "Lost", "PeerLost", "Received", "make_keys", "needs_keys"]
+__all__ = ["BusError", "Link", "Listener", "Lost", "PeerLost", "Received", "make_keys"]

@@ -13,11 +13,11 @@ class BusConfig:
     """Control sockets: Unix sockets in the run folder, unless `address` is set."""
 
     address: str = ""
-    """An IP address of this host to listen on instead. One that other hosts can reach needs keys."""
+    """An IP address of this host to listen on instead, with CURVE keys that the launcher makes."""
     port: int = 5700
     """The first of the four ports, for weights, rollouts, status and the trainer's ranks."""
     keys: str = ""
-    """Folder of CURVE keys; the launcher makes it where `address` needs it."""
+    """Folder of CURVE keys; the launcher makes it where there is an `address`."""
     heartbeat_s: float = 1.0
     dead_after_s: float = 30.0
     """A peer that was silent for so long is taken for dead."""

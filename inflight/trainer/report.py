@@ -100,6 +100,8 @@ def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dic
         "behind": publisher.behind,
         "swaps": publisher.stats()["swaps"],
         "buffer": counts.buffered,
+        "groups_granted": counts.granted,
+        "groups_in_flight": counts.in_flight,
         "groups_dropped": counts.dropped,
         "groups_failed": counts.failed,
     }

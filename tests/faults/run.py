@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,12 +12,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from inflight.metrics import METRICS_FILE, read_lines
+from inflight.rollout.books import Books
 from inflight.rollout.questions import index_of
 from inflight.rollout.stream import Reader
 from inflight.trainer import checkpoints
+from inflight.types import Route, Routes
 
 LAUNCHER = Path(__file__).parent / "launcher.py"
 ALWAYS = (
@@ -74,11 +78,10 @@ class Run:
         launcher = psutil.Process(self._launcher.pid)
         if name == "launcher":
             return launcher
-        marks = {"trainer": "inflight.trainer", "a0": "inflight.rollout"}
         for child in launcher.children():
             with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie
                 line = child.cmdline()
-                if marks.get(name, "stand_in.py") in " ".join(line) and (name in marks or line[-1] == name):
+                if line[-1:] == [name] or (name == "trainer" and "inflight.trainer" in line):
                     return child
         return None
 
@@ -92,12 +95,13 @@ class Run:
             return False
         return process is not None
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        """Polls; a launcher that ends first is enough, too."""
+    def until(self, condition: Callable[[], bool], *, alive: bool = False) -> None:
+        """Polls; a launcher that ends first is enough, too, unless it must stay `alive`."""
         deadline = time.monotonic() + BOUND_S
         while not condition() and not self.ended():
             assert time.monotonic() < deadline, f"it did not happen within {BOUND_S} s\n{self.logs()}"
             time.sleep(0.05)
+        assert not (alive and self.ended()), f"the run has ended\n{self.wait()}\n{self.logs()}"
 
     def steps(self) -> int:
         """Lines of metrics.jsonl."""
@@ -114,6 +118,45 @@ class Run:
     def written(self) -> list[int]:
         """The questions of the rollout file."""
         return sorted(index_of(group.group_id) for group in Reader(self.folder / "rollouts" / "rollouts.msgpack"))
+
+    def account(self) -> Books:
+        """The books of a run that is done, held against its files: each group that was asked is in exactly one place.
+
+        At each step granted = in flight + failed + produced and produced = trained + dropped + buffered; at the end
+        nothing is in flight or buffered, and what was produced is what the rollout file holds, group by group.
+        """
+        trained: list[int] = []
+        for line in self.lines():
+            trained += line["questions"]
+            produced = len(trained) + sum(line["groups_dropped"].values()) + line["buffer"]
+            failed = sum(line["groups_failed"].values())
+            assert line["groups_granted"] == line["groups_in_flight"] + failed + produced, line
+        last, books, written = self.lines()[-1], self.saved().books, self.written()
+        assert (last["groups_in_flight"], last["buffer"]) == (0, 0), last
+        assert (books.trained, books.dropped, books.failed) == (
+            len(trained),
+            last["groups_dropped"],
+            last["groups_failed"],
+        )
+        assert len(set(trained)) == len(trained), "a question was trained on twice"
+        assert len(set(written)) == len(written), "a group was written twice"
+        assert set(trained) <= set(written)
+        assert len(written) == len(trained) + sum(books.dropped.values()), (books, written)
+        assert all(index in books.settled for index in written)
+        return books
+
+    def aborted(self) -> int:
+        """Samples that engines gave up, by the word of all actors that ended in peace."""
+        log = (self.folder / "logs" / "a0.log").read_text()
+        found = re.findall(r"ended: .*; (\d+) samples were aborted", log)
+        assert found, log[-2000:]
+        return sum(map(int, found))
+
+    def routed(self) -> dict[str, Route]:
+        """The generators that may be asked now."""
+        with contextlib.suppress(FileNotFoundError):
+            return msgspec.json.decode((self.folder / "bus" / "routes.json").read_bytes(), type=Routes).generators
+        return {}
 
     def saved(self) -> checkpoints.Saved:
         """The newest checkpoint."""

@@ -27,10 +27,10 @@ KEEP_OLD = "gate.max_token_lag=1000"
 def all_is_trained(run, steps=14):
     """Every question once, in the order of no one, and no group lost from the books."""
     assert run.wait() == 0, run.logs()
-    assert run.trained() == list(range(2 * steps)), run.logs()
-    books = run.saved().books
-    assert (books.settled_below, books.settled_beyond, books.trained, books.dropped) == (2 * steps, [], 2 * steps, {})
-    assert run.written() == list(range(2 * steps))
+    books = run.account()
+    assert run.trained() == run.written() == list(range(2 * steps)), run.logs()
+    assert (books.settled_below, books.settled_beyond, books.dropped) == (2 * steps, [], {})
+    assert run.aborted() == 0
     return books
 
 

@@ -28,6 +28,7 @@ def test_engines_go_on_with_the_checkpoints_weights_and_its_number(make_run):
     run.resume()
     assert run.wait() == 0, run.logs()
     assert f"going on from step {begun}" in run.output
+    run.account()
     assert run.trained() == list(range(2 * STEPS))
     groups = list(Reader(run.folder / "rollouts" / "rollouts.msgpack"))
     assert sorted(group.group_id for group in groups) == sorted(f"q{index}" for index in range(2 * STEPS))

@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -396,18 +395,14 @@ def test_a_run_goes_on_when_the_last_process_is_gone(config, monkeypatch):
     assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
 
 
-def test_secrets_are_made_for_each_start_and_for_their_owner_alone(config, monkeypatch):
+def test_secrets_are_made_for_each_start_and_for_their_owner_alone(config):
     look = """
     import os, pathlib
     for name in ("bus/api.key", "keys/g0.key_secret"):
         path = pathlib.Path(os.environ["RUN_DIR"]) / name
         print(oct(path.stat().st_mode & 0o777), len(path.read_text()) > 40, flush=True)
     """
-    own = next((a[4][0] for a in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)), "127.0.0.1")
-    if own.startswith("127."):
-        monkeypatch.setattr(run_folder, "needs_keys", lambda endpoint: True)  # this machine has no other address
-    bus = dataclasses.replace(config.bus, address=own, port=43700)
-    config = dataclasses.replace(config, bus=bus)
+    config = dataclasses.replace(config, bus=dataclasses.replace(config.bus, address="127.0.0.1", port=43700))
     assert launch(config, [command(config, "trainer", look)]) == 0
     assert last_lines(config.path / "logs" / "trainer.log", 2) == ["0o600 True", "0o600 True"]
     assert not (config.path / "bus").exists()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import time
@@ -148,14 +149,29 @@ class Processes:
         self.stop()
 
 
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends, as it does with its process, `parent`.
+def guard_group() -> None:
+    """Starts a process that waits for the end of this one and then kills what is left of its group: a killed generator
+    can't end its engine, and the launcher that would may have been killed as well.
 
-    Ends at once when `parent` is gone already.
+    Does nothing unless this process leads its group, as all do that a launcher starts. To be called before any thread
+    is started. What the other inherits, the lock of the run folder say, it holds until nobody is left.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
+    leader = os.getpid()
+    if os.getpgrp() != leader or os.fork():
+        return
+    try:
+        os.setsid()
+        select.select([os.pidfd_open(leader)], [], [])
+        _kill([process for process in psutil.process_iter() if _is_of(process, leader)])
+    finally:
+        os._exit(0)
+
+
+def _is_of(process: psutil.Process, group: int) -> bool:
+    try:
+        return os.getpgid(process.pid) == group and not _is_tracker(process)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return False
 
 
 def last_lines(log: Path, count: int) -> list[str]:

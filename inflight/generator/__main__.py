@@ -14,6 +14,7 @@ from inflight.config import ConfigError, RunConfig, load
 from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
+from inflight.processes import guard_group
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code after a signal: the run is not over."""
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="g0, g1, …")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, _stop_start)
+    guard_group()
     try:
         config = load(arguments.run_dir)
         _check_name(config, arguments.name)

@@ -1,8 +1,4 @@
-"""What vLLM loads into each of its processes, as its plugin: how often Python's lock changes hands there, and that no
-process of a generator outlives the one that started it.
-
-An engine core whose generator was killed would wait for requests for ever. The launcher ends it, but may have been
-killed as well.
+"""What vLLM loads into each of its processes, as its plugin: how often Python's lock changes hands there.
 
 In every process of vLLM one thread computes, or waits for the next step by asking for it all the time, while another
 hands tokens on: the worker's output thread, the engine core's, the client's. A thread that wants Python's lock asks for
@@ -16,13 +12,8 @@ which vLLM's plugin mechanism (entry point `vllm.general_plugins`) lets us read 
 
 from __future__ import annotations
 
-import functools
-import multiprocessing
 import os
 import sys
-
-from inflight.generator.settings import INCARNATION
-from inflight.processes import end_with_parent
 
 VARIABLE = "INFLIGHT_SWITCH_INTERVAL"
 """Seconds; absent: Python's own."""
@@ -40,8 +31,6 @@ def hand_over_often() -> None:
 
 def register() -> None:
     """vLLM calls it in each process, possibly more than once. Raises ValueError for a variable that is no interval."""
-    if os.environ.get(INCARNATION):
-        _end_together()
     text = os.environ.get(VARIABLE)
     if not text:
         return
@@ -52,20 +41,3 @@ def register() -> None:
     if not 0 < seconds <= LONGEST_S:
         raise ValueError(f"{VARIABLE}={text} is not allowed: seconds above 0, at most {LONGEST_S:g}")
     sys.setswitchinterval(seconds)
-
-
-@functools.cache
-def _end_together() -> None:
-    """This process ends with the one that started it, and those that it starts end with it.
-
-    vLLM calls `register` in processes that it spawns, but not in those that it forks: they have loaded it already.
-    """
-    forking = [0]
-
-    def note() -> None:
-        forking[0] = os.getpid()
-
-    parent = multiprocessing.parent_process()
-    if parent is not None and parent.pid is not None:
-        end_with_parent(parent.pid)
-    os.register_at_fork(before=note, after_in_child=lambda: end_with_parent(forking[0]))

@@ -362,6 +362,27 @@ def resumed(config: RunConfig, **changes) -> RunConfig:
     return dataclasses.replace(config, resume=True, **changes)
 
 
+FAMILY = """
+import subprocess, sys, time
+from inflight.processes import guard_group
+guard_group()
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_generator_starts_ends_with_it_though_it_is_killed():
+    command = [sys.executable, "-c", FAMILY]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        (guard,) = (each for each in psutil.Process(parent.pid).children() if each != child)
+        assert guard.is_running()
+        parent.kill()
+        child.wait(20)
+        guard.wait(20)
+
+
 def test_a_run_that_goes_on_is_the_same_run(config):
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     with pytest.raises(ConfigError, match=r"seed=7 is not allowed: the run in .* began with 0"):

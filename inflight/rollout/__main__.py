@@ -95,8 +95,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
         await pool.wait_any(config.generator.start_timeout_s)
         phase = "sampling"
         reason = await actor.run()
-        done = actor.status()
-        logging.info("ended: %s; %d samples were aborted, %d asked again", reason, done["aborted"], done["retries"])
+        logging.info("ended: %s", reason)
         return reason != ACTOR_STOPPED
 
     working = asyncio.create_task(wait_and_run(), name="actor")

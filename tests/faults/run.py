@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from inflight import summary
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.rollout.books import Books
 from inflight.rollout.questions import index_of
@@ -146,11 +146,8 @@ class Run:
         return books
 
     def aborted(self) -> int:
-        """Samples that engines gave up, by the word of all actors that ended in peace."""
-        log = (self.folder / "logs" / "a0.log").read_text()
-        found = re.findall(r"ended: .*; (\d+) samples were aborted", log)
-        assert found, log[-2000:]
-        return sum(map(int, found))
+        """Requests that engines gave up, by what their rollouts tell."""
+        return summary.summarize(self.folder).aborted
 
     def routed(self) -> dict[str, Route]:
         """The generators that may be asked now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -35,6 +36,16 @@ ALWAYS = (
 )
 BOUND_S = 240.0
 """Against hanging; no measure of speed."""
+
+
+def free_port() -> int:
+    """The first of four in a row that nobody listens on."""
+    for port in range(20000 + os.getpid() % 20000, 65000, 4):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for offset in range(4):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
+            return port
+    raise AssertionError("no port is free")
 
 
 class Run:

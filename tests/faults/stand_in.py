@@ -21,7 +21,8 @@ from inflight import config as configuration
 from inflight.bus import Link
 from inflight.messages import Finish, Status
 
-SLOWEST_S = 0.6
+SLOWEST_S = float(os.environ.get("STAND_IN_SLOWEST_S", "0.6"))
+STOPPED = 128 + signal.SIGTERM
 
 
 def answer(seed: int, version: int) -> dict[str, object]:
@@ -35,15 +36,22 @@ def answer(seed: int, version: int) -> dict[str, object]:
     }  # fmt: skip
 
 
-async def serve(run_dir: str, name: str) -> None:
-    """Until SIGTERM, or until the trainer says that the run is over."""
+async def serve(run_dir: str, name: str) -> int:
+    """Until SIGTERM, or until the trainer says that the run is over; the exit code."""
+    at_once, most = 0, 0
     config = configuration.load(run_dir)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
 
     async def complete(request: web.Request) -> web.Response:
-        seed = (await request.json())["seed"]
-        await asyncio.sleep(random.Random(seed).random() * SLOWEST_S)
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        try:
+            seed = (await request.json())["seed"]
+            await asyncio.sleep(random.Random(seed).random() * SLOWEST_S)
+        finally:
+            at_once -= 1
         return web.json_response({"choices": [answer(seed, generator.version)]})
 
     async def health(request: web.Request) -> web.Response:
@@ -64,8 +72,9 @@ async def serve(run_dir: str, name: str) -> None:
             await asyncio.sleep(0.2)
     await runner.cleanup()
     generator.close()
+    print(f"at most {most} requests at once", flush=True)
+    return STOPPED if ended.is_set() else 0
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(*sys.argv[1:]))
-    os._exit(0)
+    os._exit(asyncio.run(serve(*sys.argv[1:])))

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+import random
+import re
 import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
+from run import free_port
 
 from inflight import config as configuration
-from inflight.messages import ActorBye, GroupAck, GroupFailed, encode
+from inflight.bus import Link, keys, make_keys
+from inflight.messages import ActorBye, GroupAck, GroupDone, GroupFailed, encode
 from inflight.rollout.ledger import MAX_TRIES
+from inflight.rollout.stream import Reader
 
 pytestmark = pytest.mark.faults
 
 SHORT = "trainer.steps=14"
 KEEP_OLD = "gate.max_token_lag=1000"
+
+
+def port_of(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])
 
 
 def all_is_trained(run, steps=14):
@@ -45,6 +58,33 @@ def test_a_killed_helper_is_started_again(make_run, victim):
         assert books.failed.get("actor lost", 0) > 0
     else:
         assert set(books.failed) <= {"connection lost", "actor lost"}
+
+
+def test_a_generator_that_is_asked_to_end_leaves_at_once_and_is_started_again(make_run):
+    """Its silence would be noticed after the run only."""
+    run = make_run(SHORT, KEEP_OLD, "generator.count=2", "bus.dead_after_s=1000", "launch.restart_delay_s=2").start()
+    run.until(lambda: set(run.routed()) == {"g0", "g1"}, alive=True)
+    assert run.kill("g1", signal.SIGTERM)
+    run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
+    all_is_trained(run)
+    assert "g1 ended with code 143; it is started again in 2 s (1 of 3)" in run.output
+
+
+@pytest.mark.parametrize("who", ["trainer", "reward", "generator"])
+def test_who_is_slow_fills_bounded_memory(make_run, monkeypatch, who):
+    """However many groups an actor may ask for at once: no more are under way or wait than the lag allows."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path for path in paths if path))
+    monkeypatch.setenv("STAND_IN_SLOWEST_S", "3" if who == "generator" else "0.01")
+    slow = {"trainer": ["trainer.objective.name=slow:objective"], "reward": ["task.name=slow:Slow"]}.get(who, [])
+    run = make_run("trainer.steps=8", KEEP_OLD, "rollout.concurrency=64", *slow).start()
+    all_is_trained(run, 8)
+    config, lines = configuration.load(run.folder), run.lines()
+    held = [line["groups_in_flight"] + line["buffer"] for line in lines]
+    assert max(held) <= config.capacity
+    (most,) = re.findall(r"at most (\d+) requests at once", (run.folder / "logs" / "g0.log").read_text())
+    assert int(most) <= config.capacity * config.rollout.group_size
+    assert max(held) >= config.capacity - config.trainer.groups_per_step, "it was the slow one that was waited for"
 
 
 def test_one_of_two_generators_is_enough(make_run):
@@ -111,21 +151,87 @@ def test_strangers_on_the_sockets_change_nothing(make_run):
     run = make_run(SHORT, KEEP_OLD).start()
     run.until(lambda: run.steps() >= 1)
     config = configuration.load(run.folder)
+    repeated = GroupDone(group=next(iter(Reader(run.folder / "rollouts" / "rollouts.msgpack"))))
     context = zmq.Context()
     for service in ("weights", "rollouts", "status"):
         raw = context.socket(zmq.DEALER)
         raw.setsockopt(zmq.IDENTITY, b"a7")
         raw.connect(config.endpoint(service))
         for frame in (os.urandom(100), b"\x07" + encode(GroupAck(group_id="q0"))[1:], encode(ActorBye(reason="x")),
-                      encode(GroupFailed(group_id="q3", reason="x", again=False))):  # fmt: skip
+                      encode(GroupFailed(group_id="q3", reason="x", again=False)), encode(repeated)):  # fmt: skip
             raw.send(frame)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as scanner:
             scanner.connect(config.endpoint(service).removeprefix("ipc://"))
             scanner.sendall(b"GET / HTTP/1.0\r\n\r\n")
-    all_is_trained(run)
+    books = all_is_trained(run)
+    assert books.ignored["repeat"] == 1
     context.destroy(linger=0)
     log = (run.folder / "logs" / "trainer.log").read_text()
     assert "refused from a7: no valid message" in log
+
+
+class Recorder(threading.Thread):
+    """Passes one connection on to a port and keeps what the client says."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._back, self.said = port, b""
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self.start()
+
+    def run(self) -> None:
+        client, _ = self._listening.accept()
+        with client, socket.create_connection(("127.0.0.1", self._back)) as server:
+            while True:
+                for ready in select.select([client, server], [], [])[0]:
+                    data = ready.recv(65536)
+                    if not data:
+                        return
+                    self.said += data if ready is client else b""
+                    (server if ready is client else client).sendall(data)
+
+
+def test_over_tcp_with_keys_strangers_change_nothing(make_run, tmp_path):
+    """A recorded conversation, byte for byte; a wrong key; a foreign schema with the right one; random bytes."""
+    run = make_run("trainer.steps=40", KEEP_OLD, "bus.address=127.0.0.1", f"bus.port={free_port()}").start()
+    run.until(lambda: run.steps() >= 1, alive=True)
+    config = configuration.load(run.folder)
+    weights, rollouts = config.endpoint("weights"), config.endpoint("rollouts")
+
+    def told(where: str, what: str) -> None:
+        log = run.folder / "logs" / "trainer.log"
+        run.until(lambda: re.search(f"{where}: refused from .*{what}", log.read_text()) is not None, alive=True)
+
+    recorder = Recorder(port_of(rollouts))
+    with Link(f"tcp://127.0.0.1:{recorder.port}", "a0.spy", config.bus) as spy:
+        spy.send(GroupFailed(group_id="q999999", reason="x", again=False))
+        assert spy.receive(20) == GroupAck(group_id="q999999")
+    with socket.create_connection(("127.0.0.1", port_of(rollouts))) as again:
+        again.sendall(recorder.said)
+        told(rollouts, "handshake")
+
+    make_keys(tmp_path / "keys", ["a0"])
+    (tmp_path / "keys" / "listener.key").write_bytes((run.folder / "keys" / "listener.key").read_bytes())
+    with Link(rollouts, "a0", dataclasses.replace(config.bus, keys=str(tmp_path / "keys"))) as thief:
+        thief.send(ActorBye(reason="x"))
+        told(rollouts, "key not allowed")
+
+    context = zmq.Context()
+    foreign = context.socket(zmq.DEALER)
+    foreign.setsockopt(zmq.IDENTITY, b"a0.old")
+    keys.identify(foreign, "a0.old", run.folder / "keys")
+    foreign.connect(rollouts)
+    foreign.send(b"\x01" + encode(ActorBye(reason="x"))[1:])
+    told(rollouts, "no valid message")
+    context.destroy(linger=0)
+
+    with socket.create_connection(("127.0.0.1", port_of(weights))) as scanner:  # ten bytes as of ZeroMQ, then any
+        scanner.sendall(b"\xff" + bytes(8) + b"\x7f" + random.Random(0).randbytes(500))
+    told(weights, "handshake")
+
+    books = all_is_trained(run, 40)
+    assert books.ignored == {"not granted": 1}, "what was recorded counts once"
 
 
 def test_a_clock_that_jumps_changes_nothing(make_run, tmp_path, monkeypatch):

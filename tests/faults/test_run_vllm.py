@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,10 +14,17 @@ import urllib.request
 import psutil
 import pytest
 from proxy import Proxy
+from run import free_port
 
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
-PATIENT = ("publish.join_timeout_s=240", "bus.dead_after_s=10", "rollout.max_tokens=48", "trainer.learning_rate=1e-4")
+PATIENT = (
+    "publish.join_timeout_s=240",
+    "bus.dead_after_s=10",
+    "publish.max_behind=1000",
+    "rollout.max_tokens=48",
+    "trainer.learning_rate=1e-4",
+)
 GONE_S = 10.0
 """What the kernel and the machine may take to end processes."""
 
@@ -47,16 +53,6 @@ def audit(run) -> None:
     command = [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def free_port() -> int:
-    """The first of four in a row that nobody listens on."""
-    for port in range(20000 + os.getpid() % 20000, 65000, 4):
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for offset in range(4):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
-            return port
-    raise AssertionError("no port is free")
 
 
 def test_killed_cut_off_and_stopped_in_turn(make_run):

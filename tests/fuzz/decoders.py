@@ -65,7 +65,7 @@ def _message(data: bytes) -> None:
     message = decode(data)
     assert decode(encode(message)) == message
     if isinstance(message, GroupDone):
-        defect(message.group, 2)
+        defect(message.group, 2, 100)
 
 
 def _stream(data: bytes) -> None:

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(arguments.run_dir)
+        rules_of(config.gate)
         if arguments.check:
             _require_named(config)
             return 0
@@ -61,7 +62,6 @@ def _run(config: RunConfig) -> int:
     import torch  # before anything else of torch, so that the pools have the configured size
 
     torch.set_num_threads(config.trainer.threads)
-    _require_named(config)
     from accelerate import Accelerator
     from accelerate.utils import set_seed
 
@@ -157,11 +157,10 @@ def _ranks(config: RunConfig) -> dict[str, int]:
 
 
 def _require_named(config: RunConfig) -> None:
-    """Raises ConfigError for an objective, advantage or rule that does not exist or does not take its options."""
+    """Raises ConfigError for an objective, advantage or ratio rule that does not exist or does not take its options."""
     from inflight.trainer.advantage import advantage_of
     from inflight.trainer.loss import make_loss
 
-    rules_of(config.gate)
     advantage_of(config.trainer.advantage)
     make_loss(config)
 

@@ -30,7 +30,7 @@ from inflight.summary import SUMMARY_FILE
 
 def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> None:
     """One run, unless its folder is complete. Raises SystemExit with the end of its output when it fails."""
-    if (folder / SUMMARY_FILE).is_file() and (folder / DONE_FILE).is_file():
+    if complete(folder):
         return
     if folder.exists():
         folder.rename(folder.with_name(f"{folder.name}.failed-{int(time.time())}"))
@@ -45,6 +45,11 @@ def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> None:
     if done.returncode != 0:
         raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stdout[-3000:]}")
     (folder / DONE_FILE).write_text(json.dumps(others) + "\n")
+
+
+def complete(folder: Path) -> bool:
+    """Whether it holds a run that came to its end."""
+    return (folder / SUMMARY_FILE).is_file() and (folder / DONE_FILE).is_file()
 
 
 @contextlib.contextmanager
@@ -87,8 +92,11 @@ def main(config: DictConfig) -> None:
     for seed in config.seeds:
         for name in config.only or config.cells:
             folder = out / "runs" / f"{name}-{seed}"
-            run_cell(config, name, seed, folder)
-            curve = read_curve(folder, config.smooth)
+            if not config.report_only:
+                run_cell(config, name, seed, folder)
+            elif not complete(folder):
+                continue
+            curve = read_curve(folder, config.smooth, seed)
             curves.setdefault(name, []).append(curve)
             print(json.dumps({"cell": name, "seed": seed, **curve.figures()}), flush=True)
             write_report(report, curves, out, config.baseline)

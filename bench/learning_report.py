@@ -26,6 +26,7 @@ LAST = 0.2
 class Curve:
     """A run's reward over three axes; a value a step."""
 
+    seed: int
     steps: list[float]
     seconds: list[float]
     tokens: list[float]
@@ -55,13 +56,14 @@ class Curve:
         return next((at for at, got in zip(self.seconds, self.reward, strict=True) if got >= reward), None)
 
 
-def read_curve(folder: Path, smooth: int) -> Curve:
+def read_curve(folder: Path, smooth: int, seed: int) -> Curve:
     """Raises FileNotFoundError or ValueError when the run is not complete."""
     lines, figures = read_lines(folder / METRICS_FILE), summary.read(folder)
     reward = [float(line["reward"]) for line in lines]
     began = lines[-1]["time_s"] - (figures.seconds or 0.0)
     trained, masked = (sum(line[key] for line in lines) for key in ("tokens_trained", "tokens_masked"))
     return Curve(
+        seed=seed,
         steps=[float(line["step"]) for line in lines],
         seconds=[line["time_s"] - began for line in lines],
         tokens=list(accumulate(float(line["tokens_trained"] + line["tokens_masked"]) for line in lines)),
@@ -100,8 +102,9 @@ def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
     )
     rows = [head, "|---" * head.count(" |") + "|"]
     for name, runs in curves.items():
-        shares = [share for share in map(_share, runs, curves.get(baseline, [])) if share is not None]
-        reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(runs)})" if shares else "never"
+        pairs = [(run, base) for run in runs for base in curves.get(baseline, []) if run.seed == base.seed]
+        shares = [share for run, base in pairs if (share := _share(run, base)) is not None]
+        reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(pairs)})" if shares else "never"
         figures = [
             name, str(len(runs)), _band([run.final for run in runs], 3), _band([run.seconds[-1] for run in runs], 0),
             reached, _band([run.lag for run in runs], 2), _band([run.versions for run in runs], 1),

@@ -24,6 +24,7 @@ import psutil
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
+from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
 from inflight.generator.plugin import hand_over_often
 from inflight.generator.settings import INCARNATION
@@ -65,7 +66,7 @@ async def serve(config: RunConfig, name: str) -> bool:
             tasks = await engine.get_supported_tasks()
             app = vllm["build_app"](arguments, tasks, engine.model_config)
             await vllm["init_app_state"](engine, app.state, arguments, tasks)
-            async with _http(app, listening) as http:
+            async with _http(app, listening, config.api_key()) as http:
                 await _until_healthy(url, http)
                 return await _work(config, name, engine, url, http)
 
@@ -108,8 +109,9 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def _http(app: Any, listening: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """The HTTP server as a task; leaving closes connections within STOP_HTTP_S."""
+async def _http(app: Any, listening: socket.socket, key: str) -> AsyncIterator[asyncio.Task[None]]:
+    """The HTTP server as a task, which asks for `key` unless that is empty; leaving closes connections within
+    STOP_HTTP_S."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -117,7 +119,8 @@ async def _http(app: Any, listening: socket.socket) -> AsyncIterator[asyncio.Tas
         def capture_signals(self) -> Generator[None, None, None]:
             yield  # SIGTERM is for the whole generator, not for its HTTP server
 
-    server = Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_HTTP_S))
+    asked = ApiKey(app, key) if key else app
+    server = Server(uvicorn.Config(asked, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_HTTP_S))
     app.state.server = server  # vLLM's handlers stop it through this when the engine dies
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
     try:
@@ -129,8 +132,10 @@ async def _http(app: Any, listening: socket.socket) -> AsyncIterator[asyncio.Tas
 
 
 async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this machine's loopback
+
     def ask() -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5) as reply:
+        with contextlib.suppress(OSError), direct.open(f"{url}/health", timeout=5) as reply:
             return reply.status == 200
         return False
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from inflight.weights.source import WeightSource
 pytestmark = pytest.mark.vllm
 
 START_S = 300
+KEY = "0123456789abcdef"
 LENGTH = 200
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 
@@ -55,6 +57,7 @@ class Run:
         )
         configuration.save(self.config)
         (self.config.path / "bus").mkdir()
+        self.config.api_key_file.write_text(KEY)
         self.policy = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
         self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
         self.status = Listener(self.config.endpoint("status"), self.config.bus)
@@ -68,8 +71,10 @@ class Run:
         )
         self.log = self.config.path / "g0.log"
         command = [sys.executable, "-m", "inflight.generator", "--run-dir", str(folder), "--name", "g0"]
+        # A proxy that is not there: nothing on loopback may go through one.
+        environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
         try:
             self.publisher.wait_joined(START_S)
         except BaseException:
@@ -96,7 +101,7 @@ class Run:
         request = urllib.request.Request(
             f"{self.routes()['g0'].url}/v1/completions",
             json.dumps({**body, "return_token_ids": True}).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
         )
         with urllib.request.urlopen(request, timeout=120) as reply:
             return json.load(reply)["choices"][0]
@@ -172,6 +177,17 @@ def test_running_requests_go_on_across_versions(run: Run) -> None:
         seen = [v for _, v in choice["token_versions"]]
         assert seen == sorted(set(seen))
     assert any(len(choice["token_versions"]) > 1 for choice in choices)
+
+
+@pytest.mark.parametrize("key", ["", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/tokenize", "/version", "/docs", "/health/x"])
+def test_nothing_but_health_and_metrics_is_there_without_the_key(run: Run, path: str, key: str) -> None:
+    url, body = run.routes()["g0"].url, json.dumps({"prompt": [1], "max_tokens": 1}).encode()
+    headers = {"Content-Type": "application/json"} | ({"Authorization": key} if key else {})
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=10)
+    for open_path in ("/health", "/metrics"):
+        assert urllib.request.urlopen(url + open_path, timeout=10).status == 200
 
 
 def test_status_tells_version_and_gap(run: Run) -> None:

@@ -45,10 +45,14 @@ def step_of(path: str | Path) -> int:
     return int(match[1])
 
 
+def all_of(folder: Path) -> list[Path]:
+    """The checkpoints in it, oldest first. Each is whole: it appears by being renamed. Another name is not ours."""
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
+
+
 def newest(run_dir: Path) -> Path | None:
-    """The checkpoint with the most steps; None before the first. Each is whole: it appears by being renamed."""
-    found = [path for path in (run_dir / FOLDER).glob("step-*") if _NAME.fullmatch(path.name)]
-    return max(found, key=step_of, default=None)
+    """The checkpoint with the most steps; None before the first."""
+    return next(reversed(all_of(run_dir / FOLDER)), None)
 
 
 def read(folder: Path) -> Saved:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.trainer import randomness
-from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, name_of, step_of
+from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, all_of, name_of
 from inflight.weights.shards import is_sharded, sharded_like
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
@@ -94,8 +94,7 @@ def save_checkpoint(
 
 def drop_checkpoints(folder: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints; 0 keeps all."""
-    found = sorted((path for path in folder.glob("step-*") if "." not in path.name), key=step_of)
-    for path in found[:-keep] if keep else []:
+    for path in all_of(folder)[:-keep] if keep else []:
         shutil.rmtree(path)
 
 

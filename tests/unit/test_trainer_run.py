@@ -378,6 +378,17 @@ def test_a_finished_run_can_be_given_more_steps(make_run):
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000004"]
 
 
+@pytest.mark.parametrize(("kept", "left"), [(0, {8, 9, 1_000_000}), (2, {9, 1_000_000}), (5, {8, 9, 1_000_000})])
+def test_only_checkpoints_are_dropped_and_the_oldest_first(tmp_path, kept, left):
+    steps = {8, 9, 1_000_000}
+    others = {"step-000009-good", "step-000007.partial-x", "step-best"}  # a user's copies, a writer at work
+    for name in [*map(checkpoints.name_of, steps), *others]:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    keep.drop_checkpoints(tmp_path / "checkpoints", kept)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(checkpoints.name_of, left), *others}
+    assert checkpoints.newest(tmp_path).name == "step-1000000"
+
+
 def test_a_damaged_checkpoint_is_one_line(make_run, capfd):
     run = make_run(steps=1).start()
     assert train(run) == 0

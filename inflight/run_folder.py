@@ -7,6 +7,7 @@ is never written to by two starts of a run, not even when the launcher was kille
 from __future__ import annotations
 
 import fcntl
+import operator
 import os
 import secrets
 import shutil
@@ -18,15 +19,16 @@ from typing import Self
 
 from inflight import config as configuration
 from inflight.bus import make_keys
-from inflight.config import ConfigError, RunConfig
+from inflight.config import ConfigError, RunConfig, Sampling
 from inflight.trainer import checkpoints
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 LOCK_WAIT_S = 30.0
 """How long a resumed run waits for the processes of its last start to end."""
-FIXED = ("model", "task", "seed")
-"""Parts of the configuration that may not differ when a run goes on: they decide the weights and the questions."""
+FIXED = ("model", "task", "seed", "rollout.group_size", *(f"rollout.{name}" for name in Sampling.__dataclass_fields__))
+"""What may not differ when a run goes on. It decides the weights and the questions, and what the rollouts that were
+recorded before mean: their log-probabilities are of one distribution, for the trainer and for an audit."""
 
 
 class LaunchError(RuntimeError):
@@ -130,7 +132,7 @@ def _resumed(config: RunConfig) -> RunConfig:
     """The configuration of the next start: its own values, from the newest checkpoint of the run in the folder."""
     before = configuration.load(config.path)
     for name in FIXED:
-        was, now = getattr(before, name), getattr(config, name)
+        was, now = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
         if was != now:
             raise ConfigError(f"{name}={now} is not allowed: the run in {config.path} began with {was}")
     folder = checkpoints.newest(config.path)

@@ -389,6 +389,17 @@ def test_a_run_that_goes_on_is_the_same_run(config):
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     with pytest.raises(ConfigError, match=r"seed=7 is not allowed: the run in .* began with 0"):
         launch(resumed(config, seed=7), [])
+    for name, value, was in (
+        ("temperature", 0.5, "1.0"),
+        ("top_k", 3, "0"),
+        ("group_size", 6, config.rollout.group_size),
+    ):
+        rollout = dataclasses.replace(config.rollout, **{name: value})
+        with pytest.raises(
+            ConfigError, match=rf"rollout\.{name}={value} is not allowed: the run in .* began with {was}"
+        ):
+            launch(resumed(config, rollout=rollout), [command(config, "trainer", "pass")])
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_tokens=9))
     (config.path / "bus").mkdir()
     (config.path / "bus" / "left").touch()  # of a launcher that was killed
     assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0

@@ -24,6 +24,9 @@ MAX_QUEUED_BYTES = 256 << 20
 HIGH_WATER = 64
 """Messages that zmq itself holds for a connection, each way; beyond, the other side has to wait."""
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+TAIL = b"#"
+"""Between a peer's identity and the random part of what zmq knows its connection by. zmq hands over what is for a name
+to whoever connects under it, before any message is looked at: so it must be one that nobody else can know."""
 _LINGER_MS = 1000
 
 

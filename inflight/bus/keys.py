@@ -2,7 +2,8 @@
 
 The launcher makes a pair for the listeners and one for each process, named as its identities begin (`g0` for `g0.r1`).
 Secret keys lie in files that only their owner may read, public ones in `allowed/`. A listener takes connections of
-those alone, and a message only under the names of the key that it came with: a stolen key is one process, not all.
+those alone, and a message only under the names of the key that it came with, and sends to where it came from: a stolen
+key is one process, not all.
 Encryption numbers each message, so a recorded one can't be sent again.
 """
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 from pathlib import Path
 
 import zmq
 
 from inflight.bus import keys
-from inflight.bus.endpoint import IDENTITY, BusError, Endpoint, PeerLost
+from inflight.bus.endpoint import IDENTITY, TAIL, BusError, Endpoint, PeerLost
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
 
@@ -28,7 +29,7 @@ class Link(Endpoint):
         self._deadline = time.monotonic() + first_contact_s
         if not IDENTITY.fullmatch(identity):
             raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode() + TAIL + secrets.token_hex(16).encode())
         try:
             if keys.needed(endpoint) and not config.keys:
                 raise keys.KeysError("it may lead to another host and needs keys (bus.keys)")
@@ -52,7 +53,11 @@ class Link(Endpoint):
         return message
 
     def close(self) -> None:
-        """Says goodbye, so that the listener need not wait until it takes this end for dead; then as any endpoint."""
+        """Says goodbye, so that the listener need not wait until it takes this end for dead; then as any endpoint.
+
+        Of more than HIGH_WATER messages that the listener has not read by then, zmq may drop the last with the
+        connection: what must arrive is to be acknowledged.
+        """
         with contextlib.suppress(BusError):  # closed before, or nobody reads
             self.send(Goodbye())
         super().close()

@@ -12,7 +12,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from inflight.bus import keys
-from inflight.bus.endpoint import IDENTITY, BusError, Endpoint
+from inflight.bus.endpoint import IDENTITY, TAIL, BusError, Endpoint
 from inflight.bus.rate import Rate
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
@@ -22,6 +22,15 @@ _HANDSHAKES = {
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake of another protocol",
     zmq.EVENT_HANDSHAKE_FAILED_AUTH: "key not allowed",
 }
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A connection by which a peer was heard, and when."""
+
+    address: bytes
+    """What zmq knows it by: the peer's name and what its Link has added."""
+    seen: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +57,8 @@ class Listener(Endpoint):
         """Raises BusError when the address can't be bound, or can be reached by other hosts and there are no keys."""
         super().__init__(zmq.ROUTER, endpoint, config)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted process takes over its identity at once
-        self._seen: dict[str, float] = {}
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a Link that connects anew, after its connection broke
+        self._peers: dict[str, _Peer] = {}
         self._rate = Rate()
         self._authenticator = None
         self._owners: dict[str, str] = {}
@@ -74,7 +83,7 @@ class Listener(Endpoint):
     def send(self, peer: str, message: AnyMessage) -> None:
         """Queues a message. Raises BusError when the peer is not connected (never seen, or lost)."""
         self._check()
-        if peer not in self._seen:
+        if peer not in self._peers:
             raise BusError(f"{peer} is not connected, {type(message).__name__} not sent")
         self._queue(peer, encode(message))
 
@@ -84,18 +93,21 @@ class Listener(Endpoint):
 
     def peers(self) -> set[str]:
         """Identities that are alive as far as known."""
-        return set(self._seen)
+        return set(self._peers)
 
     def _send_frame(self, peer: str, frame: bytes) -> None:
+        """To where the peer was heard last; what is for a peer that was lost meanwhile is lost with it."""
+        if peer not in self._peers:
+            return
         try:
-            self._socket.send_multipart([peer.encode(), frame], zmq.NOBLOCK)
+            self._socket.send_multipart([self._peers[peer].address, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             self._lose(peer)
 
     def _lose(self, peer: str) -> None:
-        if self._seen.pop(peer, None) is not None:
+        if self._peers.pop(peer, None) is not None:
             self._put(Lost(peer), 0)
 
     def _read_all(self) -> None:
@@ -105,27 +117,30 @@ class Listener(Endpoint):
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            peer = parts[0].bytes.decode("ascii", "replace")
+            address = parts[0].bytes
+            peer = address.partition(TAIL)[0].decode("ascii", "replace")
             if len(parts) != 2 or not IDENTITY.fullmatch(peer):
                 self.refusals.add(repr(peer[:64]), "no identity, or not one frame")
-            elif not self._rate.allows(peer):
-                self.refusals.add(peer, "too many messages")
             elif not self._owns(parts[1], peer):
                 self.refusals.add(peer, "under a name that its key does not own")
+            elif not self._rate.allows(peer):
+                self.refusals.add(peer, "too many messages")
             else:
-                self._read(peer, parts[1].bytes)
+                self._read(peer, address, parts[1].bytes)
 
-    def _read(self, peer: str, frame: bytes) -> None:
+    def _read(self, peer: str, address: bytes, frame: bytes) -> None:
         message = self._decode(peer, frame)
         if message is None:
             return
         if isinstance(message, Goodbye):
-            self._lose(peer)
+            if peer in self._peers and self._peers[peer].address == address:  # else another process has its name by now
+                self._lose(peer)
             return
-        self._seen[peer] = time.monotonic()
+        self._peers[peer] = _Peer(address, time.monotonic())
         if isinstance(message, Heartbeat):
-            with contextlib.suppress(zmq.Again):  # a peer with a full queue has enough to read
-                self._send_frame(peer, encode(Heartbeat()))
+            # A peer with a full queue has enough to read; one that has closed may have said more, and goodbye, before.
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send_multipart([address, encode(Heartbeat())], zmq.NOBLOCK)
         else:
             self._put(Received(peer, message, len(frame)), len(frame))
 
@@ -151,5 +166,5 @@ class Listener(Endpoint):
     def _tend(self, now: float) -> None:
         if not self._has_room():
             return  # heartbeats are waiting unread behind our own slow reader
-        for peer in [p for p, seen in self._seen.items() if now - seen > self._config.dead_after_s]:
+        for peer in [name for name, each in self._peers.items() if now - each.seen > self._config.dead_after_s]:
             self._lose(peer)

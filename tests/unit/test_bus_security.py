@@ -87,6 +87,28 @@ def test_a_wrong_key_no_key_and_a_name_of_another_change_nothing(folder, tmp_pat
     assert "key not allowed" in caplog.text
 
 
+@pytest.mark.parametrize("name", [b"g0.engine", b"g0.engine#" + b"0" * 32])
+def test_the_holder_of_one_key_gets_nothing_that_is_for_another(folder, name):
+    """zmq gives an identity to whoever connects under it, before a message is looked at."""
+    with (
+        Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener,
+        Link(listener.endpoint, "g0.engine", config(keys=str(folder))) as real,
+    ):
+        real.send(Commit(version=1))
+        until(lambda: listener.peers() == {"g0.engine"})
+        context = zmq.Context()
+        thief = context.socket(zmq.DEALER)
+        thief.setsockopt(zmq.IDENTITY, name)
+        keys.identify(thief, "a0", folder)
+        thief.connect(listener.endpoint)
+        thief.send(encode(Commit(version=2)))
+        until(lambda: listener.refusals.counts["under a name that its key does not own"])
+        listener.send("g0.engine", Commit(version=6))
+        assert real.receive(LIMIT_S) == Commit(version=6)
+        assert not thief.poll(200)
+        context.destroy(linger=0)
+
+
 def test_an_address_that_others_can_reach_needs_keys():
     for end in (lambda: Listener("tcp://0.0.0.0:*", config()), lambda: Link("tcp://192.0.2.1:5700", "g0", config())):
         with pytest.raises(BusError, match="needs keys"):

@@ -26,6 +26,7 @@ class Link(Endpoint):
         super().__init__(zmq.DEALER, identity, config)
         self._endpoint = endpoint
         self._next_beat = 0.0
+        self._leaving = False
         self._deadline = time.monotonic() + first_contact_s
         if not IDENTITY.fullmatch(identity):
             raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
@@ -58,6 +59,7 @@ class Link(Endpoint):
         Of more than HIGH_WATER messages that the listener has not read by then, zmq may drop the last with the
         connection: what must arrive is to be acknowledged.
         """
+        self._leaving = True
         with contextlib.suppress(BusError):  # closed before, or nobody reads
             self.send(Goodbye())
         super().close()
@@ -79,7 +81,7 @@ class Link(Endpoint):
                 self._put(message, len(frame))
 
     def _tend(self, now: float) -> None:
-        if now >= self._next_beat:
+        if now >= self._next_beat and not self._leaving:  # a heartbeat after the goodbye would be a sign of life
             self._next_beat = now + self._config.heartbeat_s
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(Heartbeat()), zmq.NOBLOCK)

@@ -87,8 +87,29 @@ def test_a_wrong_key_no_key_and_a_name_of_another_change_nothing(folder, tmp_pat
     assert "key not allowed" in caplog.text
 
 
+def test_messages_under_a_name_of_another_take_nothing_off_its_rate(folder, monkeypatch):
+    monkeypatch.setattr(rate_module, "BURST", 5.0)
+    monkeypatch.setattr(rate_module, "PER_SECOND", 0.0001)
+    (folder / "a0.key_secret").rename(folder / "g0.key_secret")
+    reason = "under a name that its key does not own"
+    with Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener:
+        with Link(listener.endpoint, "g0", config(keys=str(folder))) as thief:
+            for _ in range(20):
+                thief.send(Commit(version=1))
+            until(lambda: listener.refusals.counts[reason] >= 20)
+        assert listener.refusals.counts["too many messages"] == 0
+
+
+@pytest.fixture
+def context():
+    """Of a test's own sockets; a test that fails does not wait for them."""
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
+
+
 @pytest.mark.parametrize("name", [b"g0.engine", b"g0.engine#" + b"0" * 32])
-def test_the_holder_of_one_key_gets_nothing_that_is_for_another(folder, name):
+def test_the_holder_of_one_key_gets_nothing_that_is_for_another(folder, context, name):
     """zmq gives an identity to whoever connects under it, before a message is looked at."""
     with (
         Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener,
@@ -96,7 +117,6 @@ def test_the_holder_of_one_key_gets_nothing_that_is_for_another(folder, name):
     ):
         real.send(Commit(version=1))
         until(lambda: listener.peers() == {"g0.engine"})
-        context = zmq.Context()
         thief = context.socket(zmq.DEALER)
         thief.setsockopt(zmq.IDENTITY, name)
         keys.identify(thief, "a0", folder)
@@ -106,7 +126,6 @@ def test_the_holder_of_one_key_gets_nothing_that_is_for_another(folder, name):
         listener.send("g0.engine", Commit(version=6))
         assert real.receive(LIMIT_S) == Commit(version=6)
         assert not thief.poll(200)
-        context.destroy(linger=0)
 
 
 def test_an_address_that_others_can_reach_needs_keys():

@@ -13,8 +13,9 @@ from inflight.config import RunConfig
 from inflight.rollout.buffer import Buffer, BufferClosed
 from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
-from inflight.trainer.learner import Learner, Stopped
+from inflight.trainer.learner import Learner, LearnError, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_tokens
+from inflight.trainer.team import TeamError
 from inflight.weights.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
 
@@ -64,7 +65,7 @@ class Trainer:
                     self._save_before(end)
                     raise TrainError(lost(self._publisher) or str(end)) from end
                 break
-            except TimeoutError as end:  # no batch came
+            except (TimeoutError, LearnError) as end:  # no batch came, or the optimizer has refused its gradient
                 self._save_before(end)
                 raise
             self.steps_done += 1
@@ -118,11 +119,12 @@ class Trainer:
         self._reporter.phase("training")
 
     def _save_before(self, end: Exception) -> None:
-        """While waiting for a batch all steps are whole: they are kept, though the run ends. The reason comes first."""
+        """Until the optimizer changes something all steps are whole: they are kept, though the run ends. The reason
+        comes first."""
         if self.steps_done:
             try:
                 self.checkpoint()
-            except OSError as error:
+            except (OSError, TeamError) as error:  # further ranks refuse the same gradient, and end
                 end.add_note(f"and no checkpoint could be written: {error}")
 
     def _finish(self) -> None:

@@ -419,6 +419,19 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, cap
     assert checkpoints.read(run.folder / "checkpoints" / "step-000001").step == 1
 
 
+def test_a_gradient_that_is_not_finite_loses_no_whole_step(make_run, monkeypatch, capfd):
+    run = make_run(steps=4).start()
+    clip = Learner._clip
+    monkeypatch.setattr(Learner, "_clip", lambda self: (clip(self), float("nan"))[bool(self.optimizer.state)])
+    assert train(run) == 1
+    assert "the gradient's norm is nan: the step was not taken" in capfd.readouterr().err.splitlines()[-1]
+    saved = checkpoints.read(checkpoints.newest(run.folder))
+    assert (saved.step, saved.books.trained) == (1, 2)
+    monkeypatch.undo()
+    assert train(go_on(run)) == 0
+    assert sorted(trained(run)) == list(range(8))
+
+
 def test_no_batch_in_time_is_one_clear_line(make_run, capfd):
     run = make_run(batch_timeout_s=0.5).start(actor=False)
     assert train(run) == 1

@@ -33,7 +33,7 @@ from inflight.weights.source import WeightSource
 pytestmark = pytest.mark.vllm
 
 START_S = 300
-KEY = "0123456789abcdef"
+KEY = "0123456789abcdef" * 2
 LENGTH = 200
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 

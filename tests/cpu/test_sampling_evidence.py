@@ -42,7 +42,7 @@ def sample(served, config: RolloutConfig, vocabulary: int = VOCABULARY):
 
     async def ask():
         common = sampling(config, vocabulary)
-        async with aiohttp.ClientSession(headers=served.headers) as session:
+        async with aiohttp.ClientSession() as session:
             return [
                 await complete(session, "g0", served.url, common | {"prompt": prompt, "seed": seed}, 120.0)
                 for seed, prompt in enumerate(PROMPTS)

@@ -41,6 +41,9 @@ PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 class Run:
     """A run folder whose trainer and launcher are this process."""
 
+    key = KEY
+    """What the generator asks for; empty: nothing."""
+
     def __init__(
         self, folder: Path, model: str, rollout: RolloutConfig | None = None, join_timeout_s: float = START_S
     ) -> None:
@@ -57,7 +60,8 @@ class Run:
         )
         configuration.save(self.config)
         (self.config.path / "bus").mkdir()
-        self.config.api_key_file.write_text(KEY)
+        if self.key:
+            self.config.api_key_file.write_text(self.key)
         self.policy = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
         self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
         self.status = Listener(self.config.endpoint("status"), self.config.bus)
@@ -77,10 +81,18 @@ class Run:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
         try:
             self.publisher.wait_joined(START_S)
+            self._until_routed()
         except BaseException:
             self.close()
             print(self.log.read_text()[-4000:])
             raise
+
+    def _until_routed(self) -> None:
+        """The file is written a moment after the generator has joined."""
+        deadline = time.monotonic() + 30
+        while "g0" not in self.routes():
+            assert time.monotonic() < deadline, "g0 is in no route"
+            time.sleep(0.01)
 
     def routes(self) -> dict[str, Route]:
         """Who may be asked, as an actor reads it."""

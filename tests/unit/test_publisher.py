@@ -457,7 +457,7 @@ def test_a_rank_that_claims_other_bytes_is_not_committed(run):
             assert [(f.phase, f.reason) for f in r.failures()] == [
                 ("verify", "g0.r0 is ready with other bytes than were sent")
             ]
-            assert told.receive(0.1) is None
+            assert not isinstance(told.receive(0.1), Commit), "a busy machine may have it asked for what it holds"
             assert r.publisher.committed == {"g0": 0}
 
 

@@ -27,24 +27,43 @@ from omegaconf import DictConfig, OmegaConf
 from bench.learning_report import DONE_FILE, Curve, read_curve, write_report
 from inflight.summary import SUMMARY_FILE
 
+STOP_S = 60.0
+"""A run that is asked to end is killed after as long."""
 
-def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> None:
-    """One run, unless its folder is complete. Raises SystemExit with the end of its output when it fails."""
+
+def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> str:
+    """One run, unless its folder is complete: empty, or one line that says why it did not come to its end."""
     if complete(folder):
-        return
+        return ""
     if folder.exists():
         folder.rename(folder.with_name(f"{folder.name}.failed-{int(time.time())}"))
     command = [
         sys.executable, "-m", "inflight.launch", "--config-name", config.base, *config.common, *config.cells[name],
         f"seed={seed}", f"run_dir={folder.resolve()}",
     ]  # fmt: skip
+    log = folder.with_name(f"{folder.name}.log")
     with _locked(config.lock), _others() as others:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=config.timeout_s, check=False
-        )
-    if done.returncode != 0:
-        raise SystemExit(f"{name}, seed {seed}: exit code {done.returncode}\n{done.stdout[-3000:]}")
+        failure = _run(command, log, config.timeout_s)
+    if failure:
+        return f"{name}, seed {seed}: {failure} (all it said: {log})"
     (folder / DONE_FILE).write_text(json.dumps(others) + "\n")
+    return ""
+
+
+def _run(command: list[str], log: Path, timeout_s: float) -> str:
+    """Waits for a command that writes to `log`: empty, or what went wrong. What runs too long is asked to end first."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file, subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT) as process:
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # a launcher ends what it has started
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_S)
+            process.kill()
+            return f"not done within timeout_s={timeout_s:g}"
+    said = log.read_text(errors="replace").strip().splitlines() or ["nothing was said"]
+    return "" if code == 0 else f"exit code {code}: {said[-1][:300]}"
 
 
 def complete(folder: Path) -> bool:
@@ -81,10 +100,14 @@ def _locked(path: str) -> Iterator[None]:
 
 @hydra.main(version_base=None, config_path="configs", config_name="learning")
 def main(config: DictConfig) -> None:
-    """All cells of a seed before the next seed, so that a bench that is cut short still compares like with like."""
+    """All cells of a seed before the next seed, so that a bench that is cut short still compares like with like.
+
+    A run that fails keeps none of the others from theirs; the exit code is 1 then.
+    """
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     curves: dict[str, list[Curve]] = {}
+    failures: list[str] = []
     report: dict[str, Any] = {
         "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "config": OmegaConf.to_container(config, resolve=True),
@@ -92,14 +115,17 @@ def main(config: DictConfig) -> None:
     for seed in config.seeds:
         for name in config.only or config.cells:
             folder = out / "runs" / f"{name}-{seed}"
-            if not config.report_only:
-                run_cell(config, name, seed, folder)
-            elif not complete(folder):
+            if not config.report_only and (failure := run_cell(config, name, seed, folder)):
+                print(failure, file=sys.stderr, flush=True)
+                failures.append(failure)
+            if not complete(folder):
                 continue
             curve = read_curve(folder, config.smooth, seed)
             curves.setdefault(name, []).append(curve)
             print(json.dumps({"cell": name, "seed": seed, **curve.figures()}), flush=True)
             write_report(report, curves, out, config.baseline)
+    if failures:
+        raise SystemExit("\n".join([f"{len(failures)} runs did not come to their end:", *failures]))
 
 
 if __name__ == "__main__":

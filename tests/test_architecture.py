@@ -66,7 +66,7 @@ BELONGS_TO = {"zmq": r"bus(\..*)?", "vllm": r"generator\..*", "hydra": r"compose
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
 """Where the name on the package index differs from the module, or another declared package always brings it."""
-COME_WITH_VLLM = {"prometheus_client", "uvicorn", "vllm", "fastapi", "cuda"}
+COME_WITH_VLLM = {"prometheus_client", "uvicorn", "vllm", "fastapi", "cuda", "triton"}
 
 
 def name_of(path: Path) -> str:

@@ -31,6 +31,7 @@ from inflight.generator.worker_base import InflightWorkerMixin
 from inflight.messages import Welcome
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver
+from inflight.weights.transport.sums import warm_up
 
 logger = logging.getLogger("vllm.inflight")
 
@@ -149,12 +150,14 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         return times
 
     def connect(self, welcome: Welcome) -> Receiver:
-        """The transport, made to fill the shadow without a buffer between; the plan is made now, not at the first
-        version. One that can't be made is told to the publisher then, as that version's failure."""
+        """The transport, made to fill the shadow without a buffer between; the plan is made now, and what verifies is
+        compiled, not at the first version. What can't be made is told to the publisher then, as its failure."""
         try:
             self.inflight_shadow.agree(welcome.manifest)
         except PlanError as error:
             logger.error("inflight: %s", error)
+        if welcome.manifest.checksum == "sum64":
+            warm_up(self.device)
         inner = make_receiver(welcome)
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from inflight.messages.base import Checksum, Message, Seconds, Text
+from inflight.messages.base import MAX_BUCKETS, Checksum, Message, Seconds, Text
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
 from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Url, Version
 
@@ -67,7 +67,7 @@ class Manifest(Message):
 
     slots: Annotated[list[Slot], Meta(max_length=1 << 18)]
     tied: dict[Name, Name]
-    buckets: Annotated[list[BucketMeta], Meta(max_length=1 << 18)]
+    buckets: Annotated[list[BucketMeta], Meta(max_length=MAX_BUCKETS)]
     total_bytes: Count
     alignment: Annotated[int, Meta(gt=0)]
     checksum: Annotated[str, Meta(pattern="^(crc32|sum64|none)$")]
@@ -122,7 +122,7 @@ class Prepare(Message, tag=True):
     version: Version
     attempt: Count
     manifest_digest: Digest
-    checksums: Annotated[list[Checksum], Meta(max_length=1 << 18)]
+    checksums: Annotated[list[Checksum], Meta(max_length=MAX_BUCKETS)]
 
 
 class Ready(Message, tag=True):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from inflight.messages import BucketMeta, Manifest, Slot
+from inflight.messages.base import MAX_BUCKETS
 from inflight.types import ParamMeta
 
 ALIGNMENT = 256
@@ -40,6 +41,11 @@ def plan(
         end = _round_up(end + meta.nbytes, alignment)
     if bucket_bytes < 1:
         raise ManifestError(f"buckets of {bucket_bytes} bytes can't be cut")
+    if end > MAX_BUCKETS * bucket_bytes:
+        raise ManifestError(
+            f"publish.bucket_bytes={bucket_bytes} makes more than {MAX_BUCKETS} buckets of {end} bytes of weights: "
+            f"{-(-end // MAX_BUCKETS)} or more"
+        )
     buckets = [
         BucketMeta(offset=offset, nbytes=min(bucket_bytes, end - offset)) for offset in range(0, end, bucket_bytes)
     ]

@@ -20,6 +20,7 @@ from inflight.weights.plan import plan
 from inflight.weights.routes import RoutesFile
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer, resolve
+from inflight.weights.transport.sums import warm_up
 
 GRACE_S = 30.0
 """Beyond the phases' own bounds (it covers checksums); reached only when the dispatch has a fault."""
@@ -89,6 +90,8 @@ class Publisher:
         """gloo, nccl or ipc."""
         checksum = checksum_of(self.transport, config.checksum)
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
+        if checksum == "sum64":
+            warm_up(source.device)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
         self._pack()  # what the first packing needs once, such as kernels to be loaded, no step has to wait for

@@ -206,36 +206,37 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
 @needs(1)
 def test_sums_are_those_of_a_cpu_and_what_they_cost() -> None:
     """15 GB as one parameter of each kind after another, on the device; printed, not judged."""
-    from inflight.weights.transport.landing import Strip
-    from inflight.weights.transport.sums import BufferSums, Run, _run_of, cut, sum_of
+    from inflight.weights.transport.sums import Run, Summing
 
     some = torch.randint(0, 256, (64 << 20,), dtype=torch.uint8)
-    for run in (Run(0, 129536, 500, 129536, 4), Run(2, 7166, 290, 8192, 2), Run(1, 129, 1000, 130, 1)):
-        assert run.objection(some.numel()) == ""
-        sums = []
-        for device in ("cpu", "cuda"):
-            out = torch.zeros((), dtype=torch.int64, device=device)
-            sum_of(some.to(device), run.source, run.pitch, run, out)
-            sums.append(int(out))
-        assert sums[0] == sums[1]
+    runs = [Run(0, 64 << 20, 1, 0, 4), Run(4, 129_536, 500, 129_540, 4), Run(2, 7166, 290, 8192, 2)]
+    runs += [Run(1, 129, 1000, 130, 1), Run(0, 3584, 9000, 7168, 4)]
+    sums = []
+    for memory, device in ((some, "cpu"), (some.to("cuda"), "cuda"), (some.pin_memory(), "cuda")):
+        summing = Summing([runs[:2], runs[2:]], torch.device(device))
+        for group in range(2):
+            summing.add(group, memory)
+        sums.append(summing.take())
+    assert sums[0] == sums[1] == sums[2]
     free, _ = torch.cuda.mem_get_info()
     nbytes = min(15_200_000_000, free - (4 << 30)) // 8192 * 8192
     buffer = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    pieces = [(at, min(64 << 20, nbytes - at)) for at in range(0, nbytes, 64 << 20)]
     layouts = {
-        "whole": [Strip(at, at, min(128 << 20, nbytes - at)) for at in range(0, nbytes, 128 << 20)],
-        "half of each row": [
-            Strip(at, at, 4096, min(128 << 20, nbytes - at) // 8192, 8192, 4096) for at in range(0, nbytes, 128 << 20)
-        ],
+        "whole": [Run(at, size, 1, 0, 4) for at, size in pieces],
+        "half of each row": [Run(at, 4096, size // 8192, 8192, 4) for at, size in pieces],
+        "short rows": [Run(at, 448, size // 896, 896, 4) for at, size in pieces],
+        "words of two bytes": [Run(at, size, 1, 0, 2) for at, size in pieces],
     }
-    for name, strips in layouts.items():
-        runs = tuple(_run_of(part) for strip in strips for part in cut(strip))
-        seconds = []
+    for name, runs in layouts.items():
+        summing, seconds = Summing([runs], torch.device("cuda")), []
         for _ in range(4):
             torch.cuda.synchronize()
             started = time.perf_counter()
-            BufferSums().of(buffer, runs)
+            summing.add(0, buffer)
+            summing.take()
             seconds.append(time.perf_counter() - started)
-        summed = sum(run.rows * run.width for run in runs)
+        summed = sum(run.nbytes for run in runs)
         figures = {"sums": name, "gb": round(summed / 1e9, 2), "ms": [round(1e3 * s, 2) for s in seconds]}
         print(json.dumps({**figures, "runs": len(runs), "gb_per_s": round(summed / 1e9 / min(seconds))}))
 

@@ -1,6 +1,10 @@
-"""Sums of what a rank keeps: on a CPU the same code as on CUDA, over the real rendezvous; the test does the copying."""
+"""Sums of what a rank keeps, over the real rendezvous: the test does the copying; the kernel runs in Triton's
+interpreter."""
 
+import os
 import struct
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 
@@ -16,9 +20,21 @@ from inflight.weights.transport import checksum_of, sums
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
-from inflight.weights.transport.sums import FOLD, GROUP, MAX_GROUPS, BufferSums, RankSums, Run, SenderSums, cut, sum_of
+from inflight.weights.transport.sums import (
+    MAX_WORDS,
+    BufferSums,
+    RankSums,
+    Run,
+    SenderSums,
+    Summing,
+    row_of,
+    sum_on_host,
+    warm_up,
+    weights,
+)
 
 CPU = torch.device("cpu")
+FOLD = 32 * 4048
 NBYTES = 4 * FOLD
 # As a rank of two has it: whole parameters, the left half of a matrix' rows, one that is aligned to two bytes.
 STRIPS = (
@@ -150,10 +166,15 @@ def test_harm_to_the_buffer_is_found_at_every_attempt_and_gone_with_the_next_ver
 
 def test_ranks_that_keep_the_same_are_summed_once(monkeypatch):
     pair, summed = Pair(size=4), []
-    monkeypatch.setattr(sums, "sum_of", lambda buffer, *rest: (summed.append(buffer), sum_of(buffer, *rest)))
+
+    def noting(buffer, run):
+        summed.append(buffer)
+        return sum_on_host(buffer, run)
+
+    monkeypatch.setattr(sums, "sum_on_host", noting)
     source = random_bytes()
     pair.transfer(source)
-    runs = len(pair.ranks[0]._out)
+    runs = len(pair.ranks[0]._here.runs)
     assert len(summed) == runs * (1 + 3)
     assert sum(buffer is source for buffer in summed) == runs
 
@@ -161,68 +182,101 @@ def test_ranks_that_keep_the_same_are_summed_once(monkeypatch):
 @pytest.mark.parametrize("distance", [4, 64, 512, 4096, 16384, 65536, 1 << 20])
 def test_words_that_change_places_are_found(distance):
     """At any distance that a page, a piece of a copy or a row of a matrix can have."""
-    flat = random_bytes(32 * FOLD)
+    flat, at = random_bytes(32 * FOLD), 8192
     run = Run(0, FOLD, 32, FOLD, 4)
-    before, after = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    sum_of(flat, 0, FOLD, run, before)
-    at = 8192
+    before = sum_on_host(flat, run)
     flat[at : at + 4], flat[at + distance : at + distance + 4] = (
         flat[at + distance : at + distance + 4].clone(), flat[at : at + 4].clone(),
     )  # fmt: skip
-    sum_of(flat, 0, FOLD, run, after)
-    assert before != after
+    assert sum_on_host(flat, run) != before
 
 
-def test_signs_of_two_words_do_not_cancel_out():
+def test_highest_bits_of_two_words_do_not_cancel_out():
     flat = random_bytes(2 * FOLD)
     run = Run(0, FOLD, 2, FOLD, 4)
-    before, after = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-    sum_of(flat, 0, FOLD, run, before)
+    before = sum_on_host(flat, run)
     flat[3] ^= 128
     flat[4 * 50 + 3] ^= 128
-    sum_of(flat, 0, FOLD, run, after)
-    assert before != after
+    assert sum_on_host(flat, run) != before
 
 
-def test_a_sum_is_what_the_text_says():
-    """By plain integers: the figures must not depend on torch, device or threads."""
-    mask = (1 << 64) - 1
+def test_weights_are_distinct_and_none_is_zero():
+    """All of one block of indices, and of one that ends where they do."""
+    for first in (0, MAX_WORDS - (1 << 20)):
+        found = weights(first, 1 << 20)
+        assert len(found.unique()) == len(found)
+        assert 0 < int(found.min()) < int(found.max()) < 1 << 32
+
+
+def test_a_sum_is_what_the_text_says(monkeypatch):
+    """By plain integers: the figures must not depend on torch, device, threads or how much is summed at once."""
+    monkeypatch.setattr(sums, "HOST_BYTES", 500)
+    mask = (1 << 32) - 1
 
     def weight(index):
-        z = (index + 1) * 0x9E3779B97F4A7C15 & mask
-        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
-        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
-        return (z ^ z >> 31) | 1
+        z = index + 1
+        z = (z ^ z >> 16) * 0x7FEB352D & mask
+        z = (z ^ z >> 15) * 0x846CA68B & mask
+        return z ^ z >> 16
 
-    flat = random_bytes(3 * 256)
-    run = Run(0, 240, 3, 256, 4)  # 60 words a row: groups of 4 that lie 15 words apart
-    out = torch.zeros((), dtype=torch.int64)
-    sum_of(flat, 0, 256, run, out)
-    rows = [list(struct.unpack_from("<60i", flat.numpy().tobytes(), 256 * row)) for row in range(3)]
-    grouped = [sum(row[c + 15 * k] for k in range(4)) for row in rows for c in range(15)]
-    assert int(out) & mask == sum(weight(k) * g for k, g in enumerate(grouped)) & mask
+    flat = random_bytes(5 * 256)
+    for word, code in ((4, "I"), (2, "H"), (1, "B")):
+        run = Run(8, 240, 5, 256, word)
+        rows = [struct.unpack_from(f"<{240 // word}{code}", flat.numpy().tobytes(), 8 + 256 * row) for row in range(5)]
+        words = [value for row in rows for value in row]
+        expected = sum(weight(index) * value for index, value in enumerate(words))
+        assert int(sum_on_host(flat, run)) & ((1 << 64) - 1) == expected & ((1 << 64) - 1)
 
 
-@pytest.mark.parametrize(
-    "strip",
-    [
-        *STRIPS,
-        Strip(0, 0, 7 * FOLD + 12),
-        Strip(0, 0, 130 << 20),
-        Strip(0, 0, FOLD + 4, 3, 2 * FOLD, FOLD + 4),
-        Strip(0, 0, 6, 1 << 20, 8, 6),
-    ],
-)
-def test_what_is_cut_is_the_strip_and_can_be_summed(strip):
-    parts = list(cut(strip))
-    assert sum(part.nbytes for part in parts) == strip.nbytes
-    covered = sorted((part.source + row * part.source_pitch, part.width) for part in parts for row in range(part.rows))
-    assert len({at for at, _ in covered}) == len(covered)
-    assert covered[0][0] == strip.source
-    assert max(at + width for at, width in covered) == strip.source_end
-    for part in parts:
-        run = Run(part.source, part.width, part.rows, part.source_pitch, 2)
-        assert run.objection(strip.source_end) == ""
+KERNEL_RUNS = [
+    [Run(0, 300_000, 1, 0, 4)],
+    [],
+    [Run(1024, 3584, 50, 8192, 4), Run(2, 7166, 40, 8192, 2), Run(1, 129, 100, 130, 1)],
+    [Run(4, 20_000, 10, 24_000, 4), Run(500_000, 4, 1, 0, 4), Run(8, 2048 * 4, 4, 2048 * 4, 4)],
+]
+
+
+def run_kernel():
+    """In a process of its own, where Triton interprets: the kernel's sums of each group, and a CPU's."""
+    from inflight.weights.transport import sum_kernel
+
+    memory = random_bytes(1 << 20)
+    runs = [run for group in KERNEL_RUNS for run in group]
+    here = Summing(KERNEL_RUNS, CPU)
+    blocks = sum_kernel.Blocks([[row_of(run) for run in group] for group in KERNEL_RUNS], CPU)
+    for programs in (1 << 16, 3):  # one for each block, and several blocks for one
+        sum_kernel.PROGRAMS = programs
+        out = torch.zeros(len(runs), dtype=torch.int64)
+        for group in range(len(KERNEL_RUNS)):
+            assert not out[here._marks[group] :].any(), "another group was summed as well"
+            blocks.add(group, memory.data_ptr(), out)
+            here.add(group, memory)
+        assert out.tolist() == here.take()
+        assert out.all()
+
+
+def test_the_kernel_sums_as_a_cpu_does():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "alike\n"), done.stderr
+
+
+def test_a_device_that_can_not_sum_is_told_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "inflight.weights.transport.sum_kernel", None)
+    with pytest.raises(TransportError, match=r"open: cuda can't verify .* \(.*\); with publish\.checksum=none"):
+        warm_up(torch.device("cuda"))
+
+
+def test_what_is_too_long_for_one_run_is_several(monkeypatch):
+    monkeypatch.setattr(sums, "RUN_BYTES", 4096)
+    pair = Pair()
+    pair.transfer(random_bytes())
+    runs = pair.ranks[0]._there
+    assert len(runs) > len(STRIPS)
+    assert max(run.nbytes for run in runs) <= 4096
+    assert sum(run.nbytes for run in runs) == sum(strip.nbytes for strip in STRIPS)
+    with pytest.raises(ChecksumError, match="in 1 of"):
+        pair.transfer(random_bytes(), lambda source, target: source[5000].bitwise_xor_(1))
 
 
 def test_groups_of_buckets_are_the_same_bytes():
@@ -272,7 +326,6 @@ def test_a_rank_may_not_keep_other_bytes_than_it_said():
         ("bytes beyond the", msgspec.msgpack.encode([[NBYTES - 4, 8, 1, 0, 4]])),
         ("bytes beyond the", msgspec.msgpack.encode([[0, 4, 3, NBYTES, 4]])),
         ("more bytes than it can keep", msgspec.msgpack.encode([[0, NBYTES, 5, 0, 4]])),
-        ("more than is summed at once", msgspec.msgpack.encode([[0, 1, MAX_GROUPS + 1, 0, 1]])),
     ],
 )
 def test_what_a_rank_asks_for_is_not_trusted(text, asked):
@@ -293,7 +346,7 @@ def test_whatever_a_rank_asks_for_is_refused_or_can_be_summed(asked):
         runs = sums.read_runs(asked, "transport rank 1", 4096)
     except TransportError:
         return
-    assert len(BufferSums().of(torch.ones(4096, dtype=torch.uint8), runs)) == 8 * len(runs)
+    assert len(BufferSums().of(torch.ones(4096, dtype=torch.uint8), Summing([runs], CPU))) == 8 * len(runs)
 
 
 def test_a_rank_that_says_nothing_is_named():
@@ -319,6 +372,13 @@ def test_closing_ends_the_wait():
         pair.ranks[0].check(0)
 
 
-def test_groups_divide_rows():
-    assert FOLD % (4 * GROUP) == 0
-    assert (FOLD // GROUP) & (FOLD // GROUP - 1)  # no power of two
+def test_a_run_has_no_more_words_than_there_are_weights():
+    assert Run(0, MAX_WORDS, 1, 0, 1).objection(8 * MAX_WORDS) == ""
+    assert Run(0, 4 * MAX_WORDS, 1, 0, 4).objection(8 * MAX_WORDS) == ""
+    assert Run(0, MAX_WORDS + 1, 1, 0, 1).objection(8 * MAX_WORDS) == "more than is summed at once"
+    assert Run(0, 8, MAX_WORDS, 0, 4).objection(8 * MAX_WORDS) == "more than is summed at once"
+
+
+if __name__ == "__main__":
+    run_kernel()
+    print("alike")

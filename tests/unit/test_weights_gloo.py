@@ -169,3 +169,14 @@ def test_the_transport_follows_the_parameters_unless_configured():
     assert make_buffer("gloo", 8, torch.device("meta")).device.type == "cpu"
     with pytest.raises(TransportError, match="no transport is named 'pigeon'"):
         make_sender("pigeon", 2, 1)
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("the store does not answer")])
+def test_closing_raises_nothing_when_the_store_can_not_be_told(error):
+    sender = GlooSender(2, 5)
+
+    def broken():
+        raise error
+
+    sender._group._store = broken
+    sender.close()

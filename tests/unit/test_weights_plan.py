@@ -60,6 +60,14 @@ def test_what_is_packed_comes_out_again_cast(parameters, bucket_bytes, seed):
     assert verify(manifest, buffer, sums) == content_digest(sums)
 
 
+def test_more_buckets_than_a_message_holds_are_refused_by_the_setting(monkeypatch):
+    monkeypatch.setattr("inflight.weights.plan.MAX_BUCKETS", 3)
+    metas = [ParamMeta(name="a", shape=(256,), dtype="float32")]
+    assert len(plan(metas, {}, 342, "none").buckets) == 3
+    with pytest.raises(ManifestError, match=r"publish\.bucket_bytes=341 makes more than 3 buckets .*: 342 or more"):
+        plan(metas, {}, 341, "none")
+
+
 def layout(**changes):
     manifest = plan(
         [ParamMeta(name="a", shape=(100,), dtype="float32"), ParamMeta(name="b", shape=(3, 5), dtype="bfloat16")],

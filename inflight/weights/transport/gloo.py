@@ -19,6 +19,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -79,7 +80,9 @@ class _Group:
         self._group = None
         store, self._store = self._store, None
         if store is not None and self._rank == 0:
-            store().set(_CLOSED, "1")
+            # It is called where nothing may be raised; who waits for the word goes on by the timeout.
+            with suppress(OSError, RuntimeError):
+                store().set(_CLOSED, "1")
 
     def _require_open(self) -> None:
         if self._closed.is_set():

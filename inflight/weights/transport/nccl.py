@@ -10,6 +10,7 @@ waiting for it then raises nothing.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,19 +45,31 @@ class _Group:
         self._rank = rank
         self._size = size
         self._group: Any = None
+        self._closed = False
+        self._lock = threading.Lock()
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Queues one broadcast from rank 0, after what the current stream holds; returns its work."""
-        if self._group is None:
-            with _environment(_QUIET):
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = WATCHDOG
-                store = dist.PrefixStore("nccl", self._board.store)
-                self._group = dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        """Queues one broadcast from rank 0, after what the current stream holds; returns its work. Raises
+        TransportError when the communicator was aborted: another one would wait for ranks that are gone."""
+        phase = "receive" if self._rank else "send"
+        with self._lock:
+            if self._closed:
+                raise TransportError(f"{phase}: closed")
+            group = self._group = self._group or self._made()
         how = dist.BroadcastOptions()
         how.rootRank = 0
         how.asyncOp = True
-        return self._group.broadcast([tensor], how)
+        try:
+            return group.broadcast([tensor], how)  # the first one waits for all ranks: not under the lock
+        except RuntimeError as error:
+            raise TransportError(f"{phase}: {error}") from error
+
+    def _made(self) -> Any:
+        with _environment(_QUIET):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = WATCHDOG
+            store = dist.PrefixStore("nccl", self._board.store)
+            return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
 
     def finish(self, done: torch.cuda.Event, phase: str) -> None:
         """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
@@ -72,8 +85,10 @@ class _Group:
             raise error if isinstance(error, TransportError) else TransportError(f"{phase}: {error}") from error
 
     def abort(self) -> None:
-        """Ends the communicator without waiting for anyone."""
-        group, self._group = self._group, None
+        """Ends the communicator without waiting for anyone; there will be no other."""
+        with self._lock:
+            self._closed = True
+            group, self._group = self._group, None
         if group is not None:
             group.abort()
 

@@ -5,10 +5,10 @@ before each transfer the sender sums these runs of its buffer, and the rank sums
 between the two shows: bytes that changed, that did not come, that belong elsewhere, or that were overwritten while they
 were read.
 
-The sum of a run is over its words of four bytes (fewer where it is aligned to less), as signed integers. Words that lie
-a GROUPth of a row apart are added first; the results are multiplied by odd pseudo-random 64-bit weights, each by its
-own, and added modulo 2^64. So an exchange of words shows too, unless they were added first: in a long run, whose rows
-are FOLD bytes, those lie 4,048 bytes apart, which is no page, no piece and no row of a matrix.
+The sum of a run is over its words of four bytes (fewer where it is aligned to less), as unsigned integers, each
+multiplied by a weight of its own and added modulo 2^64. The weights are distinct numbers between 0 and 2^32 without
+order. So one changed word and two that changed places always show: the sum is off by less than 2^64, and not by 0.
+Anything else is missed by chance alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Annotated
 
 import msgspec
@@ -29,61 +29,110 @@ from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Strip, split
 from inflight.weights.transport.rendezvous import Board
 
-GROUP = 32
-FOLD = GROUP * 4048
-PART_BYTES = 32 << 20
-MAX_GROUPS = 1 << 20
-"""Results of a run before they are weighted: 24 MiB with the weights and the products."""
+RUN_BYTES = 1 << 30
+MAX_WORDS = RUN_BYTES
+"""Of a run: their indices have 32 bits."""
 MAX_RUNS = 1 << 18
-_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
+HOST_BYTES = 4 << 20
+"""That a CPU sums at once; what it makes of them takes 40 MiB, or four times that of single bytes."""
+_WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_LOW = (1 << 32) - 1
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`rows` times `width` bytes, `pitch` bytes apart from byte `source` of the send buffer on, in words of `word`."""
+    """`rows` times `width` bytes, `pitch` bytes apart from byte `at` of a memory on, in words of `word`."""
 
-    source: _Count
+    at: _Count
     width: Annotated[int, Meta(gt=0, lt=1 << 62)]
     rows: Annotated[int, Meta(gt=0, lt=1 << 32)]
     pitch: _Count
     word: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are summed."""
+        return self.rows * self.width
+
     def objection(self, nbytes: int) -> str:
         """Why it can't be summed in a buffer of `nbytes`; empty when it can."""
-        if self.word not in _WORDS or math.gcd(self.source, self.width, self.pitch) % self.word:
+        if self.word not in _WORDS or math.gcd(self.at, self.width, self.pitch) % self.word:
             return f"words of {self.word} bytes"
-        if self.source + (self.rows - 1) * self.pitch + self.width > nbytes:
+        if self.at + (self.rows - 1) * self.pitch + self.width > nbytes:
             return f"bytes beyond the {nbytes} that there are"
-        if self.rows * _row_groups(self.width, self.word) > MAX_GROUPS:
+        if self.nbytes > MAX_WORDS * self.word:
             return "more than is summed at once"
         return ""
 
 
-def cut(strip: Strip) -> Iterator[Strip]:
-    """The strip in parts that can be summed at once."""
-    if strip.width < FOLD:
-        rows = min(PART_BYTES // strip.width, MAX_GROUPS // _row_groups(strip.width, _word(strip)))
-        yield from split(strip, rows * strip.width)
-        return
-    for row in range(strip.rows):
-        start = strip.part_of_row(row, 0, FOLD)
-        whole, rest = divmod(strip.width, FOLD)
-        yield from split(Strip(start.source, start.target, FOLD, whole, FOLD, FOLD), PART_BYTES)
-        if rest:
-            yield strip.part_of_row(row, whole * FOLD, rest)
+class Summing:
+    """Groups of runs that one device sums again and again; what its kernel needs to know is told to it once."""
+
+    def __init__(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
+        self.runs = tuple(run for group in groups for run in group)
+        self._marks = [0, *accumulate(map(len, groups))]
+        self._blocks = None
+        if device.type == "cuda":
+            from inflight.weights.transport.sum_kernel import Blocks
+
+            self._blocks = Blocks([[row_of(run) for run in group] for group in groups], device)
+        self._sums = torch.zeros(len(self.runs), dtype=torch.int64, device=device)
+        self.take()  # ends when all of it is on the device, for any stream
+
+    def add(self, group: int, memory: torch.Tensor) -> None:
+        """Sums a group as it lies in flat uint8 `memory`: the device's, or pinned and the host's. On CUDA it is queued
+        on the current stream."""
+        if self._blocks is not None:
+            self._blocks.add(group, memory.data_ptr(), self._sums)
+            return
+        for number in range(self._marks[group], self._marks[group + 1]):
+            self._sums[number] += sum_on_host(memory, self.runs[number])
+
+    def take(self) -> list[int]:
+        """The sums since they were last taken. Waits for the current stream: what other streams add must be done."""
+        taken = self._sums.clone()
+        self._sums.zero_()
+        return taken.tolist()
 
 
-def sum_of(buffer: torch.Tensor, at: int, pitch: int, run: Run, out: torch.Tensor) -> None:
-    """Queues the sum of a run that lies in flat uint8 `buffer` from byte `at` on, with rows `pitch` bytes apart.
+def row_of(run: Run) -> tuple[int, int, int, int, int]:
+    """A run as the kernel wants it, see sum_kernel.Row."""
+    return run.at, run.pitch // run.word, run.width // run.word, run.nbytes // run.word, run.word
 
-    `out`: int64 `[]`, on the device that is to do it; a buffer on the host is copied there.
-    """
-    columns = run.width // run.word
-    group = math.gcd(columns, GROUP)
-    words = buffer[at : at + (run.rows - 1) * pitch + run.width].view(_WORDS[run.word])
-    rows = words.as_strided((run.rows, group, columns // group), (pitch // run.word, columns // group, 1))
-    grouped = rows.to(out.device).sum(1, dtype=torch.int64).view(-1)
-    torch.sum(grouped.mul_(_weights(out.device)[: grouped.numel()]), dim=0, out=out)
+
+def sum_on_host(memory: torch.Tensor, run: Run) -> torch.Tensor:
+    """int64 `[]`: the sum of a run of flat uint8 `memory`, both on the CPU."""
+    total, index = torch.zeros((), dtype=torch.int64), 0
+    for part in split(Strip(run.at, 0, run.width, run.rows, run.pitch), HOST_BYTES):
+        nbytes = (part.rows - 1) * part.source_pitch + part.width
+        words = memory[part.source : part.source + nbytes].view(_WORDS[run.word])
+        rows = words.as_strided((part.rows, part.width // run.word), (part.source_pitch // run.word, 1))
+        values = rows.reshape(-1).to(torch.int64) & ((1 << 8 * run.word) - 1)
+        total += (values * weights(index, len(values))).sum()
+        index += len(values)
+    return total
+
+
+def weights(first: int, count: int) -> torch.Tensor:
+    """int64 `[count]`: a mix of 32 bits of each index and 1, which no two share (C. Wellons, lowbias32, 2018)."""
+    mixed = torch.arange(first + 1, first + 1 + count)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        mixed = ((mixed ^ (mixed >> shift)) * factor) & _LOW
+    return mixed ^ (mixed >> 16)
+
+
+def warm_up(device: torch.device) -> None:
+    """Compiles the kernel, which takes a second, for sums to come. Raises TransportError when that can't be done."""
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
+            summing = Summing([[Run(0, 256, 1, 0, 4)]], device)
+            summing.add(0, torch.zeros(256, dtype=torch.uint8, device=device))
+            summing.take()
+    except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers or the driver raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise TransportError(
+            f"open: {device} can't verify what it receives ({reason}); with publish.checksum=none it does not have to"
+        ) from None
 
 
 def read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
@@ -92,7 +141,7 @@ def read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
         runs = msgspec.msgpack.decode(encoded, type=Annotated[list[Run], Meta(max_length=MAX_RUNS)])
     except msgspec.MsgspecError as error:
         raise TransportError(f"send: {who} does not say what it keeps: {error}") from None
-    if sum(run.rows * run.width for run in runs) > 4 * nbytes:  # a rank keeps tied weights twice at the most
+    if sum(run.nbytes for run in runs) > 4 * nbytes:  # a rank keeps tied weights twice at the most
         raise TransportError(f"send: {who} wants sums of more bytes than it can keep")
     for run in runs:
         if objection := run.objection(nbytes):
@@ -113,16 +162,14 @@ class BufferSums:
         with self._lock:
             self._known = {}
 
-    def of(self, buffer: torch.Tensor, runs: tuple[Run, ...]) -> bytes:
+    def of(self, buffer: torch.Tensor, summing: Summing) -> bytes:
         """The sums, int64 each, in order; computed on the buffer's device, on the current stream. Waits for it."""
         with self._lock:
             known = self._known
-            if runs not in known:
-                out = torch.zeros(len(runs), dtype=torch.int64, device=buffer.device)
-                for run, place in zip(runs, out.unbind(), strict=True):
-                    sum_of(buffer, run.source, run.pitch, run, place)
-                known[runs] = array("q", out.tolist()).tobytes()
-            return known[runs]
+            if summing.runs not in known:
+                summing.add(0, buffer)
+                known[summing.runs] = array("q", summing.take()).tobytes()
+            return known[summing.runs]
 
 
 class SenderSums:
@@ -131,7 +178,7 @@ class SenderSums:
     def __init__(self, board: Board, size: int, sums: BufferSums | None = None) -> None:
         """`sums` are those that the buffer's other senders use; without it each transfer is summed afresh."""
         self._board, self._sums = board, sums
-        self._runs: dict[int, tuple[Run, ...]] = {}
+        self._kept: dict[int, Summing] = {}
         self._ranks = range(1, size)
 
     def post(self, number: int, buffer: torch.Tensor) -> None:
@@ -140,12 +187,17 @@ class SenderSums:
         Raises TransportError when a rank does not say in time what it keeps, or says what can't be.
         """
         for rank in self._ranks:
-            if rank not in self._runs:
-                who = f"transport rank {rank}"
-                self._runs[rank] = read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
-            if runs := self._runs[rank]:
+            if rank not in self._kept:
+                self._kept[rank] = self._asked(rank, buffer)
+            if self._kept[rank].runs:
                 sums = self._sums or BufferSums()
-                self._board.put(f"sums/{number}/{rank}", sums.of(buffer, runs))
+                self._board.put(f"sums/{number}/{rank}", sums.of(buffer, self._kept[rank]))
+
+    def _asked(self, rank: int, buffer: torch.Tensor) -> Summing:
+        who = f"transport rank {rank}"
+        runs = read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
+        alike = (summing for summing in self._kept.values() if summing.runs == runs)
+        return next(alike, None) or Summing([runs], buffer.device)
 
 
 class RankSums:
@@ -154,76 +206,48 @@ class RankSums:
     def __init__(self, board: Board, rank: int, *, verify: bool) -> None:
         self._board, self._rank, self._verify = board, rank, verify
         self._groups: Sequence[Sequence[Strip]] | None = None
-        self._parts: list[list[tuple[int, Strip, Run]]] = []
-        self._out = torch.empty(0, dtype=torch.int64)
-        self._left: list[tuple[int, torch.Tensor]] = []
+        self._there: list[Run] = []
+        self._here = Summing([], torch.device("cpu"))
 
     def begin(self, groups: Sequence[Sequence[Strip]], device: torch.device) -> None:
         """`groups`: what lands together, the same for each transfer. At first tells the sender what is kept."""
         if self._groups is None:
             self._groups = groups
-            parts = [[part for strip in group for part in cut(strip)] for group in groups if self._verify]
-            numbers = iter(range(sum(map(len, parts))))
-            self._parts = [[(next(numbers), part, _run_of(part)) for part in group] for group in parts]
-            runs = [run for group in self._parts for _, _, run in group]
-            self._out = torch.zeros(len(runs), dtype=torch.int64, device=device)
-            self._board.put(f"runs/{self._rank}", msgspec.msgpack.encode(runs))
+            parts = [[part for strip in group for part in split(strip, RUN_BYTES)] for group in groups if self._verify]
+            self._there = [_run_of(part, part.source, part.source_pitch) for group in parts for part in group]
+            here = [[_run_of(part, part.target, part.target_pitch) for part in group] for group in parts]
+            self._here = Summing(here, device)
+            self._board.put(f"runs/{self._rank}", msgspec.msgpack.encode(self._there))
         elif groups != self._groups:
             raise TransportError("receive: this rank keeps other bytes than it has told the sender")
 
     def add(self, group: int, target: torch.Tensor) -> None:
-        """Queues the sums of a group that has landed in uint8 `target`, on the current stream. A target on the host is
-        left to `check`: the host would have to wait for the stream, which ends only if the sender lives."""
-        if target.device == self._out.device:
-            self._sum(group, target)
-        else:
-            self._left.append((group, target))
-
-    def _sum(self, group: int, target: torch.Tensor) -> None:
-        for number, part, run in self._parts[group] if self._verify else ():
-            sum_of(target, part.target, part.target_pitch, run, self._out[number])
+        """Queues the sums of a group that has landed in uint8 `target`, the device's or the host's, on the current
+        stream."""
+        if self._verify:
+            self._here.add(group, target)
 
     def check(self, number: int) -> None:
         """Compares, when all has landed and what `add` queued is done.
 
         Raises ChecksumError naming what differs, TransportError when the sender has not told its sums.
         """
-        left, self._left = self._left, []
         if not self._verify:
             return
-        for group, target in left:
-            self._sum(group, target)
+        found = self._here.take()
         key = f"sums/{number}/{self._rank}"
         sent = array("q", self._board.take(key, "the trainer", "receive"))
         self._board.drop(key)
-        runs = [run for group in self._parts for _, _, run in group]
-        if len(sent) != len(runs):
-            raise ChecksumError(f"{len(sent)} checksums came for {len(runs)} runs")
-        bad = [run for run, here, there in zip(runs, self._out.tolist(), sent, strict=True) if here != there]
+        if len(sent) != len(found):
+            raise ChecksumError(f"{len(sent)} checksums came for {len(found)} runs")
+        bad = [run for run, here, there in zip(self._there, found, sent, strict=True) if here != there]
         if bad:
-            first = min(run.source for run in bad)
-            many = f"{len(bad)} of {len(runs)} runs ({sum(run.rows * run.width for run in bad)} bytes)"
+            first = min(run.at for run in bad)
+            many = f"{len(bad)} of {len(found)} runs ({sum(run.nbytes for run in bad)} bytes)"
             raise ChecksumError(f"bytes differ from those sent in {many}, from byte {first} of the send buffer on")
 
 
-def _run_of(strip: Strip) -> Run:
-    return Run(strip.source, strip.width, strip.rows, strip.source_pitch, _word(strip))
-
-
-def _word(strip: Strip) -> int:
-    """Bytes of the words that a strip is aligned to on both sides."""
-    return math.gcd(4, strip.source, strip.target, strip.width, strip.source_pitch, strip.target_pitch)
-
-
-def _row_groups(width: int, word: int) -> int:
-    columns = width // word
-    return columns // math.gcd(columns, GROUP)
-
-
-@cache
-def _weights(device: torch.device) -> torch.Tensor:
-    """int64 `[MAX_GROUPS]`, odd: splitmix64 of the index (Steele, Lea, Flood 2014), alike on all devices."""
-    z = torch.arange(1, MAX_GROUPS + 1) * -0x61C8864680B583EB
-    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
-        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return (z ^ ((z >> 31) & ((1 << 33) - 1)) | 1).to(device)
+def _run_of(strip: Strip, at: int, pitch: int) -> Run:
+    """One side of a strip, in the words that it is aligned to on both."""
+    word = math.gcd(4, strip.source, strip.target, strip.width, strip.source_pitch, strip.target_pitch)
+    return Run(at, strip.width, strip.rows, pitch, word)

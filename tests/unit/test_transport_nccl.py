@@ -1,0 +1,100 @@
+"""The order of what a NCCL transport does, without NCCL: communicators are made of lists here."""
+
+import sys
+import threading
+import types
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+
+from inflight.weights.transport.base import TransportError
+
+
+class FakeGroup:
+    """Notes what it is asked for; its first broadcast can be held up, as one is that waits for a rank."""
+
+    made: ClassVar[list["FakeGroup"]] = []
+    let_go: ClassVar[threading.Event | None] = None
+
+    def __init__(self, store, rank, size, options):
+        self.broadcasts = 0
+        self.aborted = threading.Event()
+        FakeGroup.made.append(self)
+
+    def broadcast(self, tensors, how):
+        self.broadcasts += 1
+        if FakeGroup.let_go is not None:
+            assert FakeGroup.let_go.wait(20)
+        if self.aborted.is_set():
+            raise RuntimeError("NCCL communicator was aborted")
+        return "work"
+
+    def abort(self):
+        self.aborted.set()
+
+
+FakeGroup.Options = SimpleNamespace
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["cuda.bindings"].driver = SimpleNamespace(CUDA_MEMCPY2D=object)
+    for name in ("cuda", "nccl"):
+        monkeypatch.delitem(sys.modules, f"inflight.weights.transport.{name}", raising=False)
+    from inflight.weights.transport import nccl
+
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", FakeGroup, raising=False)
+    monkeypatch.setattr(FakeGroup, "made", [])
+    monkeypatch.setattr(FakeGroup, "let_go", None)
+    yield nccl
+    for name in ("cuda", "nccl"):
+        sys.modules.pop(f"inflight.weights.transport.{name}", None)
+
+
+@pytest.fixture
+def group(nccl):
+    return nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=5), 0, 2)
+
+
+def test_one_communicator_serves_all_broadcasts(group):
+    for _ in range(3):
+        assert group.broadcast(torch.zeros(4)) == "work"
+    assert [made.broadcasts for made in FakeGroup.made] == [3]
+
+
+def test_after_closing_no_communicator_is_made(group):
+    """Another one would wait for ranks that are gone, and write where the engine may read by then."""
+    group.broadcast(torch.zeros(4))
+    group.abort()
+    with pytest.raises(TransportError, match="send: closed"):
+        group.broadcast(torch.zeros(4))
+    assert len(FakeGroup.made) == 1
+    assert FakeGroup.made[0].aborted.is_set()
+
+
+def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
+    FakeGroup.let_go, raised = threading.Event(), []
+
+    def send():
+        try:
+            for _ in range(2):
+                group.broadcast(torch.zeros(4))
+        except TransportError as error:
+            raised.append(str(error))
+
+    sending = threading.Thread(target=send, daemon=True)
+    sending.start()
+    while not FakeGroup.made or not FakeGroup.made[0].broadcasts:
+        pass
+    closing = threading.Thread(target=group.abort, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive(), "closing waits for the broadcast"
+    FakeGroup.let_go.set()
+    sending.join(10)
+    assert raised == ["send: NCCL communicator was aborted"]
+    assert len(FakeGroup.made) == 1

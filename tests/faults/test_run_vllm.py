@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 
 import psutil
 import pytest
+from proxy import Proxy
 from run import free_port
 
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]
@@ -24,11 +29,77 @@ GONE_S = 10.0
 """What the kernel and the machine may take to end processes."""
 
 
+def metric(run, name: str, pattern: str) -> float:
+    """What a generator's engine counts itself; `pattern` begins a line of its metrics."""
+    with urllib.request.urlopen(f"{run.routed()[name].url}/metrics", timeout=20) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if re.match(pattern, line))
+
+
+def aborted(run, name: str) -> float:
+    """Requests that ended unfinished."""
+    assert metric(run, name, "vllm:num_requests_running") >= 0  # the names are those of this vLLM
+    return metric(run, name, r'vllm:request_success_total\{.*finished_reason="abort"')
+
+
+def go_on(run, steps: int = 2) -> None:
+    """Lets so many steps be done from now on."""
+    at = run.steps()
+    run.until(lambda: run.steps() >= at + steps, alive=True)
+
+
 def audit(run) -> None:
     """Every tag is right: float32, 1e-4 nats at most."""
     command = [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_killed_cut_off_and_stopped_in_turn(make_run):
+    """Of two generators g1 is killed while it decodes and cut off when it is back; then the trainer is stopped for a
+    while and the actor is killed. g0 never gives up a sequence for it."""
+    run = make_run("trainer.steps=100000", "generator.count=2", *PATIENT, vllm=True).start()
+    run.until(lambda: run.steps() >= 2 and set(run.routed()) == {"g0", "g1"}, alive=True)
+
+    run.until(lambda: metric(run, "g1", "vllm:num_requests_running") > 0, alive=True)
+    before = run.routed()["g1"].incarnation
+    assert run.kill("g1")
+    bus = (run.folder / "bus").resolve()
+    os.rename(bus / "weights", bus / "w")  # whoever connects from now on does so through the proxy
+    between = Proxy(f"ipc://{bus}/weights", f"ipc://{bus}/w")
+    run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
+    go_on(run)
+    run.until(lambda: "g1" in run.routed() and run.routed()["g1"].incarnation != before, alive=True)
+    assert aborted(run, "g0") == 0
+
+    between.cut.set()
+    run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
+    go_on(run)
+    between.cut.clear()
+    run.until(lambda: set(run.routed()) == {"g0", "g1"}, alive=True)
+    assert aborted(run, "g0") == aborted(run, "g1") == 0
+
+    assert run.kill("trainer", signal.SIGSTOP)
+    time.sleep(5)
+    assert run.kill("trainer", signal.SIGCONT)
+    go_on(run)
+    assert set(run.routed()) == {"g0", "g1"}
+    assert aborted(run, "g0") == aborted(run, "g1") == 0
+
+    assert run.kill("a0")
+    go_on(run, 4)
+    assert run.kill("launcher", signal.SIGTERM)
+    assert run.wait() == 128 + signal.SIGTERM
+    between.close()
+    assert "g1 was ended by SIGKILL; it is started again" in run.output
+    assert "a0 was ended by SIGKILL; it is started again" in run.output
+
+    done = run.saved().step
+    assert run.start("resume=true", f"trainer.steps={done + 3}", "generator.count=1").wait() == 0, run.logs()
+    books = run.account()
+    assert run.trained() == list(range(2 * (done + 3)))
+    assert books.failed.get("actor lost", 0) > 0
+    audit(run)
 
 
 def test_all_killed_at_once_then_weights_that_are_no_numbers(make_run):

@@ -9,19 +9,13 @@ from pathlib import Path
 from typing import cast
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from inflight.bus import keys
 from inflight.bus.endpoint import IDENTITY, TAIL, BusError, Endpoint
+from inflight.bus.handshakes import Handshakes
 from inflight.bus.rate import Rate
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
-
-_HANDSHAKES = {
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL: "handshake not finished",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "handshake of another protocol",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "key not allowed",
-}
 
 
 @dataclass(slots=True)
@@ -63,7 +57,7 @@ class Listener(Endpoint):
         self._authenticator = None
         self._owners: dict[str, str] = {}
         """Public key → name, where keys are used."""
-        self._events = self._socket.get_monitor_socket(sum(_HANDSHAKES))
+        self._handshakes = Handshakes(self._socket, self.refusals)
         try:
             if keys.needed(endpoint) and not config.keys:
                 raise BusError(f"{endpoint} can be reached by other hosts: it needs keys (bus.keys)")
@@ -111,7 +105,6 @@ class Listener(Endpoint):
             self._put(Lost(peer), 0)
 
     def _read_all(self) -> None:
-        self._read_handshakes()
         while self._has_room():
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -150,20 +143,14 @@ class Listener(Endpoint):
             return True
         return self._owners.get(str(frame.get("User-Id"))) == keys.name_of(peer)
 
-    def _read_handshakes(self) -> None:
-        """Connections that never became one: port scanners, other protocols, keys that are not allowed."""
-        while self._events.poll(0):
-            event = recv_monitor_message(self._events, zmq.NOBLOCK)["event"]
-            self.refusals.add("a stranger", _HANDSHAKES[zmq.Event(event)])
-
     def _free(self) -> None:
-        self._socket.disable_monitor()
-        self._events.close()
+        self._handshakes.close()
         self._socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
 
     def _tend(self, now: float) -> None:
+        self._handshakes.read()
         if not self._has_room():
             return  # heartbeats are waiting unread behind our own slow reader
         for peer in [name for name, each in self._peers.items() if now - each.seen > self._config.dead_after_s]:

@@ -229,6 +229,9 @@ def test_over_tcp_with_keys_strangers_change_nothing(make_run, tmp_path):
     with socket.create_connection(("127.0.0.1", port_of(weights))) as scanner:  # ten bytes as of ZeroMQ, then any
         scanner.sendall(b"\xff" + bytes(8) + b"\x7f" + random.Random(0).randbytes(500))
     told(weights, "handshake")
+    with socket.create_connection(("127.0.0.1", port_of(weights))) as scanner:
+        scanner.sendall(b"GET / HTTP/1.0\r\n\r\n")
+    told(weights, "no greeting")
 
     books = all_is_trained(run, 40)
     assert books.ignored == {"not granted": 1}, "what was recorded counts once"

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.auth
 
-from inflight.bus import BusError, Link, Listener, Received, keys, make_keys
+from inflight.bus import BusError, Link, Listener, Lost, Received, keys, make_keys
 from inflight.bus import rate as rate_module
 from inflight.bus.rate import Rate
 from inflight.bus.refusals import Refusals
@@ -55,6 +55,36 @@ def test_random_bytes_and_port_scanners_are_counted_and_logged(caplog):
             assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
             assert listener.peers() == {"g0"}
     assert "refused from a stranger: handshake" in caplog.text
+
+
+SAYS = {
+    "nothing": b"",
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n",
+    "any bytes": b"\x93" + random.Random(0).randbytes(500),
+    "what is said without keys in old ZeroMQ": b"\x01\x00\x05\x00hello",
+    "a greeting of another mechanism": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48),
+}
+
+
+@pytest.mark.parametrize("what", SAYS)
+def test_with_keys_whoever_does_not_greet_is_counted_once(folder, what):
+    """While a peer is there, and whether the scanner leaves by itself or is dropped."""
+    with (
+        Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener,
+        Link(listener.endpoint, "g0", config(keys=str(folder))) as link,
+    ):
+        until(lambda: listener.peers() == {"g0"})
+        for number in range(1, 4):
+            with socket.create_connection(("127.0.0.1", port_of(listener))) as scanner:
+                scanner.sendall(SAYS[what])
+            until(lambda number=number: listener.refused >= number)
+        link.send(Commit(version=1))
+        assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
+        link.close()
+        assert listener.receive(LIMIT_S) == Lost("g0")
+        time.sleep(0.3)  # more is not told of them
+        assert listener.refused == 3
+        assert len(listener.refusals.counts) == 1
 
 
 def test_keys_let_in_those_that_are_allowed(folder):

@@ -21,7 +21,7 @@ import fake_generator
 import torch
 from fake_generator import FakeGenerator, FakeShadow
 
-from inflight.messages import Ready
+from inflight.messages import Ready, Refused
 from inflight.weights.transport import make_receiver
 
 VICTIM = 2
@@ -93,5 +93,6 @@ for receiver in generator.receivers:
     receiver._tell = lambda message, tell=tell: (isinstance(message, Ready) and at("ready"), tell(message))
 signal.signal(signal.SIGUSR1, tell_live)
 generator.start()
-while True:
+while not any(isinstance(message, Refused) for message in generator.heard):  # else a generator ends
     time.sleep(0.05)  # signals are handled between
+os._exit(1)

@@ -120,6 +120,20 @@ def test_a_stopped_actor_that_was_taken_for_lost_comes_back(make_run):
     assert books.failed.get("actor lost", 0) > 0
 
 
+def test_a_stopped_trainer_that_was_taken_for_lost_goes_on(make_run):
+    """SIGSTOP for longer than `dead_after_s`: the actor ends and is started again, the generator joins anew."""
+    run = make_run(SHORT, KEEP_OLD, "bus.dead_after_s=2").start()
+    run.until(lambda: run.steps() >= 3)
+    before = run.process("g0")
+    assert run.kill("trainer", signal.SIGSTOP)
+    run.until(lambda: "the buffer is gone" in (run.folder / "logs" / "a0.log").read_text(), alive=True)
+    assert run.kill("trainer", signal.SIGCONT)
+    all_is_trained(run)
+    assert re.search(r"a0 ended with code \d+; it is started again", run.output), run.output
+    assert "g0 ended" not in run.output
+    assert not before.is_running()
+
+
 def test_sigterm_to_the_trainer_is_no_success_and_loses_no_step(make_run):
     run = make_run(SHORT, KEEP_OLD, "trainer.checkpoint_every=0").start()
     run.until(lambda: run.steps() >= 3)

@@ -7,14 +7,11 @@ or on Ctrl-C or SIGTERM. In every case all processes, and theirs, are gone when 
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -26,18 +23,16 @@ from inflight.bus import BusError, Listener, Received
 from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
-from inflight.processes import Command, Ended, Processes, last_lines
+from inflight.preflight import ready_to_start
+from inflight.processes import Command, Ended, Processes, environment, last_lines
 from inflight.progress import Progress, View
 from inflight.restarts import Restarts
 from inflight.run_folder import LaunchError, RunFolder
 from inflight.trainer import checkpoints
-from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.checkpoints import CheckpointError
-from inflight.trainer.objectives import OBJECTIVES
 
 POLL_S = 0.2
 LOG_LINES = 20
-CHECK_S = 120.0
 FAREWELL_S = 30.0
 """How long others may be gone before the trainer, which has told them that the run is over, follows."""
 
@@ -76,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, LaunchError, CheckpointError, BusError) as error:
         print(f"inflight launch: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a full disk, say
+        print(f"inflight launch: the run can't be started or watched: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:  # before anything was started; afterwards it is noted and handled
         print("inflight launch: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -87,7 +85,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
     Raises LaunchError, ConfigError, CheckpointError or BusError when the run can't be started.
     """
     if commands is None:
-        config = _ready_to_start(config)
+        config = ready_to_start(config)
     with RunFolder(config) as folder:
         config = folder.config
         if config.start_version >= config.trainer.steps:
@@ -130,77 +128,25 @@ def usual_commands(config: RunConfig) -> list[Command]:
     devices.require_cores(config)
     seen = devices.assign(config, devices.available())
 
-    def command(name: str, kind: str, arguments: Sequence[str], environment: dict[str, str]) -> Command:
+    def command(name: str, kind: str, arguments: Sequence[str], threads: int) -> Command:
         cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
         return Command(
             name=name,
             kind=kind,
             argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
             log=config.path / "logs" / f"{name}.log",
-            environment=environment | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
+            environment=environment(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
             cores=tuple(cores),
         )
 
-    trainer, generator = _environment(config.trainer.threads), _environment(config.generator.threads)
+    trainer, generator = config.trainer.threads, config.generator.threads
     further = list(enumerate(config.rank_names()))[1:]
     return [
         command("trainer", "trainer", ["trainer"], trainer),
         *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
         *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
-        command("a0", "actor", ["rollout", "--name", "a0"], _environment(1)),
+        command("a0", "actor", ["rollout", "--name", "a0"], 1),
     ]
-
-
-def _environment(threads: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def _ready_to_start(config: RunConfig) -> RunConfig:
-    """Checks what is named and the patch, and prepares the model; the result names the model by its directory."""
-    from inflight import models, patching, tasks
-
-    _require_named(config)
-
-    if ":" not in config.task.name:  # one of the user's own may be importable in the actor's process alone
-        tasks.make(config.task, config.seed)
-    try:
-        state = patching.check()
-        directory = models.prepare(config.model.name)
-    except (patching.PatchError, models.ModelError) as error:
-        raise LaunchError(str(error)) from None
-    if state is not patching.PatchState.PATCHED:
-        raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
-    return replace(config, model=replace(config.model, name=str(directory)))
-
-
-def _require_named(config: RunConfig) -> None:
-    """Raises ConfigError for an objective, advantage or rule that does not exist or does not take its options.
-
-    The trainer looks, in a process of its own: it takes torch to know options, and the user's modules to know theirs.
-    """
-    trainer, gate = config.trainer, config.gate
-    chosen = (gate.rules, gate.ratio_rules, trainer.objective.options, trainer.advantage.options)
-    if not any(chosen) and trainer.objective.name in OBJECTIVES and trainer.advantage.name in ADVANTAGES:
-        return  # the usual case: nothing that could be wrong is worth some seconds
-    with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
-        configuration.save(replace(config, run_dir=folder))
-        command = [sys.executable, "-m", "inflight.trainer", "--run-dir", folder, "--check"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=CHECK_S, check=False,
-                env={**os.environ, **_environment(1)},
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"the check of objective, advantage and rules did not end within {CHECK_S:g} s") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"the check ended with code {done.returncode}"]
-        raise ConfigError(said[-1].removeprefix("inflight trainer: "))
 
 
 class _Interrupt:
@@ -249,17 +195,17 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
         for command in restarts.due():
             processes.start(command)
             restarts.started(command)
-        _read_status(listener, view, restarts)
+        _read_status(listener, view, restarts, processes.running())
         view.refresh()
 
 
-def _read_status(listener: Listener, view: View, restarts: Restarts) -> None:
-    """Waits for news up to the poll interval, then takes all there are."""
+def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequence[str]) -> None:
+    """Waits for news up to the poll interval, then takes all there are: of `known` links, under the links' names."""
     event = listener.receive(POLL_S)
     while event is not None:
-        if isinstance(event, Received) and isinstance(event.message, Status):
-            view.progress.update(event.message.source, event.message.values)
-            restarts.heard(event.message.source)
+        if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
+            view.progress.update(event.peer, event.message.values)
+            restarts.heard(event.peer)
         event = listener.receive(0)
 
 

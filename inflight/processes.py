@@ -118,7 +118,7 @@ class Processes:
         own = {process.pid for _, process in self._running.values()}
         for orphan in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if orphan.pid not in own and orphan not in self._others and not _is_tracker(orphan):
+                if orphan.pid not in own and orphan not in self._others and not is_tracker(orphan):
                     _kill([*orphan.children(recursive=True), orphan])
 
     def stop(self) -> list[str]:
@@ -149,6 +149,17 @@ class Processes:
         self.stop()
 
 
+def environment(threads: int) -> dict[str, str]:
+    """Of a process that computes with so many threads; nothing is fetched from a hub."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
 def guard_group() -> None:
     """Starts a process that waits for the end of this one and then kills what is left of its group: a killed generator
     can't end its engine, and the launcher that would may have been killed as well.
@@ -169,8 +180,8 @@ def guard_group() -> None:
 
 def _is_of(process: psutil.Process, group: int) -> bool:
     try:
-        return os.getpgid(process.pid) == group and not _is_tracker(process)
-    except (ProcessLookupError, psutil.NoSuchProcess):
+        return os.getpgid(process.pid) == group and not is_tracker(process)
+    except ProcessLookupError:
         return False
 
 
@@ -192,9 +203,12 @@ def _living_descendants() -> list[psutil.Process]:
     return living
 
 
-def _is_tracker(process: psutil.Process) -> bool:
+def is_tracker(process: psutil.Process) -> bool:
     """Python's own process that removes the shared memory of the killed; it ends by itself, after them."""
-    return any("resource_tracker" in argument for argument in process.cmdline())
+    try:
+        return any("resource_tracker" in argument for argument in process.cmdline())
+    except psutil.Error:  # gone, or not to be looked at
+        return False
 
 
 def _kill(processes: Sequence[psutil.Process]) -> None:

@@ -12,10 +12,12 @@ Fed by the processes' `Status` messages. Known keys, all optional:
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TypeGuard
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -55,7 +57,7 @@ class Progress:
         """Takes one status; keys that it does not name keep their last values."""
         self._latest.setdefault(source, {}).update(values)
         step, reward = values.get("step"), values.get("reward")
-        if source == "trainer" and isinstance(step, int) and isinstance(reward, int | float) and step > 0:
+        if source == "trainer" and isinstance(step, int) and step > 0 and _is_finite(reward):
             self._rewards[step] = float(reward)
 
     def line(self) -> str:
@@ -74,11 +76,12 @@ class Progress:
     def render(self) -> Group:
         """The live view."""
         trainer = self._of("trainer")
-        step = int(trainer.get("step", 0))
+        step, steps = trainer.get("step", 0), self._config.trainer.steps
         title = Text.assemble(("inflight", "bold"), f"  {self._config.path.name}  {self._elapsed()}")
         rows = Table.grid(padding=(0, 2))
-        steps = self._config.trainer.steps
-        rows.add_row(f"step {step}/{steps}", ProgressBar(steps, step, width=SPARK_WIDTH))
+        rows.add_row(
+            f"step {step}/{steps}", ProgressBar(steps, step if _is_finite(step) else 0, width=SPARK_WIDTH)
+        )
         rewards = [self._rewards[at] for at in sorted(self._rewards)]
         if rewards:
             rows.add_row("reward", Text.assemble((sparkline(rewards), "green"), f" {rewards[-1]:.2f}"))
@@ -176,6 +179,10 @@ class View:
             self._live.stop()
         else:
             print(self.progress.line(), flush=True)
+
+
+def _is_finite(value: Value | None) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _number(value: Value) -> str:

@@ -58,11 +58,17 @@ class RunFolder:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:
             self._lock(LOCK_WAIT_S if config.resume else 0.0)
+        except BaseException:
+            os.close(self.lock)
+            raise
+        try:
             self.config = _resumed(config) if holds_run else config
             self._make_sockets()
             self._make_secrets()
-        except BaseException:
-            os.close(self.lock)
+        except BaseException as error:
+            self.__exit__()
+            if isinstance(error, OSError):
+                raise LaunchError(f"can't make the run folder: {error}") from None
             raise
 
     @property
@@ -93,21 +99,17 @@ class RunFolder:
 
     def _make_sockets(self) -> None:
         self._remove_sockets()  # of a launcher that was killed
-        elsewhere: str | None = None
+        if _fits(self.bus):
+            self.bus.mkdir(mode=0o700)
+            return
+        elsewhere = tempfile.mkdtemp(prefix="inflight-")
         try:
-            if _fits(self.bus):
-                self.bus.mkdir(mode=0o700)
-                return
-            elsewhere = tempfile.mkdtemp(prefix="inflight-")
             if not _fits(Path(elsewhere)):
                 raise LaunchError(f"the path of {elsewhere} is too long for sockets; set TMPDIR to a short one")
             self.bus.symlink_to(elsewhere)
-        except (OSError, LaunchError) as error:
-            if elsewhere is not None:
-                shutil.rmtree(elsewhere, ignore_errors=True)
-            if isinstance(error, LaunchError):
-                raise
-            raise LaunchError(f"can't make the run folder: {error}") from None
+        except BaseException:
+            shutil.rmtree(elsewhere, ignore_errors=True)
+            raise
 
     def _make_secrets(self) -> None:
         """New ones for each start: the key of the generators' HTTP servers, and of sockets that others can reach."""

@@ -229,6 +229,11 @@ def load(run_dir: str | Path) -> RunConfig:
 
 
 def save(config: RunConfig) -> None:
-    """Writes the resolved configuration into the run folder."""
+    """Writes the resolved configuration into the run folder: all of it, or OSError and nothing."""
     config.path.mkdir(parents=True, exist_ok=True)
-    (config.path / CONFIG_FILE).write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+    partial = config.path / f"{CONFIG_FILE}.partial"
+    try:
+        partial.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        partial.replace(config.path / CONFIG_FILE)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import difflib
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError, RunConfig
@@ -11,6 +16,7 @@ from inflight.models import prepare
 
 CPU_WORKER = "inflight.generator.worker.InflightCPUWorker"
 CUDA_WORKER = "inflight.generator.cuda_worker.InflightCUDAWorker"
+ENGINE_ARGS = ("EngineArgs", "AsyncEngineArgs")
 LOOPBACK = "127.0.0.1"
 ON_CUDA: dict[str, Any] = {
     # A worker process even for one device: the engine core hands out tokens while the worker swaps.
@@ -19,6 +25,45 @@ ON_CUDA: dict[str, Any] = {
     # device is free. By default that is nearly all, which refuses a device that the trainer is on as well.
     "gpu_memory_utilization": 0.05,
 }
+
+
+OWN = {
+    "model": "model.name",
+    "served_model_name": "model.name",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "generator.tensor_parallel_size",
+    "max_model_len": "generator.max_model_len",
+    "max_num_seqs": "generator.max_num_seqs",
+    "kv_cache_memory_bytes": "generator.kv_cache_gib",
+    "enable_prefix_caching": "generator.prefix_caching",
+    "max_logprobs": "rollout.kept_tokens",
+    "logprobs_mode": "",
+    "generation_config": "",
+    "worker_cls": "",
+    "additional_config": "",
+}
+"""Arguments of vLLM that inflight gives itself, and the setting that each follows; none: it needs just that value."""
+
+
+def require_extra(extra: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a key of `generator.extra` that inflight sets itself, or that is no engine argument of the
+    installed vLLM. Reads vLLM's source, because importing it takes many seconds."""
+    for name in extra:
+        if name in OWN:
+            raise ConfigError(f"generator.extra.{name} is not allowed: {OWN[name] or 'inflight'} sets it")
+    if extra and (unknown := sorted(extra.keys() - (known := _engine_arguments()))):
+        near = "".join(f", {each} is" for each in difflib.get_close_matches(unknown[0], known, 1))
+        raise ConfigError(f"generator.extra.{unknown[0]} is not an engine argument of this vLLM{near}")
+
+
+def _engine_arguments() -> set[str]:
+    """The fields of vLLM's AsyncEngineArgs."""
+    (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
+    source = Path(vllm, "engine", "arg_utils.py").read_text(encoding="utf-8")
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in ENGINE_ARGS]
+    fields = [line for each in classes for line in each.body if isinstance(line, ast.AnnAssign)]
+    return {field.target.id for field in fields if isinstance(field.target, ast.Name)}
 
 
 def environment(config: RunConfig) -> dict[str, str]:
@@ -36,7 +81,7 @@ def environment(config: RunConfig) -> dict[str, str]:
 
 
 def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
-    """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but the worker and its settings."""
+    """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but those of OWN."""
     generator = config.generator
     model = str(prepare(config.start_model))
     settings = Settings(
@@ -50,6 +95,9 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         swap=generator.swap,
     )
     return {
+        "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
+        **(ON_CUDA if worker == CUDA_WORKER else {}),
+        **generator.extra,
         "model": model,
         "served_model_name": [config.model.name],
         "dtype": config.model.dtype,
@@ -59,12 +107,9 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "max_num_seqs": generator.max_num_seqs,
         "kv_cache_memory_bytes": int(generator.kv_cache_gib * (1 << 30)),
         "enable_prefix_caching": generator.prefix_caching,
-        "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
         "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # what the actor asks for (rollout/client.py)
         "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
-        **(ON_CUDA if worker == CUDA_WORKER else {}),
-        **generator.extra,
         "worker_cls": worker,
         "additional_config": settings.as_additional_config(),
     }

@@ -29,6 +29,7 @@ from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, en
 from inflight.generator.plugin import hand_over_often
 from inflight.generator.settings import INCARNATION
 from inflight.messages import EngineHello, Status
+from inflight.processes import is_tracker
 
 STATUS_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 60.0
@@ -219,7 +220,7 @@ def _generated_tokens() -> float:
 
 def end_children() -> None:
     """Ends what this process has started and not stopped: SIGTERM, then SIGKILL after STOP_CHILDREN_S."""
-    children = [child for child in psutil.Process().children(recursive=True) if not _is_tracker(child)]
+    children = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.terminate()
@@ -228,11 +229,3 @@ def end_children() -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     psutil.wait_procs(left, timeout=STOP_CHILDREN_S)
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Python's own process that removes shared memory left by the killed; it ends by itself, after us."""
-    try:
-        return any("resource_tracker" in argument for argument in process.cmdline())
-    except psutil.Error:
-        return False

@@ -60,12 +60,9 @@ class Pool:
     async def wait_any(self, timeout_s: float) -> None:
         """Returns when a generator is up. Raises NoGenerator naming those that are not within `timeout_s`."""
 
-        def any_up() -> bool:
-            return any(generator.up for generator in self.generators.values())
-
         async with self._came_up:
             try:
-                await asyncio.wait_for(self._came_up.wait_for(any_up), timeout_s)
+                await asyncio.wait_for(self._came_up.wait_for(lambda: bool(self._up())), timeout_s)
             except TimeoutError:
                 missing = ", ".join(self.generators)
                 raise NoGenerator(f"no generator was ready within {timeout_s:.0f} s: {missing}") from None
@@ -97,24 +94,33 @@ class Pool:
         generator.up = False
 
     def _choose(self, avoid: Collection[str]) -> Generator | None:
-        up = [generator for generator in self.generators.values() if generator.up]
-        return min(up, key=lambda generator: (generator.name in avoid, generator.load), default=None)
+        return min(self._up(), key=lambda generator: (generator.name in avoid, generator.load), default=None)
+
+    def _up(self) -> list[Generator]:
+        """Raises what has ended the probing: nobody would come up any more."""
+        if self._probing is not None and self._probing.done():
+            self._probing.result()
+        return [generator for generator in self.generators.values() if generator.up]
 
     async def _probe(self) -> None:
-        while True:
-            for generator in self.generators.values():
-                if generator.up and self._url(generator) != generator.url:
-                    self.mark_down(generator)
-                if not generator.up:
-                    await self._try(generator)
-            await asyncio.sleep(PROBE_EVERY_S)
-
-    async def _try(self, generator: Generator) -> None:
-        url = self._url(generator)
-        if url is not None and await healthy(self._session, url, PROBE_TIMEOUT_S):
+        try:
+            async with asyncio.TaskGroup() as all_of_them:  # one that hangs keeps none of the others waiting
+                for generator in self.generators.values():
+                    all_of_them.create_task(self._watch(generator), name=f"probe {generator.name}")
+        finally:
             async with self._came_up:
-                generator.url, generator.up = url, True
                 self._came_up.notify_all()
+
+    async def _watch(self, generator: Generator) -> None:
+        while True:
+            url = self._url(generator)
+            if generator.up and url != generator.url:
+                self.mark_down(generator)
+            if not generator.up and url is not None and await healthy(self._session, url, PROBE_TIMEOUT_S):
+                async with self._came_up:
+                    generator.url, generator.up = url, True
+                    self._came_up.notify_all()
+            await asyncio.sleep(PROBE_EVERY_S)
 
     def _url(self, generator: Generator) -> str | None:
         try:

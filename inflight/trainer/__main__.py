@@ -171,7 +171,8 @@ def _stop_start(signum: int, frame: FrameType | None) -> None:
 
 
 def _end(error: BaseException | str, code: int) -> int:
-    text = " ".join(str(error).split()) or repr(error)
+    said = " ".join([str(error) or repr(error), *getattr(error, "__notes__", ())])
+    text = " ".join(said.split())
     print(f"inflight trainer: {text[:1000]}", file=sys.stderr)
     return code
 

@@ -16,6 +16,8 @@ import pytest
 from proxy import Proxy
 from run import free_port
 
+from inflight.processes import is_tracker
+
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
 PATIENT = (
@@ -126,7 +128,7 @@ def test_all_killed_at_once_then_weights_that_are_no_numbers(make_run):
     victims = [run.process(name) for name in ("launcher", "trainer", "g0")]
     for victim in victims:
         victim.kill()
-    _, left = psutil.wait_procs([p for p in everyone if not _is_tracker(p)], timeout=GONE_S)
+    _, left = psutil.wait_procs([p for p in everyone if not is_tracker(p)], timeout=GONE_S)
     assert left == []
     run.wait()
 
@@ -142,10 +144,3 @@ def test_all_killed_at_once_then_weights_that_are_no_numbers(make_run):
     assert run.trained() == list(range(16))
     assert run.aborted() == 0
     audit(run)
-
-
-def _is_tracker(process: psutil.Process) -> bool:
-    """Python's own, which removes shared memory after the others and ends then."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return any("resource_tracker" in argument for argument in process.cmdline())
-    return True

@@ -580,6 +580,51 @@ def test_a_generator_whose_route_is_withdrawn_gets_no_new_requests_until_it_is_b
     asyncio.run(main())
 
 
+def test_a_generator_that_does_not_answer_a_probe_keeps_no_other_waiting(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.02)
+
+    async def healthy(session, url, timeout_s):
+        if url == "silent":
+            await asyncio.sleep(3600)
+        return True
+
+    monkeypatch.setattr(pool_module, "healthy", healthy)
+
+    async def main():
+        urls = {"g0": "silent", "g1": "there"}
+        async with Pool(None, ["g0", "g1"], lambda name: urls[name]) as pool:
+            await until(lambda: pool.generators["g1"].up)
+            urls["g1"] = "elsewhere"
+            await until(lambda: pool.generators["g1"].url == "elsewhere")
+
+    asyncio.run(main())
+
+
+def test_what_ends_the_probing_reaches_whoever_waits(monkeypatch):
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.02)
+
+    async def main():
+        broken = asyncio.Event()
+
+        def url_of(name):
+            if broken.is_set():
+                raise KeyError("a mistake")
+            raise FileNotFoundError(name)
+
+        async with Pool(None, ["g0", "g1"], url_of) as pool:
+            waiting = asyncio.create_task(pool.wait_any(LIMIT_S))
+            await asyncio.sleep(0.1)
+            broken.set()
+            with pytest.raises(ExceptionGroup) as caught:
+                await waiting
+            assert caught.group_contains(KeyError, match="a mistake")
+            with pytest.raises(ExceptionGroup):
+                async with pool.lease((), LIMIT_S):
+                    pass
+
+    asyncio.run(main())
+
+
 async def until(condition):
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110 - the pool tells nobody

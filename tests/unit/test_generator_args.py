@@ -15,7 +15,7 @@ import pytest
 from inflight import config as configuration
 from inflight.config import ConfigError, GeneratorConfig, ModelConfig, RunConfig, TaskConfig
 from inflight.generator import engine_args, server
-from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, engine_values, environment, server_arguments
+from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, OWN, engine_values, environment, server_arguments
 from inflight.generator.settings import Settings
 
 
@@ -73,12 +73,14 @@ def test_settings_refuse_what_they_do_not_know() -> None:
     assert Settings.of(SimpleNamespace(additional_config=None)).endpoint == ""
 
 
-def test_extra_reaches_vllm_but_not_over_our_worker(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_reaches_vllm_but_not_over_what_inflight_sets(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_args, "prepare", lambda name: Path(name))
-    values = engine_values(config(model, extra={"block_size": 32, "worker_cls": "other.Worker"}), "g0", CPU_WORKER)
+    values = engine_values(config(model, extra={"block_size": 32} | dict.fromkeys(OWN, "other")), "g0", CPU_WORKER)
     arguments = server_arguments(parser(), values)
     assert arguments.block_size == 32
     assert arguments.worker_cls == CPU_WORKER
+    assert not [name for name in OWN if getattr(arguments, name) == "other"]
+    assert values.keys() - OWN.keys() == {"block_size", "enforce_eager"}, "each has its line"
     assert arguments.host == "127.0.0.1"
 
 

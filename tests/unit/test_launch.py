@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from inflight import launch as launching
-from inflight import run_folder
+from inflight import preflight, run_folder
 from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
 from inflight.launch import LaunchError, launch, usual_commands
@@ -188,6 +188,25 @@ def test_status_messages_reach_the_view(config, capfd):
     assert "step 3/8 · reward 0.625 · 2 swaps, last gap 0.25 ms" in output
 
 
+def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd):
+    sender = """
+    import os, time
+    from inflight import config
+    from inflight.bus import Link
+    from inflight.messages import Status
+    run = config.load(os.environ["RUN_DIR"])
+    to = run.endpoint("status")
+    with Link(to, "g7", run.bus) as stranger, Link(to, "trainer", run.bus) as own:
+        stranger.send(Status(source="trainer", values={"step": 7, "reward": 1.0}))
+        own.send(Status(source="g0", values={"step": "many", "reward": float("nan")}))
+        time.sleep(1.0)
+    """
+    assert launch(config, [command(config, "trainer", sender)]) == 0
+    output = capfd.readouterr().out
+    assert "step many/8 · reward nan" in output
+    assert "step 7/8" not in output
+
+
 def test_a_long_run_folder_gets_its_sockets_elsewhere(tmp_path):
     config = compose("tiny", [f"run_dir={tmp_path / ('x' * 100)}"])
     probe = "import os; print('bus', os.path.realpath(os.environ['RUN_DIR'] + '/bus'), flush=True)"
@@ -209,7 +228,37 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     config = compose("tiny", [f"run_dir={tmp_path}/file/run"])
     with pytest.raises(LaunchError, match="can't make the run folder"):
-        launch(config, [])
+        launch(config, [command(config, "trainer", "pass")])
+
+
+LAUNCHED_ON_A_FULL_DISK = """
+import resource, sys
+from inflight import launch
+launch.ready_to_start = lambda config: config
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+sys.exit(launch.main(["--config-name", "tiny", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.parametrize("room, code", [(10, 2), (100, 1)])
+@pytest.mark.parametrize("length", [10, 100])
+def test_a_launch_on_a_full_disk_is_one_line_and_leaves_no_run(tmp_path, room, code, length):
+    """As if full: no file may grow beyond a size, that of the key or that of the configuration."""
+    folder, elsewhere = tmp_path / ("x" * length), tmp_path / "tmp"
+    elsewhere.mkdir()
+    arguments = [sys.executable, "-c", LAUNCHED_ON_A_FULL_DISK, str(room), f"run_dir={folder}"]
+    ended = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "TMPDIR": str(elsewhere)},
+    )  # fmt: skip
+    assert ended.returncode == code
+    assert ended.stderr.startswith("inflight launch: ")
+    assert ended.stderr.endswith("File too large\n")
+    assert ended.stderr.count("\n") == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["lock"]
+    assert list(elsewhere.iterdir()) == []
+    config = compose("tiny", [f"run_dir={folder}"])
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
 
 
 def test_the_usual_processes(tmp_path):
@@ -253,6 +302,12 @@ def test_an_unknown_task_is_refused_before_anything_starts(tmp_path, capsys):
         ("gate.rules=[{name: nope}]", "gate.rules[0].name='nope' is not known: "),
         ("gate.rules=[{name: oldest_lag, at_most: soon}]", "gate.rules[0].at_most='soon' is not allowed: "),
         ("gate.ratio_rules=[{name: nope}]", "gate.ratio_rules[0].name='nope' is not known: "),
+        ("generator.extra={seed: 4}", "generator.extra.seed is not allowed: seed sets it"),
+        ("generator.extra={worker_cls: mine}", "generator.extra.worker_cls is not allowed: inflight sets it"),
+        (
+            "generator.extra={enforce_eager: true, blocksize: 32}",
+            "generator.extra.blocksize is not an engine argument of this vLLM, block_size is",
+        ),
     ],
 )
 def test_what_is_named_and_not_there_is_refused_before_anything_starts(tmp_path, capsys, override, says):
@@ -267,7 +322,7 @@ def test_functions_of_ones_own_are_found_where_the_trainer_finds_them(tmp_path, 
     (tmp_path / "mine.py").write_text("def keep(group, *, at_most: int): return group\n")
     monkeypatch.chdir(tmp_path)
     config = compose("tiny", [f"run_dir={tmp_path}/run", "gate.rules=[{name: 'mine:keep', at_most: 2}]"])
-    launching._ready_to_start(config)
+    preflight.ready_to_start(config)
     assert "mine" not in sys.modules
 
 
@@ -388,7 +443,7 @@ def test_what_a_generator_starts_ends_with_it_though_it_is_killed():
 def test_a_run_that_goes_on_is_the_same_run(config):
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     with pytest.raises(ConfigError, match=r"seed=7 is not allowed: the run in .* began with 0"):
-        launch(resumed(config, seed=7), [])
+        launch(resumed(config, seed=7), [command(config, "trainer", "pass")])
     for name, value, was in (
         ("temperature", 0.5, "1.0"),
         ("top_k", 3, "0"),
@@ -408,7 +463,7 @@ def test_a_run_that_goes_on_is_the_same_run(config):
 
 def test_a_folder_without_a_run_can_not_go_on(config):
     with pytest.raises(LaunchError, match="holds no run that could go on"):
-        launch(resumed(config), [])
+        launch(resumed(config), [command(config, "trainer", "pass")])
     assert not config.path.exists()
 
 
@@ -422,7 +477,7 @@ def test_a_run_goes_on_when_the_last_process_is_gone(config, monkeypatch):
     os.close(descriptor)
     try:
         with pytest.raises(LaunchError, match="processes of this run are still alive"):
-            launch(resumed(config), [])
+            launch(resumed(config), [command(config, "trainer", "pass")])
     finally:
         survivor.kill()
         survivor.wait()

@@ -55,6 +55,15 @@ def test_all_known_values_show(progress):
     assert "4 groups in flight, 9 done" in rendered(progress)
 
 
+def test_what_is_no_number_ends_no_view(progress):
+    progress.update("trainer", {"step": 1, "reward": 0.5})
+    progress.update("trainer", {"step": 2, "reward": float("nan")})
+    progress.update("trainer", {"step": 3, "reward": float("inf")})
+    progress.update("trainer", {"step": "many"})
+    assert "step many/8" in rendered(progress)
+    assert "▁ 0.50" in rendered(progress)
+
+
 def test_without_a_terminal_there_is_a_line_now_and_then(progress, capsys):
     with View(progress, line_every_s=3600, console=Console(file=io.StringIO())) as view:
         view.refresh()

@@ -30,6 +30,10 @@ from inflight.types import Route, Routes
 from inflight.weights.publisher import Publisher
 from inflight.weights.source import WeightSource
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
+
+from serving import until
+
 pytestmark = pytest.mark.vllm
 
 START_S = 300
@@ -81,18 +85,11 @@ class Run:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
         try:
             self.publisher.wait_joined(START_S)
-            self._until_routed()
+            until(lambda: "g0" in self.routes(), "g0 in the routes", 30)  # the file is written a moment later
         except BaseException:
             self.close()
             print(self.log.read_text()[-4000:])
             raise
-
-    def _until_routed(self) -> None:
-        """The file is written a moment after the generator has joined."""
-        deadline = time.monotonic() + 30
-        while "g0" not in self.routes():
-            assert time.monotonic() < deadline, "g0 is in no route"
-            time.sleep(0.01)
 
     def routes(self) -> dict[str, Route]:
         """Who may be asked, as an actor reads it."""
@@ -230,10 +227,7 @@ def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
         assert run.wait(10) == 128 + signal.SIGTERM
         asked.exception(timeout=10)  # answered or cut off, but not left hanging
     assert run.alive(children) == []
-    deadline = time.monotonic() + 5  # of 15 seconds until it would be taken for dead
-    while run.routes():
-        assert time.monotonic() < deadline, "it has said goodbye, nobody waits for its silence"
-        time.sleep(0.1)
+    until(lambda: not run.routes(), "its leaving: it has said goodbye", 5)  # of 15 until it would be taken for dead
 
 
 @pytest.mark.slow

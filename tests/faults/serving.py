@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import msgspec
@@ -103,7 +103,10 @@ class TrainerProcess:
 
 
 class Serving:
-    """A run folder whose launcher is this process. `devices`: process name → CUDA_VISIBLE_DEVICES."""
+    """A run folder whose launcher is this process. Entering it starts the run's generators, leaving it ends all.
+
+    `devices`: process name → CUDA_VISIBLE_DEVICES.
+    """
 
     def __init__(self, config: RunConfig, devices: dict[str, str] | None = None, generator: Iterable[str] = ()) -> None:
         """`generator`: what starts one, in the place of timed_generator.py."""
@@ -114,6 +117,20 @@ class Serving:
         self._status = Listener(config.endpoint("status"), config.bus)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.trainers: list[TrainerProcess] = []
+
+    def __enter__(self) -> Self:
+        for name in self.config.generator_names():
+            self.start(name)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for trainer in self.trainers:
+            trainer.process.kill()
+        for process in self.processes.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait(20)
+        self._status.close()
 
     def start(self, name: str) -> None:
         """Starts a generator; it joins by itself."""
@@ -183,15 +200,6 @@ class Serving:
         at = time.monotonic()
         self.processes[name].wait(20)
         return at
-
-    def close(self) -> None:
-        for trainer in self.trainers:
-            trainer.process.kill()
-        for process in self.processes.values():
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(20)
-        self._status.close()
 
 
 class Streams:

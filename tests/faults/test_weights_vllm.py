@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from serving import Serving
@@ -13,46 +14,37 @@ from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConf
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
 
-@pytest.fixture
-def serve(tmp_path):
-    made = []
-
-    def start(*names: str) -> Serving:
-        config = RunConfig(
+def serve(folder: Path, generators: int) -> Serving:
+    """Real engines of the tiny model, and no trainer yet."""
+    return Serving(
+        RunConfig(
             model=ModelConfig("tiny", "float32"),
             task=TaskConfig("addition"),
-            run_dir=str(tmp_path / "run"),
-            generator=GeneratorConfig(count=len(names), kv_cache_gib=0.125, max_num_seqs=16, max_model_len=1100),
+            run_dir=str(folder / "run"),
+            generator=GeneratorConfig(count=generators, kv_cache_gib=0.125, max_num_seqs=16, max_model_len=1100),
             bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
             publish=PublishConfig(
                 bucket_bytes=1 << 18, transfer_timeout_s=15, commit_timeout_s=20, supersede_after_s=1
             ),
         )
-        made.append(Serving(config))
-        for name in names:
-            made[-1].start(name)
-        return made[-1]
-
-    yield start
-    for serving in made:
-        serving.close()
+    )
 
 
-def test_a_trainer_killed_in_the_middle_of_a_version_changes_nothing_and_another_goes_on(serve):
-    serving = serve("g0")
-    trainer = serving.trainer(0, "gloo")
-    trainer.committed(g0=0)
-    trainer.publish(1)
-    trainer.committed(g0=1)
-    figures, _ = trainer_killed(serving, 1, "gloo", then="gloo", many=2)
+def test_a_trainer_killed_in_the_middle_of_a_version_changes_nothing_and_another_goes_on(tmp_path):
+    with serve(tmp_path, 1) as serving:
+        trainer = serving.trainer(0, "gloo")
+        trainer.committed(g0=0)
+        trainer.publish(1)
+        trainer.committed(g0=1)
+        figures, _ = trainer_killed(serving, 1, "gloo", then="gloo", many=2)
     print(json.dumps(figures))
     assert figures["fault_steps_ms"]["many"] > 0
 
 
-def test_one_of_two_generators_killed_in_the_middle_of_a_version_holds_up_nobody(serve):
-    serving = serve("g0", "g1")
-    trainer = serving.trainer(0, "gloo")
-    trainer.committed(g0=0, g1=0)
-    figures = generator_killed(serving, 0, "gloo", many=2)
+def test_one_of_two_generators_killed_in_the_middle_of_a_version_holds_up_nobody(tmp_path):
+    with serve(tmp_path, 2) as serving:
+        trainer = serving.trainer(0, "gloo")
+        trainer.committed(g0=0, g1=0)
+        figures = generator_killed(serving, 0, "gloo", many=2)
     print(json.dumps(figures))
     assert {(name, version) for name, version, *_ in figures["failures"]} == {("g1", 1), ("g1", 2)}

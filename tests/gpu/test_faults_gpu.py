@@ -6,6 +6,7 @@ The figures are printed (`-s`), one JSON object a line. `INFLIGHT_SHAPE` is the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -256,44 +257,45 @@ def model_folder(folder: Path) -> Path:
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Any]:
-    made: list[Serving] = []
+def serve(tmp_path: Path) -> Iterator[Callable[[int], Serving]]:
+    """Starts so many generators and, when the test is over, ends all and prints what they have logged."""
+    with contextlib.ExitStack() as stack:
 
-    def start(*names: str) -> Serving:
-        eager = {"enforce_eager": True} if os.environ.get("INFLIGHT_EAGER") else {}
-        config = RunConfig(
-            model=ModelConfig(str(model_folder(tmp_path / "model")), "bfloat16"),
-            task=TaskConfig("addition"),
-            run_dir=str(tmp_path / "run"),
-            generator=GeneratorConfig(
-                count=len(names), kv_cache_gib=2.0, max_num_seqs=32, max_model_len=1100, threads=4, extra=eager
-            ),
-            bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
-            publish=PublishConfig(
-                bucket_bytes=(1 if SHAPE == "tiny" else 64) << 20, transfer_timeout_s=4, supersede_after_s=1
-            ),
-        )
-        last = torch.cuda.device_count() - 1  # on two GPUs the generators share one
-        devices = {name: f"{gpu(min(number, last))},{gpu(0)}" for number, name in enumerate(names, start=1)}
-        made.append(Serving(config, {"trainer": gpu(0), **devices}, ["-m", "tests.gpu.halting_generator"]))
-        for name in names:
-            made[-1].start(name)
-        return made[-1]
+        def start(generators: int) -> Serving:
+            eager = {"enforce_eager": True} if os.environ.get("INFLIGHT_EAGER") else {}
+            config = RunConfig(
+                model=ModelConfig(str(model_folder(tmp_path / "model")), "bfloat16"),
+                task=TaskConfig("addition"),
+                run_dir=str(tmp_path / "run"),
+                generator=GeneratorConfig(
+                    count=generators, kv_cache_gib=2.0, max_num_seqs=32, max_model_len=1100, threads=4, extra=eager
+                ),
+                bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
+                publish=PublishConfig(
+                    bucket_bytes=(1 if SHAPE == "tiny" else 64) << 20, transfer_timeout_s=4, supersede_after_s=1
+                ),
+            )
+            last = torch.cuda.device_count() - 1  # on two GPUs the generators share one
+            names = enumerate(config.generator_names(), start=1)
+            devices = {name: f"{gpu(min(number, last))},{gpu(0)}" for number, name in names}
+            stack.callback(print_logs, config.path)
+            halting = ["-m", "tests.gpu.halting_generator"]
+            return stack.enter_context(Serving(config, {"trainer": gpu(0), **devices}, halting))
 
-    yield start
-    for serving in made:
-        serving.close()
-        for log in sorted(serving.config.path.glob("*.log")):
-            lines = [
-                line for line in log.read_text(errors="replace").splitlines() if "inflight" in line or "rror" in line
-            ]
-            print(f"--- {log.name}", *lines[-25:], sep="\n")
+        yield start
+
+
+def print_logs(folder: Path) -> None:
+    """The ends of all logs, without what vLLM tells of itself."""
+    for log in sorted(folder.glob("*.log")):
+        lines = [line for line in log.read_text(errors="replace").splitlines() if "inflight" in line or "rror" in line]
+        print(f"--- {log.name}", *lines[-25:], sep="\n")
 
 
 @needs(2)
-def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> None:
+def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Callable[[int], Serving]) -> None:
     """One engine lives through both deaths; each time a new trainer goes on."""
-    serving = serve("g0")
+    serving = serve(1)
     trainer = serving.trainer(0, "nccl")
     trainer.committed(g0=0)
     trainer.publish(1)
@@ -305,8 +307,8 @@ def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> N
 
 
 @needs(2)
-def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serve: Any) -> None:
-    serving = serve("g0", "g1")
+def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serve: Callable[[int], Serving]) -> None:
+    serving = serve(2)
     serving.trainer(0, "nccl").committed(g0=0, g1=0)
     print(json.dumps(generator_killed(serving, 0, "nccl", many=16)), flush=True)
     serving.trainers[-1].kill()

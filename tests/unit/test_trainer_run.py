@@ -28,7 +28,7 @@ from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import newest_version
 from inflight.rollout.stream import Reader
 from inflight.trainer import checkpoints, keep, loop
-from inflight.trainer.__main__ import STOPPED, main
+from inflight.trainer.__main__ import STOPPED, _end, main
 from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
 
@@ -446,6 +446,15 @@ def test_a_generator_that_never_joins_is_named(make_run, capfd):
     save(run.config)
     assert train(run) == 1
     assert "not enough generators have joined after 0.3 s (g0 ABSENT" in capfd.readouterr().err
+
+
+def test_the_last_line_tells_what_else_went_wrong(capsys):
+    error = TimeoutError("no batch\ncame")
+    error.add_note("and no checkpoint could be written: no space")
+    assert _end(error, 1) == 1
+    assert capsys.readouterr().err == "inflight trainer: no batch came and no checkpoint could be written: no space\n"
+    assert _end(RuntimeError(), 1) == 1
+    assert capsys.readouterr().err == "inflight trainer: RuntimeError()\n"
 
 
 def test_a_generator_that_dies_ends_the_run(make_run, capfd):

@@ -14,13 +14,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fake_generator import eventually
 
 from inflight import launch as launching
 from inflight import preflight, run_folder
+from inflight.bus import Link, Listener
 from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
 from inflight.launch import LaunchError, launch, usual_commands
+from inflight.messages import Status
 from inflight.processes import Command, last_lines
+from inflight.progress import Progress, View
+from inflight.restarts import Restarts
 
 LIVE_FOREVER = "import time; time.sleep(600)"
 IGNORES_TERM = (
@@ -205,6 +210,26 @@ def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd
     output = capfd.readouterr().out
     assert "step many/8 · reward nan" in output
     assert "step 7/8" not in output
+
+
+def test_only_processes_of_the_run_are_listened_to(config, tmp_path):
+    view, restarts = View(Progress(config), line_every_s=60), Restarts(config.launch)
+    with (
+        Listener(f"ipc://{tmp_path}/s", config.bus) as listener,
+        Link(listener.endpoint, "g7", config.bus) as stranger,
+        Link(listener.endpoint, "trainer", config.bus) as own,
+    ):
+        stranger.send(Status(source="trainer", values={"step": 7}))
+        eventually(lambda: listener.peers() == {"g7"}, "the stranger's message")
+        own.send(Status(source="trainer", values={"step": 1}))
+
+        def seen():
+            launching._read_status(listener, view, restarts, ["trainer", "g0"])
+            return "step 1/8" in view.progress.news()
+
+        eventually(seen, "the trainer's message")
+        assert "step 7" not in view.progress.news()
+        assert set(restarts._records) == set(view.progress._latest) == {"trainer"}
 
 
 def test_a_long_run_folder_gets_its_sockets_elsewhere(tmp_path):

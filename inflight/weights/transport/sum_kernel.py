@@ -9,7 +9,7 @@ BLOCK = tl.constexpr(2048)
 PROGRAMS = 1 << 16
 """Of a launch, at most. Many that end soon: a kernel of a decoding step waits for a place on a multiprocessor no longer
 than one of them takes."""
-_WARPS = 8
+_WARPS = 4
 _COLUMNS = tl.constexpr(6)
 
 Row = tuple[int, int, int, int, int]

@@ -34,6 +34,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Estimate of KL(when sampled || when trained on), nats."""
     clip_share: float
     entropy: float
+    not_finite: int = 0
+    """Further tokens, of steps in which one of these figures was no finite number."""
 
 
 def by_lag(lines: Iterable[Mapping[str, Any]]) -> list[Row]:
@@ -52,15 +54,20 @@ def table(rows: Sequence[Row], key: str) -> str:
     """The rows for a person; `key` heads the first column. Empty when there are none."""
     if not rows:
         return ""
-    head = (key, "tokens", "gated", "log-ratio", "± std", "max", "tail", "ESS", "KL", "clipped", "entropy")
+    head = [key, "tokens", "gated", "log-ratio", "± std", "max", "tail", "ESS", "KL", "clipped", "entropy"]
     lines = [head] + [
-        (
+        [
             str(row.key), str(row.tokens), f"{row.gated_share:.1%}", f"{row.log_ratio_mean:+.4f}",
             f"{row.log_ratio_std:.4f}", f"{row.log_ratio_max:.3g}", f"{row.tail_share:.2%}", f"{row.ess:.3f}",
             f"{row.kl:.2e}", f"{row.clip_share:.2%}", f"{row.entropy:.3f}",
-        )
+        ]
         for row in rows
     ]  # fmt: skip
+    if any(row.not_finite for row in rows):
+        lines = [
+            [*line, cell]
+            for line, cell in zip(lines, ["not finite", *(str(row.not_finite) for row in rows)], strict=True)
+        ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -72,8 +79,9 @@ def _rows(given: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Row]:
     return [_merge(key, rows) for key, rows in sorted(collected.items())]
 
 
-def _merge(key: int, rows: Sequence[Mapping[str, Any]]) -> Row:
+def _merge(key: int, given: Sequence[Mapping[str, Any]]) -> Row:
     """Means are weighed by tokens; deviation and effective sample size are taken over all tokens of all rows."""
+    rows = [row for row in given if None not in row.values()]  # null is what metrics write for NaN and infinity
     tokens = sum(row["tokens"] for row in rows)
     n = max(tokens, 1.0)
 
@@ -90,10 +98,11 @@ def _merge(key: int, rows: Sequence[Mapping[str, Any]]) -> Row:
         gated_share=gated / max(gated + tokens, 1.0),
         log_ratio_mean=mean("log_ratio_mean"),
         log_ratio_std=math.sqrt(max(square - mean("log_ratio_mean") ** 2, 0.0)),
-        log_ratio_max=max(row["log_ratio_max"] for row in rows),
+        log_ratio_max=max((row["log_ratio_max"] for row in rows), default=0.0),
         tail_share=mean("tail_share"),
         ess=weights**2 / (n * squares) if squares else 0.0,
         kl=mean("kl"),
         clip_share=mean("clip_share"),
         entropy=mean("entropy"),
+        not_finite=int(sum((row["tokens"] or 0) + (row["gated"] or 0) for row in given if None in row.values())),
     )

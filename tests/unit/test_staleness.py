@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 import torch
 from batches import make_batch
 
 from inflight.cli import main
-from inflight.metrics import METRICS_FILE, JsonLines
+from inflight.metrics import METRICS_FILE, JsonLines, read_lines
 from inflight.staleness import by_lag, by_version, table
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.loss import Loss
@@ -59,6 +60,22 @@ def test_the_table_has_a_line_a_row():
     assert [line.split()[0] for line in lines] == ["lag", "0", "2", "3", "5"]
     assert len({len(line) for line in lines}) == 1
     assert table([], "lag") == ""
+
+
+def test_a_step_without_a_finite_figure_is_counted_and_spoils_no_mean(tmp_path):
+    """One token was impossible under the new weights: minus infinity, which a line of metrics tells as null."""
+    with JsonLines(tmp_path / METRICS_FILE) as file:
+        for line in (*LINES, step(6, [(0, -math.inf), (0, 0.2), (7, 0.1)])):
+            file.write(line)
+    rows = {row.key: row for row in by_lag(read_lines(tmp_path / METRICS_FILE))}
+    sound = {row.key: row for row in by_lag(LINES)}
+    assert rows[0] == msgspec.structs.replace(sound[0], not_finite=2)
+    assert {key: rows[key] for key in (2, 3, 5)} == {key: sound[key] for key in (2, 3, 5)}
+    assert rows[7].tokens == 1
+    head, *lines = table(list(rows.values()), "lag").splitlines()
+    assert head.endswith("not finite")
+    assert [line.split()[-1] for line in lines] == ["2", "0", "0", "0", "0"]
+    assert "not finite" not in table(by_lag(LINES), "lag")
 
 
 def test_the_report_of_a_run(tmp_path, capsys):

@@ -148,7 +148,8 @@ class Auditor:
         )
 
     def _logprobs(self, claims: Sequence[_Claim], stale: Stale | None = None) -> list[list[float]]:
-        return self._replayer.replay([(claim.tokens, claim.passes) for claim in claims], stale)
+        sequences = [(claim.tokens, claim.passes, claim.rollout.turn.kept or ()) for claim in claims]
+        return self._replayer.replay(sequences, stale)
 
     def _rows(self, tokens: _Tokens) -> list[VersionRow]:
         """A row a version; the first one, which no swap has touched, is what the others' misses are compared with."""

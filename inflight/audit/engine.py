@@ -56,7 +56,7 @@ class EngineReplayer(Replayer):
         ]
         for job, segment, logits in zip(jobs, segments, self._engine.run(passes), strict=True):
             if segment.scored != segment.end:
-                logprobs = processed_logprobs(logits[None], self._sampling)
+                logprobs = processed_logprobs(logits[None], self._sampling, job.sampled(segment, logits.device))
                 job.logprobs.append(float(logprobs[0, job.tokens[segment.end]]))
             if not job.todo:
                 self._engine.give_back(self._blocks.pop(id(job)))

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inflight.audit.segments import Segment
-from inflight.sampling import Sampling, processed_logprobs
+from inflight.sampling import Evidence, Sampling, processed_logprobs
 
 
 class AuditError(ValueError):
@@ -59,11 +59,23 @@ class Job:
     """Prompt and completion."""
     todo: list[Segment]
     """Segments left, the next one last."""
+    kept: Sequence[Sequence[int]] = ()
+    """What each sampled token was drawn from; an empty set, or none, where that was not recorded."""
     logprobs: list[float] = field(default_factory=list)
 
     def next_of(self, version: int) -> bool:
         """Whether it goes on under this version."""
         return bool(self.todo) and self.todo[-1].version == version
+
+    def sampled(self, segment: Segment, device: torch.device) -> Evidence:
+        """What is known of the tokens that a pass has sampled, which are the next ones without a log-probability."""
+        chosen = self.tokens[segment.scored + 1 : segment.end + 1]
+        sets = self.kept[len(self.logprobs) : len(self.logprobs) + len(chosen)]
+        kept = [torch.tensor(each, dtype=torch.int64, device=device) for each in sets]
+        return Evidence(
+            torch.tensor(chosen, device=device),
+            torch.nn.utils.rnn.pad_sequence(kept, batch_first=True, padding_value=-1) if any(sets) else None,
+        )
 
 
 class Replayer(ABC):
@@ -95,14 +107,16 @@ class Replayer(ABC):
 
     @torch.inference_mode()
     def replay(
-        self, sequences: Sequence[tuple[Sequence[int], Sequence[Segment]]], stale: Stale | None = None
+        self,
+        sequences: Sequence[tuple[Sequence[int], Sequence[Segment], Sequence[Sequence[int]]]],
+        stale: Stale | None = None,
     ) -> list[list[float]]:
         """For each sequence the log-probabilities of its sampled tokens. All versions must have been kept.
 
-        A sequence is the token ids of prompt and completion, and the segments over them. Raises AuditError when a
-        version's weights are not those of the model.
+        A sequence is the token ids of prompt and completion, the segments over them, and what its tokens were drawn
+        from (see Job). Raises AuditError when a version's weights are not those of the model.
         """
-        jobs = [Job(list(tokens), list(reversed(self._passes(segments)))) for tokens, segments in sequences]
+        jobs = [Job(list(tokens), list(reversed(self._passes(segments))), kept) for tokens, segments, kept in sequences]
         while waiting := [job for job in jobs if job.todo]:
             version = min(job.todo[-1].version for job in waiting)
             self._load(version, stale)
@@ -195,9 +209,9 @@ class TransformersReplayer(Replayer):
         ids = torch.tensor([job.tokens[segment.start : segment.end]], device=self._device)
         output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
         if scored:
-            targets = torch.tensor(job.tokens[segment.scored + 1 : segment.end + 1], device=self._device)
-            logprobs = processed_logprobs(output.logits[0], self._sampling)
-            job.logprobs.extend(logprobs.gather(1, targets[:, None])[:, 0].tolist())
+            known = job.sampled(segment, self._device)
+            logprobs = processed_logprobs(output.logits[0], self._sampling, known)
+            job.logprobs.extend(logprobs.gather(1, known.chosen[:, None])[:, 0].tolist())
         return cache
 
 

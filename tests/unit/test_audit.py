@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shutil
 
@@ -74,7 +75,7 @@ class Generator:
         the prompt was computed. `prefix`: the same, but secretly.
         """
         tokens, kv = list(prompt), DynamicCache()
-        logprobs, events = [], []
+        logprobs, events, kept = [], [], []
         for index in range(length):
             version = swaps[index]
             if index in preempt:
@@ -95,9 +96,10 @@ class Generator:
             token = int(torch.multinomial(distribution.exp(), 1, generator=self.noise))
             tokens.append(token)
             logprobs.append(float(distribution[token]))
+            kept.append(distribution.isfinite().nonzero()[:, 0].tolist())
         return make_rollout(
             "g", name, spans=spans_of(swaps), length=length, token_ids=tokens[len(prompt) :],
-            logprobs=logprobs, prefill_versions=events,
+            logprobs=logprobs, prefill_versions=events, kept=kept if self.top_k else None,
         ), prompt  # fmt: skip
 
 
@@ -180,10 +182,30 @@ def test_token_by_token_gives_the_same(tmp_path, tiny_model):
 @pytest.mark.parametrize("sampling", [{"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.8, "temperature": 1.3}])
 def test_the_processed_distribution_is_replayed(tmp_path, tiny_model, sampling):
     generator = Generator(tiny_model, **sampling)
-    folder = write(tmp_path, tiny_model, generator, generate(generator))
+    made = generate(generator)
+    if "top_k" in sampling:  # of some tokens the set was not recorded
+        made = retag(made, lambda turn: {"kept": [each if index % 3 else [] for index, each in enumerate(turn.kept)]})
+    folder = write(tmp_path, tiny_model, generator, made)
     assert run(folder, tolerance=EXACT).passed
     save(dataclasses.replace(make_config(folder), model=ModelConfig(name=str(tiny_model), dtype="float32")))
     assert not run(folder, tolerance=1e-2).passed, "as if sampled from the plain distribution"
+
+
+def test_recorded_sets_are_what_tokens_were_drawn_from(tmp_path, tiny_model):
+    """The engine saw a tie where the replay does not: it kept six tokens, the replay of top-k 5 would keep five."""
+    generator = Generator(tiny_model, top_k=6)
+    made = generate(generator)
+    generator.top_k = 5
+    assert run(write(folder_of(tmp_path, "with"), tiny_model, generator, made), tolerance=EXACT).passed
+    unknown = retag(made, lambda _: {"kept": None})
+    without = run(write(folder_of(tmp_path, "without"), tiny_model, generator, unknown))
+    assert not without.passed
+    assert math.isfinite(without.total.max), "what was drawn was possible"
+
+
+def folder_of(path, name):
+    (path / name).mkdir()
+    return path / name
 
 
 def test_preemption_and_chunks_over_a_swap_are_honoured(tmp_path, tiny_model):
@@ -290,7 +312,7 @@ class NoisyRun:
         source = np.random.default_rng(1)
         claims = [self._rollout(number, tagged, source) for number in range(many)]
         truth = claims if really is None else [self._retold(rollout, really) for rollout in claims]
-        passes = [([*rollout.prompt_ids, *rollout.turn.token_ids], segments(rollout)) for rollout in truth]
+        passes = [([*rollout.prompt_ids, *rollout.turn.token_ids], segments(rollout), ()) for rollout in truth]
         left = Stale(re.compile(stale), previous_of(range(VERSIONS))) if stale else None
         replayed = self.replayer.replay(passes, left)
         recorded = iter([x + source.normal(0, NOISE) for x in values] for values in replayed)

@@ -23,10 +23,13 @@ class Evidence:
     """[N] int64, the tokens drawn: they were possible, whatever rounding says of a cut's edge."""
     kept: torch.Tensor | None = None
     """[N, K] int64, the tokens that were left to draw from, -1 beyond; a row of -1 was not recorded."""
-    seen_in_prompt: torch.Tensor | None = None
-    """[N, V] bool; needed for penalties."""
-    count_in_output: torch.Tensor | None = None
-    """[N, V] how often a token had been drawn before; needed for penalties."""
+    seen: torch.Tensor | None = None
+    """[N, U] int64, tokens that came before, none twice; needed for penalties. Further ones, 0 among them even if it is
+    there already, do no harm where neither of the two fields below says that they came."""
+    in_prompt: torch.Tensor | None = None
+    """[N, U] bool, whether they were in the prompt."""
+    drawn_before: torch.Tensor | None = None
+    """[N, U] integers, how often they had been drawn."""
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling, evidence: Evidence | None = None) -> torch.Tensor:
@@ -51,12 +54,13 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sampling, evidence: Evide
 
 def _penalised(logits: torch.Tensor, sampling: Sampling, evidence: Evidence | None) -> torch.Tensor:
     """Repetition divides positive logits and multiplies negative ones, the others subtract (vLLM, as OpenAI)."""
-    if evidence is None or evidence.seen_in_prompt is None or evidence.count_in_output is None:
+    if evidence is None or evidence.seen is None or evidence.in_prompt is None or evidence.drawn_before is None:
         raise ValueError("penalties need to know which tokens came before")
-    drawn = evidence.count_in_output > 0
-    factor = torch.where(evidence.seen_in_prompt | drawn, sampling.repetition_penalty, 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    return logits - sampling.frequency_penalty * evidence.count_in_output - sampling.presence_penalty * drawn
+    plain, drawn = logits.gather(1, evidence.seen), evidence.drawn_before > 0
+    factor = torch.where(evidence.in_prompt | drawn, sampling.repetition_penalty, 1.0)
+    changed = torch.where(plain > 0, plain / factor, plain * factor)
+    changed = changed - sampling.frequency_penalty * evidence.drawn_before - sampling.presence_penalty * drawn
+    return logits.scatter_add(1, evidence.seen, changed - plain)  # a token that is there twice changes by 0 once
 
 
 def _cut(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:

@@ -67,6 +67,9 @@ class TrainerConfig:
     stale, and one side waits while the other works. For comparison; needs gate.max_lag=0."""
     micro_batch: int = 8
     """Sequences per forward pass."""
+    packing: bool = False
+    """Lay short sequences of a micro-batch end to end, instead of padding each to the longest (trainer/packing.py).
+    Micro-batches then mix long and short ones; without, they are of similar lengths."""
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     warmup_steps: int = 0

@@ -88,11 +88,9 @@ def _run(config: RunConfig) -> int:
         model_dir = prepare(config.model.name)
         settings = config.trainer
         policy = load_policy(
-            prepare(config.start_model),
-            bfloat16=settings.autocast,
-            device=accelerator.device,
-            sharded=settings.processes > 1,
-        )
+            prepare(config.start_model), bfloat16=settings.autocast, device=accelerator.device,
+            sharded=settings.processes > 1, packing=settings.packing,
+        )  # fmt: skip
         source = TeamSource(policy.master, config.model.dtype, team)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         guard = ReadGuard(source.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -69,17 +70,26 @@ class Batch:
         """Trained tokens by lag, ascending."""
         return dict(sorted(Counter(self.lags[self.trained_mask].tolist()).items()))
 
-    def micro_batches(self, size: int) -> list[Batch]:
-        """Parts of at most `size` sequences of similar lengths, each cut to its own longest."""
-        order = (self.completion_mask.long() * _positions(self)).amax(dim=1).argsort(descending=True, stable=True)
-        return [self._rows(rows) for rows in order.split(size)]
+    def lengths(self) -> torch.Tensor:
+        """[B] int64, tokens of each sequence up to the last one that was sampled; padding follows."""
+        positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return (self.completion_mask.long() * positions).amax(dim=1) + 1
+
+    def micro_batches(self, size: int, *, mixed: bool = False) -> list[Batch]:
+        """Parts of at most `size` sequences, each cut to its own longest: of similar lengths, so that little is
+        padded, or `mixed`, so that short ones and long ones are there to be packed."""
+        order = self.lengths().argsort(descending=True, stable=True)
+        count = math.ceil(len(order) / size)
+        return [
+            self._rows(rows) for rows in ([order[at::count] for at in range(count)] if mixed else order.split(size))
+        ]
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
         return self._map(lambda tensor: tensor.to(device))
 
     def _rows(self, rows: torch.Tensor) -> Batch:
-        width = int((self.completion_mask[rows].long() * _positions(self)).max()) + 1
+        width = int(self.lengths()[rows].max())
         return self._map(lambda tensor: tensor[rows][:, :width] if tensor.ndim > 1 else tensor[rows])
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -161,7 +171,3 @@ def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float
     batch.versions[row, start:end] = torch.tensor(versions_of_tokens(turn.token_versions, len(turn.token_ids)))
     batch.lags[row, start:end] = torch.tensor(gated.lags)
     batch.advantages[row, start:end] = torch.tensor(worth, dtype=torch.float32)
-
-
-def _positions(batch: Batch) -> torch.Tensor:
-    return torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)

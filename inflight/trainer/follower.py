@@ -89,7 +89,9 @@ class Follower:
     def __init__(self, config: RunConfig, accelerator: Accelerator) -> None:
         """Loads and shards the model, together with the other ranks."""
         device, bfloat16 = accelerator.device, config.trainer.autocast
-        policy = load_policy(prepare(config.start_model), bfloat16=bfloat16, device=device, sharded=True)
+        policy = load_policy(
+            prepare(config.start_model), bfloat16=bfloat16, device=device, sharded=True, packing=config.trainer.packing
+        )
         start = reference(config, prepare(config.model.name), device)
         self._learner = Learner(policy, config, accelerator, start, step=config.start_version)
         if config.checkpoint:

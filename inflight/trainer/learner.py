@@ -89,7 +89,7 @@ class Learner:
         """
         settings = self._config.trainer
         done: list[tuple[float, Stats]] = []
-        for own, *others in rounds(batch, settings.micro_batch, settings.processes):
+        for own, *others in rounds(batch, settings.micro_batch, settings.processes, mixed=settings.packing):
             if stop():
                 with self.team.together("drop"):
                     self.policy.drop_gradients()
@@ -110,7 +110,8 @@ class Learner:
         return float(share.detach()), stats
 
     def _score(self, score: Callable[..., Scores], batch: Batch, *, entropy_gradient: bool = False) -> Scores:
-        return score(batch, self._sampling, entropy_gradient=entropy_gradient)
+        packing = self._config.trainer.packing
+        return score(batch, self._sampling, entropy_gradient=entropy_gradient, packing=packing)
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from inflight.config import RunConfig
 from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
+from inflight.trainer.packing import require_apart
 
 
 class Scorer(nn.Module):
@@ -77,27 +78,34 @@ class Policy:
             twin.copy_(master)
 
 
-def load_policy(directory: Path, *, bfloat16: bool, device: torch.device, sharded: bool = False) -> Policy:
-    """The model of a directory, whole or `sharded` over the ranks of the process group.
+def load_policy(
+    directory: Path, *, bfloat16: bool, device: torch.device, sharded: bool = False, packing: bool = False
+) -> Policy:
+    """The model of a directory, whole or `sharded` over the ranks of the process group; for `packing` if so asked.
 
-    Raises OSError or ValueError when it can't be loaded or its logits are not plain.
+    Raises OSError or ValueError when it can't be loaded, its logits are not plain, or it can't be given packed rows.
     """
     if not sharded:
-        master = load_model(directory, torch.float32, device)
+        master = load_model(directory, torch.float32, device, packing=packing)
         return Policy(master, load_model(directory, torch.bfloat16, device) if bfloat16 else None)
     from inflight.trainer.sharding import shard
 
-    policy = Policy(load_model(directory, torch.float32, torch.device("cpu"), attention_on=device))
+    policy = Policy(load_model(directory, torch.float32, torch.device("cpu"), attention_on=device, packing=packing))
     shard(policy.scorer, policy.master, bfloat16=bfloat16, device=device)
     return policy
 
 
 def load_model(
-    directory: Path, dtype: torch.dtype, device: torch.device, *, attention_on: torch.device | None = None
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    attention_on: torch.device | None = None,
+    packing: bool = False,
 ) -> PreTrainedModel:
     """A model to compute with, there or `attention_on` another device, where it is moved to.
 
-    Raises OSError or ValueError when it can't be loaded or its logits are not plain.
+    Raises OSError or ValueError as `load_policy` does.
     """
     disable_progress_bar()
     # On a CPU the backward of torch's fused attention takes twice as long as the plain one at these lengths.
@@ -108,7 +116,10 @@ def load_model(
     except SafetensorError as error:
         raise ValueError(f"{directory} can't be loaded: {error}") from None
     require_plain_logits(model)
-    return model.eval().to(device)  # eval: dropout would be noise in the ratio
+    model.eval().to(device)  # eval: dropout would be noise in the ratio
+    if packing:
+        require_apart(model)
+    return model
 
 
 def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:

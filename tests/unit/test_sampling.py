@@ -23,12 +23,13 @@ def logits():
 
 
 def evidence(chosen=0, kept=None):
-    counts = torch.tensor([[OUTPUT.get(token, 0) for token in range(V)]])
+    before = [*sorted(PROMPT | OUTPUT.keys()), 0, 0]  # two that did not come
     return Evidence(
         chosen=torch.tensor([chosen]),
         kept=None if kept is None else torch.tensor([kept]),
-        seen_in_prompt=torch.tensor([[token in PROMPT for token in range(V)]]),
-        count_in_output=counts,
+        seen=torch.tensor([before]),
+        in_prompt=torch.tensor([[token in PROMPT for token in before]]),
+        drawn_before=torch.tensor([[OUTPUT.get(token, 0) for token in before]]),
     )
 
 
@@ -132,9 +133,8 @@ def test_penalties_count_what_was_drawn_before_each_token(tiny_model):
             plain = policy.compute(ids[None]).logits[0].float()
             for at in range(1, length):
                 counts = torch.bincount(ids[1:at], minlength=plain.shape[-1])[None]
-                seen = torch.zeros_like(counts, dtype=torch.bool)
-                seen[0, ids[0]] = True
+                every = torch.arange(plain.shape[-1])[None]
                 wanted = processed_logprobs(
-                    plain[at - 1 : at], sampling, Evidence(ids[at : at + 1], None, seen, counts)
+                    plain[at - 1 : at], sampling, Evidence(ids[at : at + 1], None, every, every == ids[0], counts)
                 )
                 assert float(got[row, at]) == pytest.approx(float(wanted[0, ids[at]]), abs=1e-5)

@@ -15,7 +15,7 @@ import torch
 from fake_generator import eventually
 from rollout_samples import make_config
 from safetensors.torch import load_file
-from test_trainer_run import Run
+from test_trainer_run import FakeActor, Run
 
 from inflight.bus import Listener
 from inflight.compose import compose
@@ -166,6 +166,18 @@ def test_in_bfloat16_ranks_do_what_the_twin_does(make_trainers):
     start, end = ([load_file(each.run.config.version_file(step)) for each in both] for step in (0, STEPS))
     assert all(torch.equal(start[0][name], start[1][name]) for name in start[1])
     assert distance(*end) < 0.2 * distance(end[1], start[1])
+
+
+def test_ranks_may_pack_their_rows(make_trainers, monkeypatch):
+    monkeypatch.setattr(FakeActor, "lengths", (9, 1))
+    both = [make_trainers(packing=packing, processes=1 + packing, micro_batch=3) for packing in (True, False)]
+    for trainers in both:
+        assert set(trainers.wait()) == {0}, "".join(map(trainers.log, range(len(trainers.processes))))
+    for ours, theirs in zip(*(trainers.run.lines() for trainers in both), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+    start, end = ([load_file(each.run.config.version_file(step)) for each in both] for step in (0, STEPS))
+    assert distance(*end) < 1e-2 * distance(end[1], start[1])
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -37,6 +37,8 @@ class FakeActor:
     """Delivers what it is granted, sampled under the version that the generator holds; no rollout equals another."""
 
     started = staticmethod(itertools.count(1.0).__next__)
+    lengths = (5, 5)
+    """Tokens of the members of a group."""
 
     def __init__(self, config, generator):
         self.config, self.generator = config, generator
@@ -62,12 +64,13 @@ class FakeActor:
         members = [
             msgspec.structs.replace(
                 make_rollout(
-                    name, index, spans=((0, version),), length=5, reward=float(index),
-                    token_ids=[source.randrange(17) for _ in range(5)], logprobs=[-2.5] * 5,
+                    name, index, spans=((0, version),), length=length, reward=float(index),
+                    token_ids=[source.randrange(17) for _ in range(length)],
+                    logprobs=[-2.5] * length,
                 ),
                 started=self.started(),
             )
-            for index in range(2)
+            for index, length in enumerate(self.lengths)
         ]  # fmt: skip
         return RolloutGroup(group_id=name, prompt_key=name, rollouts=members)
 

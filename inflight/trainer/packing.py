@@ -1,0 +1,78 @@
+"""How the sequences of a micro-batch lie in the rows that a model computes: one a row, or several end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What a model is given for B sequences, and where to look for what it says of them."""
+
+    input_ids: torch.Tensor
+    """[R, W] int64."""
+    position_ids: torch.Tensor | None
+    """[R, W] int64, from 0 again at each sequence: transformers makes the mask that keeps them apart of it. None where
+    each sequence has a row of its own."""
+    row: torch.Tensor
+    """[B] int64, the row of each sequence."""
+    start: torch.Tensor
+    """[B] int64, the column of its first token."""
+
+
+def padded(ids: torch.Tensor) -> Rows:
+    """A row a sequence, as they are: padding stands on the right, where causal attention never sees it."""
+    first = torch.arange(ids.shape[0], device=ids.device)
+    return Rows(ids, None, first, torch.zeros_like(first))
+
+
+def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
+    """Sequences end to end, in rows no wider than the longest: attention is never asked for more than with padding.
+
+    `ids` [B, L], of which the first `lengths` [B] of each row are tokens. Where no two fit into a row, `padded`.
+    """
+    places = _best_fit(lengths.tolist())
+    row, start = torch.tensor(places, device=ids.device).unbind(1)
+    shape = (int(row.max()) + 1, int(lengths.max()))
+    if shape[0] == len(places):
+        return padded(ids)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    sequence, at = (columns < lengths[:, None]).nonzero(as_tuple=True)
+    there = row[sequence], start[sequence] + at
+    laid, positions = ids.new_zeros(shape), ids.new_zeros(shape)  # what is left over: sequences of one token each
+    laid[there], positions[there] = ids[sequence, at], at
+    return Rows(laid, positions, row, start)
+
+
+@torch.no_grad()
+def require_apart(model: PreTrainedModel) -> None:
+    """Raises ValueError for a model in which a token of one sequence reaches another one of the same row."""
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]], device=model.device)
+    others = ids.clone()
+    others[0] = torch.tensor([3, 1, 5])
+    positions = torch.arange(3, device=model.device).repeat(2)[None]
+    ours, theirs = (
+        model.base_model(input_ids=each.view(1, -1), position_ids=positions, use_cache=False).last_hidden_state[:, 3:]
+        for each in (ids, others)
+    )
+    if not torch.equal(ours, theirs):
+        raise ValueError(f"trainer.packing=true: sequences in a row are not kept apart by {type(model).__name__}")
+
+
+def _best_fit(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """(row, column) of each sequence: the longest first, each where the least is left over (Johnson 1973, "Near-optimal
+    bin packing algorithms"); rows are as wide as the longest."""
+    width, free = max(lengths), list[int]()
+    places = [(0, 0)] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fitting = [row for row, left in enumerate(free) if left >= lengths[index]]
+        row = min(fitting, key=free.__getitem__, default=len(free))
+        if row == len(free):
+            free.append(width)
+        places[index] = (row, width - free[row])
+        free[row] -= lengths[index]
+    return places

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 
 from inflight.bus import BusError, Listener, Lost, Received
@@ -116,6 +117,11 @@ class Buffer:
         """Where every group is now."""
         with self._changed:
             return self._ledger.counts()
+
+    @property
+    def refused(self) -> Counter[str]:
+        """What its socket did not take, by reason."""
+        return Counter(self._listener.refusals.counts)
 
     def books(self) -> Books:
         """What a checkpoint keeps of it: the questions whose groups were taken, dropped or given up so far."""

@@ -101,7 +101,8 @@ class Trainer:
     def _write_line(self, step: int, learned: dict[str, object], report: PublishReport, tokens: int) -> None:
         now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3)}
         rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
-        self._reporter.line(now | learned | rates | delivery(self._publisher, report, self._buffer.counts()))
+        refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
+        self._reporter.line(now | learned | rates | delivery(self._publisher, report, self._buffer.counts()) | refused)
 
     def _checkpoint_when_due(self) -> None:
         every = self._config.trainer.checkpoint_every

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class Publisher:
         pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
         requests may be sent to. The listener stays the caller's, who closes it after the publisher.
         """
-        self._source, self._config = source, config
+        self._source, self._config, self._listener = source, config, listener
         self._guard = guard or ReadGuard(source.device)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
@@ -111,6 +112,11 @@ class Publisher:
         with self._dispatch.changed:
             found = {name: delivery.committed for name, delivery in self._dispatch.roster.deliveries.items()}
         return {name: version for name, version in found.items() if version is not None}
+
+    @property
+    def refused(self) -> Counter[str]:
+        """What its socket did not take, by reason."""
+        return Counter(self._listener.refusals.counts)
 
     @property
     def behind(self) -> dict[str, int]:

@@ -249,6 +249,8 @@ def test_over_tcp_with_keys_strangers_change_nothing(make_run, tmp_path):
 
     books = all_is_trained(run, 40)
     assert books.ignored == {"not granted": 1}, "what was recorded counts once"
+    refused = run.lines()[-1]["refused"]
+    assert set(refused) >= {"no greeting of ZeroMQ", "key not allowed", "no valid message"}, refused
 
 
 def test_a_clock_that_jumps_changes_nothing(make_run, tmp_path, monkeypatch):

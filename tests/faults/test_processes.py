@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import zmq
 from run import free_port
@@ -270,6 +271,10 @@ def test_a_clock_that_jumps_changes_nothing(make_run, tmp_path, monkeypatch):
 def test_a_killed_launcher_takes_its_run_along_and_it_goes_on(make_run):
     run = make_run(SHORT, KEEP_OLD).start()
     run.until(lambda: run.steps() >= 3)
+    everyone = run.process("launcher").children(recursive=True)
     assert run.kill("launcher")
     run.wait()
+    _, left = psutil.wait_procs(everyone, timeout=60)
+    assert left == []
+    assert run.steps() < 14, "it did not go on to its end"
     all_is_trained(run.resume())

@@ -18,7 +18,7 @@ class PublishConfig:
     by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because on CUDA it makes an update
     several times as long (docs/gpu.md)."""
     finite_check: bool = True
-    """Refuse a version that holds NaN or Inf, before any of it is sent; the run then ends."""
+    """Refuse a version that holds NaN or Inf, before any of it is sent or kept as a checkpoint; the run then ends."""
     join_timeout_s: float = 300.0
     """How long either side goes on without the other: a trainer without any generator, a generator without trainer."""
     transfer_timeout_s: float = 120.0

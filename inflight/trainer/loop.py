@@ -55,15 +55,17 @@ class Trainer:
         """Of the moment when the optimizer's last step was done: what a checkpoint says was trained on, it has seen."""
 
     def run(self) -> None:
-        """All steps, then the end of the run for everyone. Raises TrainError, TimeoutError or LearnError."""
+        """All steps, then the end of the run for everyone. Raises TrainError, TimeoutError or LearnError, and NotFinite
+        in place of each when the newest version can't be gone on from."""
         self._reporter.phase("training")
         while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
             try:
                 self.train_step(self.steps_done + 1)
             except (Stopped, BufferClosed) as end:
                 if not self._stop.is_set():
-                    self._save_before(end)
-                    raise TrainError(lost(self._publisher) or str(end)) from end
+                    error = TrainError(lost(self._publisher) or str(end))
+                    self._save_before(error)
+                    raise error from end
                 break
             except (TimeoutError, LearnError) as end:  # no batch came, or the optimizer has refused its gradient
                 self._save_before(end)
@@ -110,9 +112,14 @@ class Trainer:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Writes what a run can go on from: everything as it is after the last whole step."""
+        """Writes what a run can go on from: everything as it is after the last whole step.
+
+        Raises NotFinite, and writes none, when its weights can't be sent: a run that goes on would serve them.
+        """
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
         folder, learner = self._config.path / FOLDER, self._learner
+        with learner.team.within_bound("look at the weights"):
+            self._publisher.require_sound()
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
         together = learner.team.together("checkpoint")
         save_checkpoint(folder, saved, learner.policy.master, learner.optimizer, self._model_dir, together)

@@ -65,10 +65,12 @@ class Dispatch:
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
-    def release(self, version: int, inspect: Callable[[], list[int]]) -> None:
+    def release(self, version: int, inspect: Callable[[], list[int]]) -> Offer:
         """Takes what lies in the send buffer to the generators; `inspect` looks at it before any of it is sent."""
+        offer = Offer(version, _Once(lambda: self._inspected(inspect)))
         with self.changed:
-            self.conversation.release(Offer(version, _Once(lambda: self._inspected(inspect))))
+            self.conversation.release(offer)
+        return offer
 
     def _inspected(self, inspect: Callable[[], list[int]]) -> list[int]:
         sums = inspect()  # waits until all is packed: only from here on is it this version's bytes that are summed

@@ -31,8 +31,10 @@ def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> No
         if bad:
             view = views[bad[0]]
             count, of = int((~torch.isfinite(view)).sum().item()), view.numel()
+            dtype = str(view.dtype).removeprefix("torch.")
             more = f", and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
-            raise NotFinite(f"version {version} is not sent: {bad[0]} holds NaN or Inf ({count} of {of} values){more}")
+            what = f"{bad[0]} holds NaN or Inf ({count} of {of} values, in {dtype}){more}"
+            raise NotFinite(f"version {version} is not sent: {what}")
 
 
 def _own_stream(buffer: torch.Tensor) -> contextlib.AbstractContextManager[object]:

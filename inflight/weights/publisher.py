@@ -12,6 +12,7 @@ from pathlib import Path
 from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.messages import Manifest
+from inflight.weights.conversation import Offer
 from inflight.weights.delivery import Event, Failure, State, Superseded, Swap
 from inflight.weights.dispatch import Dispatch
 from inflight.weights.finite import NotFinite, require_finite
@@ -84,6 +85,8 @@ class Publisher:
         With a `guard` that holds the optimizer, packing on CUDA goes on beside the trainer's next forward and backward
         pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
         requests may be sent to. The listener stays the caller's, who closes it after the publisher.
+
+        Raises NotFinite when the module holds NaN or Inf already, in the dtypes that travel.
         """
         self._source, self._config, self._listener = source, config, listener
         self._guard = guard or ReadGuard(source.device)
@@ -96,6 +99,9 @@ class Publisher:
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
         self._pack()  # what the first packing needs once, such as kernels to be loaded, no step has to wait for
+        self._offer: Offer | None = None
+        if config.finite_check:
+            require_finite(version, self.manifest, self._buffer)
         self._dispatch = Dispatch(
             listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks,
             routes_file=RoutesFile(routes_file) if routes_file is not None else None,
@@ -197,9 +203,17 @@ class Publisher:
         waited = time.monotonic()
         self._pack()
         packed = time.monotonic()
-        self._dispatch.release(version, functools.partial(self._inspect, version))
+        self._offer = self._dispatch.release(version, functools.partial(self._inspect, version))
         guard_s = self._guard.take_waited_s()
         return PublishReport(version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s)
+
+    def require_sound(self) -> None:
+        """Returns when the newest version is known to hold neither NaN nor Inf; looks itself if nobody was sent it.
+
+        Raises NotFinite naming the parameter. Does nothing without `finite_check`.
+        """
+        if self._config.finite_check and self._offer is not None:
+            self._offer.sums()
 
     def _pack(self) -> None:
         with self._guard.reading():

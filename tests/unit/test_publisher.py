@@ -3,6 +3,7 @@
 Each test asserts what was committed, what was touched and in which order. Bounds only guard against hanging.
 """
 
+import dataclasses
 import multiprocessing
 import os
 import re
@@ -32,6 +33,7 @@ from inflight.messages import (
 )
 from inflight.types import Routes
 from inflight.weights.delivery import Failure, State, Superseded, Swap
+from inflight.weights.finite import NotFinite
 from inflight.weights.pack import unpack
 from inflight.weights.publisher import Publisher, PublishError
 from inflight.weights.routes import routes
@@ -638,7 +640,7 @@ def test_a_version_that_is_not_finite_is_sent_to_nobody_and_names_the_parameter(
         with torch.no_grad():
             r.model[2].weight[7] = value
         r.publisher.publish(2)
-        expected = r"^version 2 is not sent: 2\.weight holds NaN or Inf \(1 of 200 values\)$"
+        expected = r"^version 2 is not sent: 2\.weight holds NaN or Inf \(1 of 200 values, in bfloat16\)$"
         with pytest.raises(PublishError, match=expected):
             r.publisher.flush(20)
         with pytest.raises(PublishError, match=expected):
@@ -646,6 +648,29 @@ def test_a_version_that_is_not_finite_is_sent_to_nobody_and_names_the_parameter(
         assert r.publisher.committed == {"g0": 1}
         assert values(g0.shadows[0]) == {1}
         assert [(f.version, f.phase) for f in r.failures()] == [(2, "finite")]
+
+
+def test_a_version_is_looked_at_though_nobody_is_sent_it(run):
+    with run() as r:
+        r.publish(1)
+        r.publisher.require_sound()
+        with torch.no_grad():
+            r.model[2].bias[7] = float("inf")
+        r.publisher.publish(2)
+        with pytest.raises(NotFinite, match=r"^version 2 is not sent: 2\.bias holds NaN or Inf"):
+            r.publisher.require_sound()
+
+
+def test_without_the_finite_check_anything_is_sent(run):
+    with run(dataclasses.replace(QUICK, finite_check=False)) as r:
+        r.join("g0")
+        r.publisher.wait_joined(20)
+        with torch.no_grad():
+            r.model[2].bias[7] = float("inf")
+        r.publisher.publish(1)
+        r.publisher.require_sound()
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 1}
 
 
 def test_large_finite_values_are_sent(run):

@@ -16,7 +16,7 @@ import torch
 from fake_generator import FakeGenerator, eventually
 from rollout_samples import make_config, make_rollout
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import summary
@@ -433,6 +433,84 @@ def test_a_gradient_that_is_not_finite_loses_no_whole_step(make_run, monkeypatch
     monkeypatch.undo()
     assert train(go_on(run)) == 0
     assert sorted(trained(run)) == list(range(8))
+
+
+def overflowing_at(patched, step):
+    """The optimizer's steps, of which one leaves a value that float32 holds and float16 does not."""
+    real, taken = Learner.step, []
+
+    def overflow(self):
+        norm = real(self)
+        taken.append(norm)
+        if len(taken) == step:
+            with torch.no_grad():
+                self.policy.master.model.norm.weight[0] = 1e5
+        return norm
+
+    patched.setattr(Learner, "step", overflow)
+
+
+def in_float16(run):
+    run.config = dataclasses.replace(run.config, model=ModelConfig(name="tiny", dtype="float16"))
+    save(run.config)
+    return run
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_version_that_can_not_be_sent_is_no_checkpoint(make_run, monkeypatch, capfd, last):
+    """Infinite on the wire alone, after the last step too. What a run goes on from is the checkpoint before."""
+    run = in_float16(make_run(steps=2 if last else 4, checkpoint_every=1)).start()
+    with monkeypatch.context() as patched:
+        overflowing_at(patched, 2)
+        assert train(run) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == (
+        "inflight trainer: version 2 is not sent: model.norm.weight holds NaN or Inf (1 of 128 values, in float16)"
+    )
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000001"]
+    assert train(go_on(run)) == 0
+    assert sorted(trained(run)) == list(range(2 * run.config.trainer.steps))
+
+
+def test_a_gradient_of_a_version_that_can_not_be_sent_is_told_as_that(make_run, monkeypatch, capfd):
+    """The next gradient may be seen first; the weights are to blame, and must not be kept on its account."""
+    run = in_float16(make_run(steps=4)).start()
+    overflowing_at(monkeypatch, 2)
+    clip = Learner._clip
+    harmed = lambda self: self.policy.master.model.norm.weight[0] > 1e4  # noqa: E731
+    monkeypatch.setattr(Learner, "_clip", lambda self: float("nan") if harmed(self) else clip(self))
+    assert train(run) == 1
+    assert "version 2 is not sent: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
+    assert checkpoints.newest(run.folder) is None
+
+
+def test_weights_that_can_not_be_sent_are_not_begun_with(make_run, capfd):
+    """A checkpoint of a run with `publish.finite_check=false`, say: nobody is asked under it."""
+    run = make_run(steps=1).start()
+    assert train(run) == 0
+    weights = checkpoints.newest(run.folder) / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["model.norm.weight"][0] = float("inf")
+    save_file(tensors, weights, metadata={"format": "pt"})
+    go_on(run, steps=2)
+    run.config.routes_file.unlink()  # as the launcher does
+    assert train(run) == 1
+    assert "version 1 is not sent: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
+    assert not run.config.routes_file.exists()
+
+
+def test_what_keeps_a_checkpoint_from_being_written_at_the_end_is_told(make_run, monkeypatch, capfd):
+    run = make_run(steps=4).start()
+    clip = Learner._clip
+    monkeypatch.setattr(Learner, "_clip", lambda self: (clip(self), float("nan"))[bool(self.optimizer.state)])
+
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    assert train(run) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.endswith("the step was not taken; and no checkpoint could be written: No space left on device")
 
 
 def test_no_batch_in_time_is_one_clear_line(make_run, capfd):

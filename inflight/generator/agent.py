@@ -80,8 +80,7 @@ class EngineAgent:
             except PeerLost as error:
                 alone_since = await self._be_alone(alone_since, error)
                 continue
-            if message is not None:
-                alone_since = None
+            alone_since = None  # the trainer is heard, though it may have nothing to say
             if isinstance(message, Finish):
                 return
             await self._obey(message)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -35,7 +36,7 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
     """Writes what `source` holds now, cast as it travels, under checkpoint names; tied parameters once.
 
     Equal to the published bytes, because packing is the same cast. Not forced to the disk: it guards against a
-    killed process, not against a power cut.
+    killed process, not against a power cut. Raises OSError when it can't be written; then nothing of it is left.
     """
     tensors = {
         meta.name: tensor.to(WIRE_DTYPES[meta.dtype]).contiguous().cpu()
@@ -43,8 +44,12 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    save_file(tensors, partial, metadata={"version": str(version), "format": "pt"})
-    partial.rename(path)
+    try:
+        with _writing(path):
+            save_file(tensors, partial, metadata={"version": str(version), "format": "pt"})
+        partial.rename(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def save_checkpoint(
@@ -72,24 +77,32 @@ def save_checkpoint(
         weights, moments = model_tensors(model), optimizer_tensors(model, optimizer)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=folder))
     try:
-        model.save_pretrained(partial, state_dict=weights)
+        with _writing(target):
+            model.save_pretrained(partial, state_dict=weights)
         for pattern in _COMPANIONS:
             for file in model_dir.glob(pattern):
                 shutil.copy(file, partial)
         (partial / STATE_FILE).parent.mkdir()
-        save_file(moments, partial / OPTIMIZER_FILE)
-        save_file(randomness.capture(), partial / RANDOM_FILE)
+        with _writing(target):
+            save_file(moments, partial / OPTIMIZER_FILE)
+            save_file(randomness.capture(), partial / RANDOM_FILE)
         (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
         for path in partial.rglob("*"):
             _to_disk(path)
         partial.chmod(0o755)
         partial.rename(target)
         _to_disk(folder)
-    except SafetensorError as error:  # its word for a disk that is full
-        raise OSError(f"{target} can't be written: {error}") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:  # its word for a disk that is full
+        raise OSError(f"{target} can't be written: {error}") from None
 
 
 def drop_checkpoints(folder: Path, keep: int) -> None:
@@ -99,10 +112,15 @@ def drop_checkpoints(folder: Path, keep: int) -> None:
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives the optimizer the state of a checkpoint. Raises CheckpointError when it is of other parameters."""
+    """Gives the optimizer the state of a checkpoint. A parameter without any had no gradient so far (frozen, unused).
+
+    Raises CheckpointError when it is of other parameters.
+    """
     tensors = _read(folder / OPTIMIZER_FILE)
     for name, parameter in model.named_parameters():
         names = {key: f"{name}.{key}" for key in _ADAM_STATE}
+        if tensors.keys().isdisjoint(names.values()):
+            continue
         if not tensors.keys() >= set(names.values()):
             raise CheckpointError(f"{folder / OPTIMIZER_FILE} has no state for {name}")
         state = {key: tensors.pop(full) for key, full in names.items()}

@@ -21,7 +21,8 @@ class State(enum.Enum):
     READY     → SWAPPING   S: swap(version)
     SWAPPING  → IDLE       S: `version` is live
     SWAPPING  → POISONED   S: the swap raised: the live weights may be neither version; nothing more is received
-    RECEIVING → POISONED   T: the shadow can't be begun because the last swap turns out to have failed
+    JOINING, IDLE, RECEIVING → POISONED  T: the last swap, left for later, turns out to have failed when the shadow is
+                           to be begun or, for a new manifest, planned
     IDLE      → JOINING    T: the publisher was lost; hello is said again, for one that restarts. (A READY rank says it
                            too but stays: the engine may have been told to commit.)
     any but SWAPPING, POISONED → FAILED  T: refused by the publisher, or an error of our own; the live weights stay
@@ -43,8 +44,8 @@ class State(enum.Enum):
 
 
 LEGAL = {
-    State.JOINING: {State.IDLE, State.FAILED},
-    State.IDLE: {State.IDLE, State.RECEIVING, State.JOINING, State.FAILED},
+    State.JOINING: {State.IDLE, State.POISONED, State.FAILED},
+    State.IDLE: {State.IDLE, State.RECEIVING, State.JOINING, State.POISONED, State.FAILED},
     State.RECEIVING: {State.BUILDING, State.IDLE, State.POISONED, State.FAILED},
     State.BUILDING: {State.READY, State.IDLE, State.FAILED},
     State.READY: {State.DISCARDING, State.SWAPPING, State.FAILED},

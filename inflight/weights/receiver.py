@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 """How often the thread looks whether it is to close; messages wake it at once."""
 JOIN_S = 5.0
-MAX_REASON = 1000
 
 
 class SwapRefused(RuntimeError):
@@ -192,7 +191,9 @@ class WeightReceiver:
             self._transport = self._connect(welcome)
         except TransportError as error:  # told when it is needed: the publisher then sends another Welcome
             log.warning("%s: %s", self._name, error)
-        self._rank_state.enter(State.IDLE)
+        except TornWeights as error:
+            self._poison(self.version, error)
+        self._rank_state.enter(State.IDLE)  # none leads out of POISONED
 
     def _prepare(self, message: Prepare) -> None:
         """Receives, verifies and builds a version, and answers with Ready or Failed."""
@@ -226,8 +227,7 @@ class WeightReceiver:
 
     def _require(self, message: Prepare) -> tuple[Manifest, Receiver]:
         if self.state is not State.IDLE or self._manifest is None or self._transport is None:
-            hand = self._rank_state.hand
-            held = f" with version {hand.version}" if hand is not None else ""
+            held = f" with version {hand.version}" if (hand := self._rank_state.hand) is not None else ""
             transport = "" if self._transport else ", no transport"
             raise RuntimeError(f"can't begin version {message.version}: {self.state.name}{held}{transport}")
         if message.manifest_digest != self._manifest_digest:
@@ -241,16 +241,16 @@ class WeightReceiver:
         transport: closing it lets them go at once, and the publisher answers with a new Welcome."""
         if self._closing.is_set():
             return
-        version = message.version
-        log.warning("%s: version %d failed in %s: %s", self._name, version, phase, _text(error))
+        reason = _text(error)
+        log.warning("%s: version %d failed in %s: %s", self._name, message.version, phase, reason)
         if phase in ("prepare", "receive"):
             self._drop_transport()
         if isinstance(error, TornWeights):
-            self._poison(version, error)
+            self._poison(message.version, error)
             return
         if self._rank_state.hand is message and self.state in (State.RECEIVING, State.BUILDING):
             self._forget()
-        self._tell(Failed(version=version, attempt=message.attempt, phase=phase, reason=_text(error), poisoned=False))
+        self._tell(Failed(version=message.version, attempt=message.attempt, phase=phase, reason=reason, poisoned=False))
 
     def _abort(self, message: Abort) -> None:
         """Lets go of that attempt and of any before it, and says so in every case: the publisher waits for it."""
@@ -297,4 +297,4 @@ class WeightReceiver:
 
 
 def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:MAX_REASON]
+    return f"{type(error).__name__}: {error}"[:1000]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from inflight.bus import Link, Listener, Received
+from inflight.bus import Link, Listener, PeerLost, Received
 from inflight.config import BusConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
 from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Ready, Refused
@@ -148,6 +149,21 @@ def test_a_trainer_that_comes_back_finds_the_generator_serving(tmp_path: Path) -
 
     with Link(endpoint, "g0.engine", BUS) as link:
         asyncio.run(talk(link))
+
+
+def test_a_trainer_that_is_heard_again_is_not_held_to_an_earlier_silence() -> None:
+    """Two short silences, and between them heartbeats alone, which are no messages."""
+    script: list[Any] = [PeerLost("silent"), *[None] * 4, PeerLost("silent again"), Finish(reason="done")]
+
+    def receive(timeout_s: float) -> AnyMessage | None:
+        time.sleep(0.05)
+        if isinstance(event := script.pop(0), PeerLost):
+            raise event
+        return event
+
+    link: Any = SimpleNamespace(send=lambda message: None, receive=receive)
+    asyncio.run(EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1, alone_timeout_s=0.15).run())
+    assert script == []
 
 
 def test_silence_ends_the_generator(tmp_path: Path) -> None:

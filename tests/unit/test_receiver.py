@@ -441,6 +441,21 @@ def test_a_swap_that_turns_out_to_have_failed_poisons_the_rank(publisher, receiv
     assert receiver.state is State.POISONED
 
 
+def test_a_swap_that_turns_out_to_have_failed_when_it_is_welcomed_poisons_the_rank(publisher, receiver):
+    """A shadow is planned for the manifest before a transport is made to fill it; that may find out."""
+
+    def planned(welcome):
+        raise TornWeights("the remap failed")
+
+    receiver._connect = planned
+    publisher.welcome()
+    failed = publisher.next()
+    assert isinstance(failed, Failed), failed
+    assert (failed.version, failed.phase, failed.poisoned) == (0, "commit", True)
+    assert failed.reason == "TornWeights: the remap failed"
+    assert receiver.state is State.POISONED
+
+
 def test_a_welcome_to_a_transport_that_is_gone_is_no_end(publisher, receiver):
     def gone(welcome):
         raise TransportError("connect: no rendezvous")

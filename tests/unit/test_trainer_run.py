@@ -422,6 +422,40 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, cap
     assert checkpoints.read(run.folder / "checkpoints" / "step-000001").step == 1
 
 
+def test_a_disk_too_full_for_a_version_is_one_line(make_run, monkeypatch, capfd):
+    run = make_run(steps=4).start()
+    real = keep.save_file
+
+    def full(tensors, path, *rest, **kwargs):
+        real(tensors, path, *rest, **kwargs)
+        if "2" in path.name:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(keep, "save_file", full)
+    assert train(run) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.endswith("000002.safetensors can't be written: I/O error: No space left on device (os error 28)")
+    assert {path.name for path in (run.folder / "versions").iterdir()} == {"000000.safetensors", "000001.safetensors"}
+
+
+def test_a_parameter_without_a_gradient_has_no_state_and_needs_none(tmp_path):
+    model = torch.nn.ModuleDict({"used": torch.nn.Linear(2, 2), "idle": torch.nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model["used"](torch.ones(2)).sum().backward()
+    optimizer.step()
+    moments = keep.optimizer_tensors(model, optimizer)
+    (tmp_path / "trainer").mkdir()
+    save_file(moments, tmp_path / keep.OPTIMIZER_FILE)
+    restored = torch.optim.AdamW(model.parameters(), fused=True)
+    keep.load_optimizer(tmp_path, model, restored)
+    assert {name for name, each in model.named_parameters() if each in restored.state} == {"used.weight", "used.bias"}
+    save_file(
+        {name: each for name, each in moments.items() if name != "used.bias.step"}, tmp_path / keep.OPTIMIZER_FILE
+    )
+    with pytest.raises(checkpoints.CheckpointError, match=r"has no state for used\.bias$"):
+        keep.load_optimizer(tmp_path, model, restored)
+
+
 def test_a_gradient_that_is_not_finite_loses_no_whole_step(make_run, monkeypatch, capfd):
     run = make_run(steps=4).start()
     clip = Learner._clip

@@ -73,7 +73,7 @@ def read_curve(folder: Path, smooth: int, seed: int) -> Curve:
         masked=masked / max(trained + masked, 1),
         dropped=sum(figures.groups_dropped.values()),
         ess=statistics.fmean(line["ess"] for line in lines),
-        sampled=figures.tokens,
+        sampled=figures.tokens or 0,
         versions=_versions(folder / ROLLOUTS_FILE),
         others_cpu=json.loads((folder / DONE_FILE).read_text())["others_cpu"],
     )

@@ -25,6 +25,8 @@ from inflight.types import Rollout
 SUMMARY_FILE = "summary.json"
 EDGE_STEPS = 5
 """Steps that the first and the last reward are averaged over."""
+_RECORDED = ("rollouts", "aborted", "retried", "tokens", "tokens_per_s", "mixed_rollouts", "max_versions")
+"""What the rollout stream alone can tell."""
 _PUBLISHING = ("publish_wait_s", "pack_s", "guard_s")
 
 
@@ -53,21 +55,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """How long a swap held up the engine's step loop."""
     publish_wait_ms: Spread | None
     """What a publish cost the trainer: waiting for a free buffer, packing, and the optimizer's wait for it to end."""
-    rollouts: int
-    aborted: int
+    rollouts: int | None
+    """None, as all that is told of them, where none were recorded (`rollout.keep=false`)."""
+    aborted: int | None
     """Requests for these rollouts that an engine gave up and that were made again; also among the retried."""
-    retried: int
+    retried: int | None
     """Requests for these rollouts that came to nothing, for any reason, and were made again."""
     groups_failed: dict[str, int]
     """Started groups that never came, by reason; those cut off by the end of the run are not counted here."""
     groups_dropped: dict[str, int]
-    tokens: int
+    tokens: int | None
     tokens_per_s: float | None
     tokens_trained: int
     tokens_masked: int
-    mixed_rollouts: int
+    mixed_rollouts: int | None
     """Sequences whose tokens were sampled under two or more versions."""
-    max_versions: int
+    max_versions: int | None
     """The most versions within one sequence."""
     lag: dict[int, int]
     """Trained tokens by lag, in versions."""
@@ -91,7 +94,7 @@ def summarize(run_dir: Path) -> Summary:
 
 
 def _computed(
-    steps: Sequence[dict[str, Any]], swaps: Sequence[dict[str, Any]], tally: _Tally, torn: str | None
+    steps: Sequence[dict[str, Any]], swaps: Sequence[dict[str, Any]], tally: _Tally | None, torn: str | None
 ) -> Summary:
     done = [swap for swap in swaps if swap["event"] == "committed"]
     last = steps[-1] if steps else {}
@@ -106,22 +109,16 @@ def _computed(
         swaps_superseded=sum(swap["event"] == "superseded" for swap in swaps),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
-        rollouts=tally.rollouts,
-        aborted=tally.retries["aborted"],
-        retried=tally.retries.total(),
         groups_failed=dict(last.get("groups_failed", {})),
         groups_dropped=dict(last.get("groups_dropped", {})),
-        tokens=tally.tokens,
-        tokens_per_s=tally.tokens / tally.seconds if tally.seconds else None,
         tokens_trained=sum(int(step.get("tokens_trained", 0)) for step in steps),
         tokens_masked=sum(int(step.get("tokens_masked", 0)) for step in steps),
-        mixed_rollouts=tally.mixed,
-        max_versions=tally.max_versions,
         lag=_lags(steps),
         reward_first=_mean(rewards[:EDGE_STEPS]),
         reward_last=_mean(rewards[-EDGE_STEPS:]),
         by_lag=by_lag(steps),
         torn_tail=torn,
+        **{name: getattr(tally, name, None) for name in _RECORDED},
     )
 
 
@@ -138,7 +135,6 @@ def read(run_dir: Path) -> Summary:
 
 def table(summary: Summary) -> str:
     """The summary for a person, a figure a line."""
-    share = f"{summary.mixed_rollouts / summary.rollouts:.0%}" if summary.rollouts else "–"
     lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
     rows = [
         ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
@@ -148,10 +144,7 @@ def table(summary: Summary) -> str:
                   f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"),
         ("gap of a swap", _spread_text(summary.gap_ms)),
         ("trainer held up", f"{_spread_text(summary.publish_wait_ms)} per publish"),
-        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, {summary.retried} asked again, "
-                     f"groups failed: {_counts(summary.groups_failed)}"),
-        ("versions", f"{share} of the rollouts hold 2 or more, at most {summary.max_versions}"),
-        ("tokens", f"{summary.tokens} sampled, {_text(summary.tokens_per_s)} per second"),
+        *_recorded(summary),
         ("gate", f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked, "
                  f"groups dropped: {_counts(summary.groups_dropped)}"),
         ("lag of tokens", lag or "–"),
@@ -163,38 +156,57 @@ def table(summary: Summary) -> str:
     return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
 
 
+def _recorded(summary: Summary) -> list[tuple[str, str]]:
+    failed = f"groups failed: {_counts(summary.groups_failed)}"
+    if summary.rollouts is None:
+        return [("rollouts", f"none recorded, {failed}")]
+    share = f"{(summary.mixed_rollouts or 0) / summary.rollouts:.0%}" if summary.rollouts else "–"
+    return [
+        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, {summary.retried} asked again, {failed}"),
+        ("versions", f"{share} of the rollouts hold 2 or more, at most {summary.max_versions}"),
+        ("tokens", f"{summary.tokens} sampled, {_text(summary.tokens_per_s)} per second"),
+    ]
+
+
 @dataclass
 class _Tally:
     """What is counted of the rollouts, which may be more than memory holds."""
 
     rollouts: int = 0
     tokens: int = 0
-    mixed: int = 0
+    mixed_rollouts: int = 0
     max_versions: int = 0
     retries: collections.Counter[str] = field(default_factory=collections.Counter)
     first: float = math.inf
     last: float = -math.inf
 
     @property
-    def seconds(self) -> float:
+    def aborted(self) -> int:
+        return self.retries["aborted"]
+
+    @property
+    def retried(self) -> int:
+        return self.retries.total()
+
+    @property
+    def tokens_per_s(self) -> float | None:
         """From the first submission to the last completion."""
-        return max(self.last - self.first, 0.0)
+        return self.tokens / (self.last - self.first) if self.last > self.first else None
 
     def add(self, rollout: Rollout) -> None:
         versions = len({span.version for span in rollout.turn.token_versions})
         self.rollouts += 1
         self.tokens += len(rollout.turn.token_ids)
-        self.mixed += versions > 1
+        self.mixed_rollouts += versions > 1
         self.max_versions = max(self.max_versions, versions)
         self.retries.update(rollout.retries)
         self.first, self.last = min(self.first, rollout.started), max(self.last, rollout.finished)
 
 
-def _tally(path: Path) -> tuple[_Tally, str | None]:
-    tally = _Tally()
+def _tally(path: Path) -> tuple[_Tally | None, str | None]:
     if not path.is_file():
-        return tally, None
-    reader = Reader(path)
+        return None, None
+    tally, reader = _Tally(), Reader(path)
     for group in reader:
         for rollout in group.rollouts:
             tally.add(rollout)

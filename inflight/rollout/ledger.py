@@ -14,7 +14,6 @@ run that is killed and resumed train on the very questions of an undisturbed one
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -34,6 +33,8 @@ MAX_REASONS = 64
 """Distinct reasons counted by name; further ones are counted as `other`."""
 MAX_VOCABULARY = 1 << 24
 """No model has more tokens."""
+LARGEST = 1e18
+"""Of a reward or a log-probability: they are learnt from in float32, which holds its square."""
 MAX_TRIES = 5
 """Failed attempts at a question, without fault of its own, after which it is given up."""
 
@@ -66,9 +67,9 @@ def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
         turn = rollout.turn
         if any(max(ids, default=0) >= vocabulary for ids in (rollout.prompt_ids, turn.token_ids, *(turn.kept or ()))):
             return "malformed: token ids"
-        if len(turn.logprobs) != len(turn.token_ids) or not all(map(math.isfinite, turn.logprobs)):
+        if len(turn.logprobs) != len(turn.token_ids) or not all(map(is_usable, turn.logprobs)):
             return "malformed: logprobs"
-        if not math.isfinite(rollout.reward):
+        if not is_usable(rollout.reward):
             return "malformed: reward"
         if not _evidence_fits(rollout):
             return "malformed: evidence"
@@ -79,6 +80,11 @@ def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
     return None
 
 
+def is_usable(number: float) -> bool:
+    """Whether a number can be learnt from: neither NaN nor infinite, nor of a size that computing makes so."""
+    return abs(number) <= LARGEST
+
+
 def _evidence_fits(rollout: Rollout) -> bool:
     """Whether what was recorded beside the tokens has their number, and finite values."""
     length, turn = len(rollout.turn.token_ids), rollout.turn
@@ -86,8 +92,8 @@ def _evidence_fits(rollout: Rollout) -> bool:
     return (
         (turn.kept is None or len(turn.kept) == length)
         and (turn.routed_experts is None or turn.routed_experts.shape[0] <= len(rollout.prompt_ids) + length)
-        and all(step.index < length and math.isfinite(step.reward) for step in steps)
-        and (teacher is None or (len(teacher) == length and all(map(math.isfinite, teacher))))
+        and all(step.index < length and is_usable(step.reward) for step in steps)
+        and (teacher is None or (len(teacher) == length and all(map(is_usable, teacher))))
     )
 
 

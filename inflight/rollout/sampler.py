@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Coroutine
@@ -14,6 +13,7 @@ import aiohttp
 
 from inflight.config import RolloutConfig
 from inflight.rollout.client import Rejected, Retry, complete, sampling
+from inflight.rollout.ledger import LARGEST, is_usable
 from inflight.rollout.pool import NoGenerator, Pool
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
@@ -152,8 +152,10 @@ class Sampler:
                 raise GroupLost("reward timeout", f"{item.key}: no score within {limit:.0f} s") from None
             raise GroupLost(f"reward error: {type(error).__name__}", f"{item.key}: {error}") from error
         numbers = [score.reward, *(reward for _, reward in score.step_rewards), *(score.teacher_logprobs or ())]
-        if not all(map(math.isfinite, numbers)):
-            raise GroupLost("reward error: not finite", f"{item.key}: {score.reward} or a part of it")
+        if not all(map(is_usable, numbers)):
+            raise GroupLost(
+                "reward error: not finite", f"{item.key}: {score.reward} or a part of it (at most {LARGEST:g})"
+            )
         return score
 
     def _seed_of(self, rollout_id: str) -> int:

@@ -105,10 +105,12 @@ def _writing(target: Path) -> Iterator[None]:
         raise OSError(f"{target} can't be written: {error}") from None
 
 
-def drop_checkpoints(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints; 0 keeps all."""
+def drop_checkpoints(folder: Path, keep: int, in_use: str = "") -> None:
+    """Removes all but the newest `keep` checkpoints, 0 keeps all, and but the one that the run has begun with: a
+    generator that is started again loads it."""
     for path in all_of(folder)[:-keep] if keep else []:
-        shutil.rmtree(path)
+        if str(path) != in_use:
+            shutil.rmtree(path)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -123,7 +123,7 @@ class Trainer:
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
         together = learner.team.together("checkpoint")
         save_checkpoint(folder, saved, learner.policy.master, learner.optimizer, self._model_dir, together)
-        drop_checkpoints(folder, self._config.trainer.checkpoints_kept)
+        drop_checkpoints(folder, self._config.trainer.checkpoints_kept, self._config.checkpoint)
         self._reporter.phase("training")
 
     def _save_before(self, end: Exception) -> None:

@@ -275,6 +275,8 @@ class Moody(Addition):
                 return float("nan")
             case "4":
                 raise TimeoutError("its own")
+            case "5":
+                return 1e39  # float32 holds no such number
         return 1.0
 
 
@@ -285,6 +287,7 @@ class Moody(Addition):
         ("2", "reward error: ZeroDivisionError"),
         ("3", "reward error: not finite"),
         ("4", "reward error: TimeoutError"),
+        ("5", "reward error: not finite"),
     ],
 )
 def test_a_reward_that_fails_is_counted_and_never_zero(play, text, reason):

@@ -315,6 +315,8 @@ def test_training_out_of_order_is_refused():
         ({"logprobs": [-1.0] * 5}, "malformed: logprobs"),
         ({"logprobs": [float("nan")] * 6}, "malformed: logprobs"),
         ({"reward": float("inf")}, "malformed: reward"),
+        ({"reward": -1e39}, "malformed: reward"),
+        ({"logprobs": [-1e39] + [-1.0] * 5}, "malformed: logprobs"),
         ({"token_versions": []}, "malformed: versions"),
         ({"spans": [(0, 0), (6, 1)]}, "malformed: versions"),
         ({"spans": [(1, 0)]}, "malformed: versions"),

@@ -93,8 +93,18 @@ def test_the_table_shows_the_figures(run):
 
 def test_an_empty_run_has_no_figures_but_no_error(tmp_path):
     got = summarize(tmp_path)
-    assert (got.steps, got.swaps, got.rollouts, got.gap_ms, got.reward_last) == (0, 0, 0, None, None)
+    assert (got.steps, got.swaps, got.rollouts, got.gap_ms, got.reward_last) == (0, 0, None, None, None)
     assert "–" in summary.table(got)
+
+
+def test_rollouts_that_were_not_recorded_are_not_counted_as_none(run):
+    (run / ROLLOUTS_FILE).unlink()
+    got = summarize(run)
+    assert (got.rollouts, got.aborted, got.retried, got.tokens, got.mixed_rollouts, got.max_versions) == (None,) * 6
+    text = summary.table(got)
+    assert "rollouts         none recorded, groups failed: 1 actor lost" in text
+    assert "0 aborted" not in text
+    assert "sampled" not in text
 
 
 def test_a_torn_rollout_stream_is_told(run):

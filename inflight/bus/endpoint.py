@@ -21,6 +21,9 @@ MAX_QUEUED = 4096
 """Messages waiting on either side of a socket; more means that the peer, or our reader, has stopped reading."""
 MAX_QUEUED_BYTES = 256 << 20
 """The same in bytes; one message may go beyond it."""
+READ_AT_ONCE = 1024
+"""Messages that are read before others are sent and heartbeats looked at: a peer that floods us must not keep us from
+that."""
 HIGH_WATER = 64
 """Messages that zmq itself holds for a connection, each way; beyond, the other side has to wait."""
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

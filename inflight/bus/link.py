@@ -10,7 +10,7 @@ from pathlib import Path
 import zmq
 
 from inflight.bus import keys
-from inflight.bus.endpoint import IDENTITY, TAIL, BusError, Endpoint, PeerLost
+from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint, PeerLost
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
 
@@ -68,7 +68,9 @@ class Link(Endpoint):
         self._socket.send(frame, zmq.NOBLOCK)
 
     def _read_all(self) -> None:
-        while self._has_room():
+        for _ in range(READ_AT_ONCE):
+            if not self._has_room():
+                return
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:

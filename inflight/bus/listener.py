@@ -11,7 +11,7 @@ from typing import cast
 import zmq
 
 from inflight.bus import keys
-from inflight.bus.endpoint import IDENTITY, TAIL, BusError, Endpoint
+from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint
 from inflight.bus.handshakes import Handshakes
 from inflight.bus.rate import Rate
 from inflight.config import BusConfig
@@ -105,7 +105,9 @@ class Listener(Endpoint):
             self._put(Lost(peer), 0)
 
     def _read_all(self) -> None:
-        while self._has_room():
+        for _ in range(READ_AT_ONCE):
+            if not self._has_room():
+                return
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:

@@ -145,7 +145,6 @@ class Reporter:
         with self._lock:
             self._values.update({k: v for k, v in values.items() if isinstance(v, int | float | str)})
             self._values["groups_dropped"] = sum(_counts(values.get("groups_dropped")))
-            self._values["wait"] = round(float(str(values.get("wait_s", 0.0))), 3)
 
     def _run(self) -> None:
         due = 0.0

@@ -15,7 +15,7 @@ from inflight.bus import rate as rate_module
 from inflight.bus.rate import Rate
 from inflight.bus.refusals import Refusals
 from inflight.config import BusConfig, ConfigError
-from inflight.messages import Commit, GroupAck, encode
+from inflight.messages import Commit, GroupAck, Heartbeat, encode
 
 LIMIT_S = 20.0
 
@@ -193,6 +193,31 @@ def test_a_flood_is_refused_and_others_are_heard(monkeypatch, bus_endpoint):
         quiet.send(Commit(version=2))
         until(lambda: (got := listener.receive(LIMIT_S)) is not None and got.peer == "quiet")
         context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("end", ["listener", "link"])
+def test_a_flood_without_end_does_not_keep_an_endpoint_from_sending(bus_endpoint, end):
+    """It reads so many and turns to what it has to send."""
+
+    class Flood:
+        read = 0
+
+        def recv(self, flags):
+            Flood.read += 1
+            assert Flood.read < 100_000, "it reads as long as something comes"
+            return encode(Heartbeat())
+
+        def recv_multipart(self, flags, copy):
+            return [zmq.Frame(b"loud#1"), zmq.Frame(self.recv(flags))]
+
+        def send_multipart(self, parts, flags):
+            pass
+
+    flooded = Listener(bus_endpoint, config()) if end == "listener" else Link(bus_endpoint, "g0", config())
+    flooded.close()
+    flooded._socket = Flood()
+    flooded._read_all()
+    assert 0 < Flood.read < 100_000
 
 
 def test_names_without_end_are_bounded(monkeypatch):

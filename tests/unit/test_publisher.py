@@ -9,6 +9,7 @@ import os
 import re
 import threading
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -16,8 +17,9 @@ import torch
 from fake_generator import BUS, FakeGenerator, eventually
 from torch import nn
 
+from inflight import launch
 from inflight.bus import Link, Listener
-from inflight.config import PublishConfig
+from inflight.config import PublishConfig, load
 from inflight.messages import (
     Abort,
     Aborted,
@@ -683,6 +685,22 @@ def test_large_finite_values_are_sent(run):
         r.publisher.publish(1)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 1}
+
+
+def test_what_the_readme_says_of_a_trainer_of_ones_own(tmp_path, monkeypatch, capsys):
+    """Its lines as they stand, from the printed configuration to the generator's end; only the model is ours."""
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    assert "inflight launch --config-name tiny run_dir=runs/own --print > runs/own/config.yaml" in readme
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "own" / "bus").mkdir(parents=True)
+    assert launch.main(["--config-name", "tiny", "run_dir=runs/own", "--print"]) == 0
+    (tmp_path / "runs" / "own" / "config.yaml").write_text(capsys.readouterr().out)
+    generator = FakeGenerator(load("runs/own").endpoint("weights")).start()
+    exec(code, {"model": nn.Linear(4, 4)})
+    eventually(lambda: any(isinstance(message, Finish) for message in generator.heard), "the end")
+    assert generator.version == 100
+    generator.close()
 
 
 def test_the_routes_are_in_the_file(tmp_path):

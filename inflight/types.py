@@ -1,6 +1,6 @@
 """Records that every part of inflight speaks: versions, spans, weights' metadata and rollouts.
 
-Nothing here imports torch, zmq or vllm. Records are `msgspec.Struct`s, so the wire (messages.py) and the files of a
+Nothing here imports torch, zmq or vllm. Records are `msgspec.Struct`s, so the wire (messages/) and the files of a
 run (rollouts.msgpack) hold them unchanged, and decoding validates every field.
 """
 

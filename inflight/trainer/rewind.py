@@ -50,7 +50,11 @@ def _cut(path: Path, key: str, step: int) -> None:
     """Keeps the lines whose `key` is `step` at most; the file is replaced whole."""
     if not path.exists():
         return
-    kept = [line for line in read_lines(path) if int(line.get(key, 0)) <= step]
+    lines = read_lines(path)
+    try:
+        kept = [line for line in lines if int(line.get(key, 0)) <= step]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: a line is damaged, its {key} is no number: {error}") from None
     partial = path.with_name(path.name + ".partial")
     partial.write_text("".join(json.dumps(line, separators=(", ", ": ")) + "\n" for line in kept), encoding="utf-8")
     os.replace(partial, path)

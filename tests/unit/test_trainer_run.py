@@ -27,7 +27,7 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import newest_version
 from inflight.rollout.stream import Reader
-from inflight.trainer import checkpoints, keep, loop
+from inflight.trainer import checkpoints, keep, loop, rewind
 from inflight.trainer.__main__ import STOPPED, _end, main
 from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
@@ -402,6 +402,15 @@ def test_a_damaged_checkpoint_is_one_line(make_run, capfd):
     assert "step-000001/trainer/state.json can't be read" in capfd.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("line", ["{", '{"step": null}', '{"step": "x"}'])
+def test_a_damaged_line_of_metrics_is_named_and_stays(tmp_path, line):
+    metrics = tmp_path / METRICS_FILE
+    metrics.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=METRICS_FILE):
+        rewind.rewind(make_config(tmp_path), 1)
+    assert metrics.read_text() == f'{{"step": 1}}\n{line}\n'
+
+
 def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, capfd):
     """Written in part: the folder under its final name is the one before, and nothing else is left."""
     run = make_run(steps=4, checkpoint_every=1).start()
@@ -545,7 +554,7 @@ def test_what_keeps_a_checkpoint_from_being_written_at_the_end_is_told(make_run,
     monkeypatch.setattr(loop, "save_checkpoint", full)
     assert train(run) == 1
     said = capfd.readouterr().err.splitlines()[-1]
-    assert said.endswith("the step was not taken; and no checkpoint could be written: No space left on device")
+    assert said.endswith("the step was not taken and no checkpoint could be written: No space left on device")
 
 
 def test_no_batch_in_time_is_one_clear_line(make_run, capfd):

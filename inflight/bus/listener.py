@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,12 @@ from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoi
 from inflight.bus.handshakes import Handshakes
 from inflight.bus.rate import Rate
 from inflight.config import BusConfig
-from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
+from inflight.messages import AnyMessage, Goodbye, Heartbeat, Refused, encode
+
+
+MAX_NAMES = 4096
+"""Names whose connections are remembered, and of each the newest KNOWN_EACH."""
+KNOWN_EACH = 16
 
 
 @dataclass(slots=True)
@@ -53,6 +59,8 @@ class Listener(Endpoint):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a Link that connects anew, after its connection broke
         self._peers: dict[str, _Peer] = {}
+        self._known: dict[str, collections.deque[bytes]] = {}
+        """Name → the connections that were heard under it, in the order of their first message."""
         self._rate = Rate()
         self._authenticator = None
         self._owners: dict[str, str] = {}
@@ -131,6 +139,9 @@ class Listener(Endpoint):
             if peer in self._peers and self._peers[peer].address == address:  # else another process has its name by now
                 self._lose(peer)
             return
+        if self._is_replaced(peer, address):
+            self._refuse(peer, address)
+            return
         self._peers[peer] = _Peer(address, time.monotonic())
         if isinstance(message, Heartbeat):
             # A peer with a full queue has enough to read; one that has closed may have said more, and goodbye, before.
@@ -138,6 +149,21 @@ class Listener(Endpoint):
                 self._socket.send_multipart([address, encode(Heartbeat())], zmq.NOBLOCK)
         else:
             self._put(Received(peer, message, len(frame)), len(frame))
+
+    def _is_replaced(self, peer: str, address: bytes) -> bool:
+        """Whether a later process has the name: one that was stopped and wakes up must not be taken for it."""
+        known = self._known.setdefault(peer, collections.deque(maxlen=KNOWN_EACH))
+        if address not in known:
+            known.append(address)
+        if len(self._known) > MAX_NAMES:
+            del self._known[next(name for name in self._known if name != peer)]
+        return known[-1] != address
+
+    def _refuse(self, peer: str, address: bytes) -> None:
+        reason = "another process has taken its place"
+        self.refusals.add(peer, reason)
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.send_multipart([address, encode(Refused(reason=reason))], zmq.NOBLOCK)
 
     def _owns(self, frame: zmq.Frame, peer: str) -> bool:
         """Whether a message came with the key of the process that it names; True where no keys are used."""

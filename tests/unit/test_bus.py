@@ -9,7 +9,7 @@ import zmq
 from inflight.bus import BusError, Link, Listener, Lost, PeerLost, Received
 from inflight.bus.endpoint import HIGH_WATER
 from inflight.config import BusConfig
-from inflight.messages import Abort, Commit, Goodbye, Refused, Status, WireError, decode, encode
+from inflight.messages import Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
 
 QUICK = BusConfig(heartbeat_s=0.05, dead_after_s=0.6)
 
@@ -102,6 +102,43 @@ def test_a_name_is_that_of_who_spoke_last_and_a_late_goodbye_does_not_lose_it(en
         assert after.recv() == encode(Commit(version=3))
         assert listener.peers() == {"g0"}
         context.destroy(linger=0)
+
+
+def test_a_process_that_wakes_up_after_it_was_replaced_is_not_taken_for_its_successor(endpoint):
+    """Not by what it says, nor by its heartbeats: it is told to end, and what is for the name goes on to the other."""
+    with Listener(endpoint, QUICK) as listener, zmq.Context() as context:
+        before, after = (context.socket(zmq.DEALER) for _ in range(2))
+        for socket, identity in ((before, b"g0#before"), (after, b"g0#after")):
+            socket.setsockopt(zmq.IDENTITY, identity)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(endpoint)
+            socket.send(encode(Commit(version=1)))
+            assert wait_for(listener.receive, Received) == Received("g0", Commit(version=1))
+        assert wait_for(listener.receive, Lost) == Lost("g0")
+        for frame in (encode(Commit(version=2)), encode(Heartbeat())):
+            before.send(frame)
+            assert before.poll(5000)
+            assert decode(before.recv()) == Refused(reason="another process has taken its place")
+        assert listener.peers() == set()
+        after.send(encode(Commit(version=3)))
+        assert wait_for(listener.receive, Received) == Received("g0", Commit(version=3))
+        before.send(encode(Commit(version=4)))
+        assert before.poll(5000)
+        listener.send("g0", Commit(version=5))
+        assert after.poll(5000)
+        assert decode(after.recv()) == Commit(version=5)
+        assert listener.refusals.counts == {"another process has taken its place": 3}
+        before.close()
+        after.close()
+
+
+@pytest.mark.parametrize("names", [1, 3])
+def test_the_connections_that_are_remembered_are_bounded(endpoint, monkeypatch, names):
+    monkeypatch.setattr("inflight.bus.listener.MAX_NAMES", 2)
+    with Listener(endpoint, QUICK) as listener:
+        for number in range(40):
+            assert not listener._is_replaced(f"g{number % names}", b"%d" % number)
+        assert sum(map(len, listener._known.values())) <= 32
 
 
 def test_a_link_tells_when_its_listener_dies(endpoint):

@@ -18,7 +18,6 @@ from inflight.bus.rate import Rate
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, Refused, encode
 
-
 MAX_NAMES = 4096
 """Names whose connections are remembered, and of each the newest KNOWN_EACH."""
 KNOWN_EACH = 16

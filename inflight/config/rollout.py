@@ -58,6 +58,7 @@ class RolloutConfig(Sampling):
     """Groups an actor keeps in flight at the most."""
     request_timeout_s: float = 300.0
     reward_timeout_s: float = 30.0
+    """What a task may take for a score; for a question as well."""
     buffer_mib: float = 1024.0
     """Finished groups that may wait for the trainer, in MiB as they travel; beyond, no more is asked than one step
     needs."""

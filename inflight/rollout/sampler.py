@@ -72,9 +72,13 @@ class Sampler:
 
     async def group(self, group_id: str, index: int) -> RolloutGroup:
         """All samples of the task's index-th question, scored. Raises GroupLost or Unpatched."""
+        limit = self._config.reward_timeout_s
         try:
-            item = await asyncio.to_thread(self._task.item, index)  # a generated puzzle may take its time
+            async with asyncio.timeout(limit) as scope:
+                item = await asyncio.to_thread(self._task.item, index)  # a generated puzzle may take its time
         except Exception as error:  # a task is foreign code
+            if scope.expired():
+                raise GroupLost("task timeout", f"question {index}: not told within {limit:.0f} s") from None
             raise GroupLost(f"task error: {type(error).__name__}", str(error)) from error
         if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not read such a group
             raise GroupLost("task error: key", f"question {index}: a key is text of 1 to {MAX_KEY} characters")

@@ -262,6 +262,23 @@ def test_an_unpatched_server_ends_the_actor_at_once(play):
     play(scene, default=lambda: untagged)
 
 
+def test_a_question_that_does_not_come_is_counted_and_others_are_asked(play):
+    told = threading.Event()
+
+    class Hanging(Addition):
+        def item(self, index):
+            assert index or told.wait(60)
+            return super().item(index)
+
+    async def scene(room):
+        await room.failed("task timeout")
+        told.set()
+        assert "q0" not in [gated.group.group_id for gated in await room.take(2)]
+        assert room.buffer.counts().failed == {"task timeout": 1}
+
+    play(scene, task=Hanging(seed=0), reward_timeout_s=3.0)
+
+
 class Moody(Addition):
     """Scores as told by the completion's first character."""
 
@@ -297,7 +314,7 @@ def test_a_reward_that_fails_is_counted_and_never_zero(play, text, reason):
         assert {rollout.reward for gated in batch for rollout in gated.group.rollouts} == {1.0}
         assert room.buffer.counts().failed == {reason: 1}
 
-    play(scene, task=Moody(seed=0), answers=[choice(text)], reward_timeout_s=0.2)
+    play(scene, task=Moody(seed=0), answers=[choice(text)], reward_timeout_s=3.0)
 
 
 def test_a_slow_reward_bounds_what_is_asked(play):

@@ -116,7 +116,7 @@ class Ledger:
         `vocabulary` is how many tokens the model that learns can embed.
         """
         self.capacity = config.capacity
-        self._wanted = config.trainer.steps * config.trainer.groups_per_step
+        self._wanted = books.trained + (config.trainer.steps - config.start_version) * config.trainer.groups_per_step
         self._concurrency = config.rollout.concurrency
         self._group_size, self._vocabulary = config.rollout.group_size, vocabulary
         self._accounts: dict[str, _Account] = {}

@@ -1,5 +1,7 @@
 """The buffer's books under any order of events: capacity, exactly once, and every group counted somewhere."""
 
+import dataclasses
+
 import msgspec
 import pytest
 from hypothesis import settings
@@ -31,6 +33,8 @@ class Books(RuleBasedStateMachine):
         """What a checkpoint holds, the version, and how many were trained."""
         self.written: list[RolloutGroup] = []
         self.version = 0
+        self.most = 24
+        """Groups that all steps take."""
 
     def grant(self):
         for actor, questions in self.ledger.grants().items():
@@ -109,7 +113,9 @@ class Books(RuleBasedStateMachine):
         del self.trained[trained:]
         self.written = [group for group in self.written if newest_version(group) <= self.version]
         waiting = [group for group in self.written if index_of(group.group_id) not in books.settled]
-        self.ledger = Ledger(self.config, books, waiting)
+        self.most = trained + 2 * (12 - self.version)
+        checkpoint = f"step-{self.version:06d}" if self.version else ""
+        self.ledger = Ledger(dataclasses.replace(self.config, checkpoint=checkpoint), books, waiting)
         self.started, self.sent = {}, []
 
     @invariant()
@@ -118,7 +124,7 @@ class Books(RuleBasedStateMachine):
         counts.check()
         assert counts.in_flight == sum(map(len, self.started.values()))
         assert counts.trained == len(self.trained)
-        assert counts.trained + counts.in_flight + counts.buffered <= 24 or not counts.in_flight
+        assert counts.trained + counts.in_flight + counts.buffered <= self.most or not counts.in_flight
 
     @invariant()
     def every_question_is_somewhere_once(self):
@@ -195,6 +201,26 @@ def test_what_would_not_be_trained_on_is_not_asked():
     assert ledger.grants() == {"a0": [0, 1, 2, 3, 4, 5]}, "three steps of two, though the capacity is 8"
     ledger.settle("a0", failed("q1"))
     assert ledger.grants() == {"a0": [6]}, "another takes the place of one that will not come"
+
+
+@pytest.mark.parametrize("step", [1, 2, 8])
+def test_a_run_that_goes_on_with_other_steps_asks_what_these_take(step):
+    config = make_config("unused", step=step, max_lag=2, concurrency=64, steps=6)
+    books = Ledger(config).books()
+    books = msgspec.structs.replace(books, settled_below=6, trained=6)  # three steps of two groups
+    ledger = Ledger(dataclasses.replace(config, checkpoint="step-000003"), books)
+    ledger.hello("a0", "i")
+    asked = []
+    while told := ledger.grants():
+        asked += told["a0"]
+        for index in told["a0"]:
+            assert ledger.settle("a0", GroupDone(group=make_group(group_id(index), spans=[(0, 3)])))
+        while ledger.buffered >= step:
+            usable = []
+            ledger.judge(usable, step, 3, config.gate)
+            ledger.train(usable)
+    assert asked == list(range(6, 6 + 3 * step))
+    assert ledger.buffered == 0
 
 
 def test_a_group_that_nobody_was_granted_changes_nothing():

@@ -1,4 +1,5 @@
-"""What vLLM loads into each of its processes, as its plugin: how often Python's lock changes hands there.
+"""What vLLM loads into each of its processes, as its plugin: how often Python's lock changes hands there, and that this
+package's warnings are heard.
 
 In every process of vLLM one thread computes, or waits for the next step by asking for it all the time, while another
 hands tokens on: the worker's output thread, the engine core's, the client's. A thread that wants Python's lock asks for
@@ -8,10 +9,14 @@ or late. With a short interval they come alike.
 
 The engine core and the workers are children of vLLM's own, so the interval reaches them by an environment variable,
 which vLLM's plugin mechanism (entry point `vllm.general_plugins`) lets us read there.
+
+A library that vLLM's server imports sets the level of Python's root logger to ERROR. Before vLLM 0.30 it does so before
+the engine core and the workers are forked, so nobody heard why a rank did not take a version.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
@@ -31,6 +36,7 @@ def hand_over_often() -> None:
 
 def register() -> None:
     """vLLM calls it in each process, possibly more than once. Raises ValueError for a variable that is no interval."""
+    logging.getLogger("inflight").setLevel(logging.INFO)
     text = os.environ.get(VARIABLE)
     if not text:
         return

@@ -1,9 +1,10 @@
-"""The switch interval reaches a process by the environment, and nothing else does."""
+"""The switch interval reaches a process by the environment, and nothing else does; warnings of ours are heard."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -53,6 +54,19 @@ def test_what_is_no_interval_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
     with pytest.raises(ValueError, match=f"INFLIGHT_SWITCH_INTERVAL={text} is not allowed"):
         plugin.register()
     assert sys.getswitchinterval() == interval
+
+
+def test_warnings_are_heard_whatever_vllms_server_does_to_the_root_logger() -> None:
+    code = """
+import logging
+import model_hosting_container_standards.sagemaker  # as vLLM's server does
+from inflight.generator import plugin
+assert logging.getLogger().level == logging.ERROR, "no longer needed"
+plugin.register()
+logging.getLogger("inflight.weights.receiver").warning("version 2 failed in receive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "version 2 failed in receive" in done.stderr
 
 
 def test_vllm_finds_it() -> None:

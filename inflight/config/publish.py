@@ -15,8 +15,8 @@ class PublishConfig:
     bucket_bytes: int = 64 << 20
     checksum: str = "auto"
     """Whether each rank verifies what it has received before it says so: CRC-32 of each bucket on the host (gloo), sums
-    by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because on CUDA it makes an update
-    several times as long (docs/gpu.md)."""
+    by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because on CUDA it takes from
+    decoding (docs/gpu.md)."""
     finite_check: bool = True
     """Refuse a version that holds NaN or Inf, before any of it is sent or kept as a checkpoint; the run then ends."""
     join_timeout_s: float = 300.0

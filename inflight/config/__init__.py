@@ -116,6 +116,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
+        require(0 <= self.seed < 1 << 32, "seed", self.seed, "0 to 4294967295, as numpy's generator takes it")
         limit = self.generator.max_model_len - 1  # a prompt has a token at least
         if self.trainer.synchronous:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")

@@ -25,8 +25,9 @@ class BusConfig:
     def __post_init__(self) -> None:
         require(1024 <= self.port <= 65532, "bus.port", self.port, "1024 to 65532")
         require(not self.address or _is_address(self.address), "bus.address", self.address, "an IP address, or empty")
-        fits = 0 < self.heartbeat_s < self.dead_after_s
-        require(fits, "bus.heartbeat_s", self.heartbeat_s, "above 0 and below bus.dead_after_s")
+        require_fields(self, "bus", "heartbeat_s dead_after_s")
+        fits = self.heartbeat_s < self.dead_after_s
+        require(fits, "bus.heartbeat_s", self.heartbeat_s, "below bus.dead_after_s")
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,8 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         *((ObjectiveConfig, {name: "x"}) for name in ("normalise", "kl_estimator", "kl_reference")),
         *((ObjectiveConfig, {name: -0.1}) for name in ("kl", "entropy")),
         (BusConfig, {"heartbeat_s": 2.0, "dead_after_s": 1.0}),
+        (BusConfig, {"dead_after_s": float("inf")}),
+        (BusConfig, {"heartbeat_s": 0.0}),
         (config.PublishConfig, {"transport": "pigeon"}),
         (config.PublishConfig, {"bucket_bytes": 1}),
         (config.LaunchConfig, {"stop_grace_s": 60}),
@@ -155,6 +157,12 @@ def test_a_folder_without_a_run_is_named(tmp_path):
 def test_a_bad_value_is_refused_where_it_is_made(kind, values):
     with pytest.raises(ConfigError, match="is not allowed"):
         kind(**values)
+
+
+@pytest.mark.parametrize("seed", [-1, 1 << 32])
+def test_a_seed_must_be_one_for_all_generators_of_random_numbers(seed):
+    with pytest.raises(ConfigError, match=rf"seed={seed} is not allowed"):
+        compose("tiny", [f"seed={seed}"])
 
 
 def test_an_answer_must_fit_into_the_context():

@@ -15,10 +15,16 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
 
 
+LONGEST_S = 1e8
+"""Three years; threads and sockets can't wait for much longer than a hundred of that."""
+
+
 def require_fields(config: object, section: str, names: str, *, least: float | None = None) -> None:
-    """Requires the fields to be finite and `least` or more; without `least` above 0."""
+    """Requires the fields to be finite and `least` or more, without `least` above 0; seconds at most LONGEST_S."""
     for name in names.split():
         value = getattr(config, name)
         fits = value > 0 if least is None else value >= least
         allowed = "above 0" if least is None else f"{least:g} or more"
+        if name.endswith("_s"):
+            fits, allowed = fits and value <= LONGEST_S, f"{allowed}, at most {LONGEST_S:g}"
         require(fits and value < math.inf, f"{section}.{name}", value, allowed)

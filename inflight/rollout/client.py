@@ -19,6 +19,8 @@ from inflight.config import RolloutConfig
 from inflight.types import PrefillSpan, RoutedExperts, Turn, VersionSpan, versions_of_tokens
 
 MAX_ANSWER_BYTES = 64 << 20
+REJECTING = (400, 413, 422)
+"""HTTP statuses that blame the request. Others blame the server, be it for a key that it does not know (401)."""
 IMPOSSIBLE = -9999.0
 """What vLLM writes for the logarithm of zero."""
 
@@ -197,7 +199,7 @@ async def complete(
     if status == 200:
         return parse_turn(body, generator, request["logprobs"])
     detail = f"{generator}: http {status}: {body[:300].decode('utf-8', 'replace')}"
-    if 400 <= status < 500 and status not in (408, 429):
+    if status in REJECTING:
         raise Rejected(f"http {status}", detail)
     raise Retry(f"http {status}", down=status == 503, detail=detail)
 

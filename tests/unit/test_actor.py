@@ -223,6 +223,7 @@ def test_aborted_requests_are_counted_and_asked_again(play):
         (choice(finish_reason="abort"), "aborted", 6),
         (500, "http 500", 6),
         (400, "http 400", 1),
+        (401, "http 401", 6),
         (choice(token_ids=[1 << 70, 2]), "malformed answer", 6),  # what can't travel must not end the actor
         (choice(token_ids=[-1, 2]), "malformed answer", 6),
     ],

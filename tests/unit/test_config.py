@@ -139,6 +139,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         (BusConfig, {"heartbeat_s": 2.0, "dead_after_s": 1.0}),
         (BusConfig, {"dead_after_s": float("inf")}),
         (BusConfig, {"heartbeat_s": 0.0}),
+        (TrainerConfig, {"batch_timeout_s": 1e10}),  # what a thread can't wait for
         (config.PublishConfig, {"transport": "pigeon"}),
         (config.PublishConfig, {"bucket_bytes": 1}),
         (config.LaunchConfig, {"stop_grace_s": 60}),

@@ -1,9 +1,10 @@
 """Ranks and engine of one generator as a process, with a fake shadow: `python rank.py ENDPOINT g0 WORLD [FAULT]`.
 
-FAULT is `PHASE:kill` or `PHASE:stop`: what the process does to itself when a rank comes to that phase of version 2
-(`begin`, `receive`, `build`, `ready`, `swap`, or `answer`: after the swap, before the engine says so). Whatever it
-holds is written to standard output, a line a swap: `VERSION VALUE…`, one value a rank; and when it gets SIGUSR1:
-`live VERSION SHA-256`, of all bytes of all ranks (not a test file).
+FAULT is `PHASE:kill` or `PHASE:stop`: what the process does to itself when a rank comes to that phase of version 2; or
+`PHASE:PID`: whom it kills then, and sees dead before it goes on. Phases: `begin`, `receive`, `build`, `ready`, `swap`
+and `answer` (after the swap, before the engine says so). Whatever it holds is written to standard output, a line a
+swap: `VERSION VALUE…`, one value a rank; and when it gets SIGUSR1: `live VERSION SHA-256`, of all bytes of all ranks
+(not a test file).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 import fake_generator
+import psutil
 import torch
-from fake_generator import FakeGenerator, FakeShadow
+from fake_generator import FakeGenerator, FakeShadow, eventually
 
 from inflight.messages import Ready, Refused
 from inflight.weights.transport import make_receiver
@@ -35,7 +37,9 @@ def at(reached: str) -> None:
     held = VICTIM if reached == "answer" else VICTIM - 1
     if reached == phase and generator.version == held and not harmed:
         harmed.append(reached)
-        os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+        victim = int(what) if what.isdecimal() else os.getpid()
+        os.kill(victim, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+        eventually(lambda: psutil.Process(victim).status() == psutil.STATUS_ZOMBIE, "its death")
 
 
 class Shadow(FakeShadow):

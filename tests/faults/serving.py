@@ -72,11 +72,15 @@ class TrainerProcess:
         assert "ended" not in answer, Path(self._log.name).read_text()[-3000:]
         return answer
 
-    def ask(self, do: str, **values: Any) -> dict[str, Any]:
-        """An order and its answer."""
+    def order(self, do: str, **values: Any) -> None:
+        """Without waiting for the answer: of a trainer that is to die, none may come."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, **values}) + "\n")
         self.process.stdin.flush()
+
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
+        """An order and its answer."""
+        self.order(do, **values)
         answer = self._answer(ANSWER_S)
         assert answer["did"] == do
         return answer

@@ -37,9 +37,11 @@ def at(reached: str) -> None:
     held = VICTIM if reached == "answer" else VICTIM - 1
     if reached == phase and generator.version == held and not harmed:
         harmed.append(reached)
-        victim = int(what) if what.isdecimal() else os.getpid()
-        os.kill(victim, signal.SIGSTOP if what == "stop" else signal.SIGKILL)
-        eventually(lambda: psutil.Process(victim).status() == psutil.STATUS_ZOMBIE, "its death")
+        if what.isdecimal():
+            os.kill(int(what), signal.SIGKILL)
+            eventually(lambda: psutil.Process(int(what)).status() == psutil.STATUS_ZOMBIE, "its death")
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
 
 
 class Shadow(FakeShadow):
@@ -74,13 +76,16 @@ class Generator(FakeGenerator):
     def _commit(self, version: int) -> None:
         if self.answered is None or self.answered.version != version:
             fake_send = self.engine.send
-            self.engine.send = lambda message: (at("answer"), fake_send(message))
+            self.engine.send = lambda message: (at("answer"), self._tell_held(version), fake_send(message))
             super()._commit(version)
             self.engine.send = fake_send
-            held = [sorted({float(v) for t in shadow.live.values() for v in t.unique()[:9]}) for shadow in self.shadows]
-            print(version, held, flush=True)
         else:
             super()._commit(version)
+
+    def _tell_held(self, version: int) -> None:
+        """Before the answer: whoever has that may look."""
+        held = [sorted({float(v) for t in shadow.live.values() for v in t.unique()[:9]}) for shadow in self.shadows]
+        print(version, held, flush=True)
 
 
 def tell_live(*_: object) -> None:

@@ -22,9 +22,9 @@ from inflight.trainer.packing import packed
 from inflight.trainer.policy import Policy, load_policy
 from inflight.trainer.split import rounds
 
-SEQUENCES = 16
+SEQUENCES = 32
 PROMPT = 24
-LONGEST = 96
+LONGEST = 128
 """Tokens of the longest answer."""
 ROUNDS = 3
 VOCABULARY = 49152

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from typing import cast
 
@@ -16,7 +16,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from inflight.config import ConfigError, RunConfig, schema
+from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.resources import folder
 
 
@@ -37,12 +37,19 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
         if OmegaConf.is_missing(composed, "run_dir"):
             composed.run_dir = str(Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}")
         config = cast(RunConfig, OmegaConf.to_object(composed))
+    except ConfigError:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}.yaml, or what it builds on, is no YAML: {' '.join(str(error).split())}") from None
+    except FrozenInstanceError as error:  # Hydra lets a + add any key
+        raise ConfigError(f"a + can't add a key that is not known: {error}, in {' '.join(overrides)}") from None
+    except ValueError as error:  # Hydra's own, for one without a key
+        raise ConfigError(f"can't read {' '.join(overrides)}: {error}") from None
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
+    require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
     return replace(config, run_dir=str(config.path.expanduser().resolve()))
 
 

@@ -91,11 +91,12 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
         if config.start_version >= config.trainer.steps:
             print(f"{config.run_dir}: all {config.trainer.steps} steps are done; more: trainer.steps=…", flush=True)
             return 0
+        commands = usual_commands(config) if commands is None else commands  # refused now, no run has begun
         configuration.save(config)
         print(f"run folder  {config.run_dir}", flush=True)
         if config.resume:
             print(f"going on from step {config.start_version}", flush=True)
-        outcome, late = _run(config, usual_commands(config) if commands is None else commands, folder)
+        outcome, late = _run(config, commands, folder)
     _report(config, outcome, late)
     return outcome.code
 

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from inflight.config.checks import ConfigError, require, require_fields
+from inflight.config.checks import MAX_PROCESSES, ConfigError, require, require_fields
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
 from inflight.config.rollout import GateConfig, RolloutConfig, Sampling, TaskConfig
@@ -77,7 +77,8 @@ class GeneratorConfig:
     """Passed to vLLM's engine arguments as they are."""
 
     def __post_init__(self) -> None:
-        require_fields(self, "generator", "count tensor_parallel_size max_model_len max_num_seqs threads", least=1)
+        require_fields(self, "generator", "max_model_len max_num_seqs threads", least=1)
+        require_fields(self, "generator", "count tensor_parallel_size", least=1, most=MAX_PROCESSES)
         require_fields(self, "generator", "kv_cache_gib start_timeout_s")
         require(
             self.swap in ("auto", "remap", "copy", "host", "rebind"),

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-import math
+LARGEST = 1_000_000_000
+"""Of a number that no other bound is known for: it fits into the 32 bits that torch and vLLM have for some."""
+LONGEST_S = 1e8
+"""Three years; threads and sockets can't wait for much longer than a hundred of that."""
+
+MAX_PROCESSES = 1024
+"""Of one kind."""
 
 
 class ConfigError(ValueError):
@@ -15,16 +21,12 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
 
 
-LONGEST_S = 1e8
-"""Three years; threads and sockets can't wait for much longer than a hundred of that."""
-
-
-def require_fields(config: object, section: str, names: str, *, least: float | None = None) -> None:
-    """Requires the fields to be finite and `least` or more, without `least` above 0; seconds at most LONGEST_S."""
+def require_fields(
+    config: object, section: str, names: str, *, least: float | None = None, most: float = LARGEST
+) -> None:
+    """Requires the fields to be `least` or more, without `least` above 0, and at most `most`; seconds LONGEST_S."""
     for name in names.split():
-        value = getattr(config, name)
+        value, limit = getattr(config, name), LONGEST_S if name.endswith("_s") else most
+        require(not value > limit, f"{section}.{name}", value, f"at most {limit:.15g}")
         fits = value > 0 if least is None else value >= least
-        allowed = "above 0" if least is None else f"{least:g} or more"
-        if name.endswith("_s"):
-            fits, allowed = fits and value <= LONGEST_S, f"{allowed}, at most {LONGEST_S:g}"
-        require(fits and value < math.inf, f"{section}.{name}", value, allowed)
+        require(fits, f"{section}.{name}", value, "above 0" if least is None else f"{least:.15g} or more")

@@ -48,7 +48,8 @@ class LaunchConfig:
     def __post_init__(self) -> None:
         require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")
         require_fields(self, "launch", "line_every_s")
-        require_fields(self, "launch", "restarts restart_delay_s", least=0)
+        require_fields(self, "launch", "restart_delay_s", least=0)
+        require_fields(self, "launch", "restarts", least=0, most=1000)
 
 
 def _is_address(text: str) -> bool:

@@ -35,7 +35,7 @@ class PublishConfig:
     def __post_init__(self) -> None:
         transports = ("auto", "gloo", "nccl", "ipc")
         require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
-        require(self.bucket_bytes >= 4096, "publish.bucket_bytes", self.bucket_bytes, "4096 or more")
+        require_fields(self, "publish", "bucket_bytes", least=4096, most=1 << 40)
         checksums = ("auto", "always", "none")
         require(self.checksum in checksums, "publish.checksum", self.checksum, ", ".join(checksums))
         require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s retry_after_s")

@@ -7,6 +7,9 @@ from typing import Any
 
 from inflight.config.checks import require, require_fields
 
+MAX_GROUP = 4096
+"""As types.RolloutGroup travels."""
+
 
 @dataclass(frozen=True)
 class TaskConfig:
@@ -66,9 +69,11 @@ class RolloutConfig(Sampling):
     """Write every rollout to the run folder (needed by the audit)."""
 
     def __post_init__(self) -> None:
-        require(self.group_size >= 2, "rollout.group_size", self.group_size, "2 or more (advantages are relative)")
+        fits = 2 <= self.group_size <= MAX_GROUP
+        require(fits, "rollout.group_size", self.group_size, f"2 (advantages are relative) to {MAX_GROUP}")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
-        require_fields(self, "rollout", "temperature request_timeout_s reward_timeout_s buffer_mib")
+        require_fields(self, "rollout", "temperature", least=0.01)  # vLLM takes a lower one for that
+        require_fields(self, "rollout", "request_timeout_s reward_timeout_s buffer_mib")
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
         require_fields(self, "rollout", "top_k min_p kept_tokens", least=0)
         require(self.min_p <= 1, "rollout.min_p", self.min_p, "0 to 1")
@@ -94,8 +99,7 @@ class GateConfig:
     """Rules on log-ratios, known when the trainer has scored the tokens: `{name: token_ratio, low: 0.5, high: 2}`."""
 
     def __post_init__(self) -> None:
-        require(self.max_lag >= 0, "gate.max_lag", self.max_lag, "0 or more")
-        require(self.max_token_lag >= 0, "gate.max_token_lag", self.max_token_lag, "0 or more")
+        require_fields(self, "gate", "max_lag max_token_lag", least=0)
         require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
         for name in ("rules", "ratio_rules"):
             for index, rule in enumerate(getattr(self, name)):

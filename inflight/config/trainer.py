@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config.checks import require, require_fields
+from inflight.config.checks import MAX_PROCESSES, require, require_fields
 
 NORMALISATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -69,8 +69,7 @@ class TrainerConfig:
     """Sequences per forward pass."""
     packing: bool = False
     """Lay short sequences of a micro-batch end to end, instead of padding each to the longest (trainer/packing.py).
-    Micro-batches then mix long and short ones; without, they are of similar lengths, so that small ones waste little:
-    worth it where a micro-batch is a large part of a step."""
+    Micro-batches then mix long and short ones; without, they are of similar lengths."""
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     warmup_steps: int = 0
@@ -92,7 +91,8 @@ class TrainerConfig:
     batch_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        require_fields(self, "trainer", "steps groups_per_step micro_batch threads processes", least=1)
+        require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
+        require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
         names = "learning_rate weight_decay warmup_steps checkpoint_every checkpoints_kept"
         require_fields(self, "trainer", names, least=0)
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")

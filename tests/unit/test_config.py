@@ -60,6 +60,11 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
         ("machine=toaster", "machine/toaster"),
         ("trainer.steps=[", "can't read"),
         ("trainer", "can't read"),
+        ("=3", "can't read =3"),
+        ("+trainer.foo=1", r"'foo', in \+trainer\.foo=1"),
+        ("trainer.steps=10000000000", r"trainer\.steps=10000000000 is not allowed: at most 1000000000"),
+        ("generator.count=1000000", "at most 1024"),
+        ("checkpoint=step-000040", "checkpoint='step-000040' is not allowed: the launcher finds it"),
     ],
 )
 def test_a_bad_override_is_told_in_one_line(override, words):
@@ -130,8 +135,12 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         (GeneratorConfig, {"count": 0}),
         (GeneratorConfig, {"swap": "magic"}),
         (RolloutConfig, {"group_size": 1}),
+        (RolloutConfig, {"group_size": 4097}),
         (RolloutConfig, {"temperature": 0}),
+        (RolloutConfig, {"temperature": 0.009}),  # vLLM would draw at 0.01
+        (RolloutConfig, {"top_k": 1 << 31}),
         (GateConfig, {"max_lag": -1}),
+        (GateConfig, {"max_token_lag": 1 << 70}),
         (GateConfig, {"min_trained_share": 1.5}),
         (TrainerConfig, {"micro_batch": 0}),
         *((ObjectiveConfig, {name: "x"}) for name in ("normalise", "kl_estimator", "kl_reference")),
@@ -141,7 +150,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         (BusConfig, {"heartbeat_s": 0.0}),
         (TrainerConfig, {"batch_timeout_s": 1e10}),  # what a thread can't wait for
         (config.PublishConfig, {"transport": "pigeon"}),
-        (config.PublishConfig, {"bucket_bytes": 1}),
+        *((config.PublishConfig, {"bucket_bytes": size}) for size in (1, 1 << 64)),
         (config.LaunchConfig, {"stop_grace_s": 60}),
         *((GeneratorConfig, {name: 0}) for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs")),
         (GeneratorConfig, {"threads": 0}),

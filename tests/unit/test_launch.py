@@ -20,7 +20,7 @@ from inflight import launch as launching
 from inflight import preflight, run_folder
 from inflight.bus import Link, Listener
 from inflight.compose import compose
-from inflight.config import ConfigError, RunConfig
+from inflight.config import CONFIG_FILE, ConfigError, RunConfig
 from inflight.launch import LaunchError, launch, usual_commands
 from inflight.messages import Status
 from inflight.processes import Command, last_lines
@@ -305,10 +305,14 @@ def test_cores_are_given_to_the_process(config):
 
 
 @pytest.mark.parametrize("affinity", ["{trainer: [4095]}", "{trainr: [0]}"])
-def test_cores_that_are_not_there_are_refused(tmp_path, affinity):
+def test_cores_that_are_not_there_are_refused(tmp_path, affinity, monkeypatch):
     config = compose("tiny", [f"run_dir={tmp_path}", f"launch.affinity={affinity}"])
     with pytest.raises(ConfigError, match=r"launch\.affinity\.train.* is not allowed"):
         usual_commands(config)
+    monkeypatch.setattr(launching, "ready_to_start", lambda config: config)
+    with pytest.raises(ConfigError, match=r"launch\.affinity"):
+        launch(config)
+    assert not (config.path / CONFIG_FILE).exists()  # the same command, mended, begins the run
 
 
 def test_an_unknown_task_is_refused_before_anything_starts(tmp_path, capsys):

@@ -22,9 +22,9 @@ from inflight.trainer.packing import packed
 from inflight.trainer.policy import Policy, load_policy
 from inflight.trainer.split import rounds
 
-SEQUENCES = 32
+SEQUENCES = 16
 PROMPT = 24
-LONGEST = 128
+LONGEST = 96
 """Tokens of the longest answer."""
 ROUNDS = 3
 VOCABULARY = 49152

@@ -69,7 +69,8 @@ class TrainerConfig:
     """Sequences per forward pass."""
     packing: bool = False
     """Lay short sequences of a micro-batch end to end, instead of padding each to the longest (trainer/packing.py).
-    Micro-batches then mix long and short ones; without, they are of similar lengths."""
+    Micro-batches then mix long and short ones; without, they are of similar lengths, so that small ones waste little:
+    worth it where a micro-batch is a large part of a step."""
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
     warmup_steps: int = 0

@@ -63,11 +63,12 @@ def test_a_killed_helper_is_started_again(make_run, victim):
 
 def test_a_generator_that_is_asked_to_end_leaves_at_once_and_is_started_again(make_run):
     """Its silence would be noticed after the run only."""
-    run = make_run(SHORT, KEEP_OLD, "generator.count=2", "bus.dead_after_s=1000", "launch.restart_delay_s=2").start()
+    patient = ("bus.dead_after_s=1000", "launch.restart_delay_s=2")
+    run = make_run("trainer.steps=60", KEEP_OLD, "generator.count=2", *patient).start()
     run.until(lambda: set(run.routed()) == {"g0", "g1"}, alive=True)
     assert run.kill("g1", signal.SIGTERM)
     run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
-    all_is_trained(run)
+    all_is_trained(run, 60)
     assert "g1 ended with code 143; it is started again in 2 s (1 of 3)" in run.output
 
 

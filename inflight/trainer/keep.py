@@ -137,8 +137,9 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 def load_random(folder: Path) -> None:
     """Lets all random numbers go on from a checkpoint. Raises CheckpointError when it does not hold their state."""
     path = folder / RANDOM_FILE
+    state = _read(path)
     try:
-        randomness.restore(_read(path))
+        randomness.restore(state)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
 

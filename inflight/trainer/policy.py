@@ -11,7 +11,7 @@ reduces gradients in float32, which comes to the same.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
@@ -112,9 +112,21 @@ def load_model(
     attention = "eager" if (attention_on or device).type == "cpu" else "sdpa"
 
     try:  # from the files, not by casting: that would round the rotary frequencies, which stay float32
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation=attention)
+        model, found = cast(
+            "tuple[PreTrainedModel, dict[str, Any]]",
+            AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation=attention,
+                ignore_mismatched_sizes=True,  # refused below, with a name
+                output_loading_info=True,
+            ),
+        )
     except SafetensorError as error:
         raise ValueError(f"{directory} can't be loaded: {error}") from None
+    made_up = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
+    if made_up:  # transformers puts random numbers there, and goes on
+        raise ValueError(f"{directory} can't be loaded: its weights lack {made_up[0]}, or have it in another shape")
     require_plain_logits(model)
     model.eval().to(device)  # eval: dropout would be noise in the ratio
     if packing:

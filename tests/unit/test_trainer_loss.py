@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from batches import make_batch
 from rollout_samples import make_config, make_rollout
+from safetensors.torch import load_file, save_file
 
 from inflight.config import GateConfig, ObjectiveConfig, TrainerConfig
 from inflight.rollout.gate import gate_group
@@ -282,3 +284,14 @@ def test_a_gradient_that_is_not_finite_is_refused(tiny_model, tmp_path):
 def test_warmup():
     assert [warmup(4)(n) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     assert warmup(0)(0) == 1.0
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path, tiny_model, there):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file, name = tmp_path / "model" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(file)
+    whole = tensors.pop(name)
+    save_file(tensors | ({name: whole[:3].clone()} if there else {}), file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"its weights lack {name}, or have it in another shape"):
+        load_policy(tmp_path / "model", bfloat16=False, device=torch.device("cpu"))

@@ -45,6 +45,7 @@ MAY_IMPORT = {
         "metrics",
         "models",
         "named",
+        "processes",
         "weights",
         "rollout",
         "sampling",

@@ -14,7 +14,7 @@ from inflight.config import ConfigError, RunConfig, load
 from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
-from inflight.processes import guard_group
+from inflight.processes import guard_group, leave
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code after a signal: the run is not over."""
@@ -73,9 +73,4 @@ def _end(name: str, error: BaseException, code: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # All children are gone. What interpreter shutdown would add is pages of complaints by native modules about their
-    # own leaks, which would bury the one line that tells why the generator ended.
-    os._exit(code)
+    leave(main())

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load, require
 from inflight.models import ModelError, prepare
+from inflight.processes import leave
 from inflight.rollout.gate import rules_of
 
 if TYPE_CHECKING:
@@ -176,4 +177,4 @@ def _end(error: BaseException | str, code: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

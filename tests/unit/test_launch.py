@@ -469,6 +469,12 @@ def test_what_a_generator_starts_ends_with_it_though_it_is_killed():
     assert len(others) == 1, "the one that waited"
 
 
+def test_what_goes_wrong_in_the_interpreters_shutdown_does_not_make_a_done_process_look_failed():
+    code = "import atexit, os; from inflight.processes import leave; atexit.register(os.abort); print('done'); leave(3)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (3, "done\n"), ended.stderr
+
+
 def test_a_run_that_goes_on_is_the_same_run(config):
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     with pytest.raises(ConfigError, match=r"seed=7 is not allowed: the run in .* began with 0"):

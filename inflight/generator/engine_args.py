@@ -31,6 +31,7 @@ OWN = {
     "model": "model.name",
     "served_model_name": "model.name",
     "dtype": "model.dtype",
+    "load_format": "",
     "seed": "seed",
     "tensor_parallel_size": "generator.tensor_parallel_size",
     "max_model_len": "generator.max_model_len",
@@ -101,6 +102,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "model": model,
         "served_model_name": [config.model.name],
         "dtype": config.model.dtype,
+        "load_format": "auto",  # "dummy" would begin with weights that the start version does not have
         "seed": config.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_model_len": generator.max_model_len,

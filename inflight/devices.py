@@ -31,6 +31,16 @@ def available() -> list[str]:
     return done.stdout.split() if done.returncode == 0 else []
 
 
+def require_gpu(config: RunConfig) -> None:
+    """Raises ConfigError when the configuration is one for GPUs and there is none."""
+    if config.launch.needs_gpu and not available():
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "nvidia-smi shows none" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
+        raise ConfigError(
+            f"machine=gpu (launch.needs_gpu=true) is not allowed: no GPU was found, {why}; machine=cpu runs without"
+        )
+
+
 def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
     """Process name → CUDA_VISIBLE_DEVICES; {} without GPUs.
 

@@ -92,20 +92,22 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             print(f"{config.run_dir}: all {config.trainer.steps} steps are done; more: trainer.steps=…", flush=True)
             return 0
         commands = usual_commands(config) if commands is None else commands  # refused now, no run has begun
-        configuration.save(config)
-        print(f"run folder  {config.run_dir}", flush=True)
-        if config.resume:
-            print(f"going on from step {config.start_version}", flush=True)
-        outcome, late = _run(config, commands, folder)
+        with Listener(config.endpoint("status"), config.bus) as listener:  # an address that can't be had begins no run
+            configuration.save(config)
+            print(f"run folder  {config.run_dir}", flush=True)
+            if config.resume:
+                print(f"going on from step {config.start_version}", flush=True)
+            outcome, late = _run(config, commands, folder, listener)
     _report(config, outcome, late)
     return outcome.code
 
 
-def _run(config: RunConfig, commands: Sequence[Command], folder: RunFolder) -> tuple[Outcome, list[str]]:
+def _run(
+    config: RunConfig, commands: Sequence[Command], folder: RunFolder, listener: Listener
+) -> tuple[Outcome, list[str]]:
     """From the first start to the last end: how the run ended, and who had to be killed."""
     interrupt = _Interrupt()
     with (
-        Listener(config.endpoint("status"), config.bus) as listener,
         View(Progress(config), line_every_s=config.launch.line_every_s) as view,
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
         interrupt,

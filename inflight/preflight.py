@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import replace
 
 from inflight import config as configuration
+from inflight import devices
 from inflight.config import ConfigError, RunConfig
 from inflight.generator.engine_args import require_extra
 from inflight.processes import environment
@@ -20,12 +21,13 @@ CHECK_S = 120.0
 
 
 def ready_to_start(config: RunConfig) -> RunConfig:
-    """Checks what is named and the patch, and prepares the model; the result names the model by its directory.
+    """Checks GPUs, what is named and the patch, and prepares the model; the result names the model by its directory.
 
     Raises ConfigError for what does not exist, LaunchError when the patch or the model is not there.
     """
     from inflight import models, patching, tasks
 
+    devices.require_gpu(config)
     _require_named(config)
 
     if ":" not in config.task.name:  # one of the user's own may be importable in the actor's process alone

@@ -36,6 +36,8 @@ class LaunchConfig:
 
     affinity: dict[str, list[int]] = field(default_factory=dict)
     """Cores that a process may use, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
+    needs_gpu: bool = False
+    """Refuse to start where no GPU is found, as `machine=gpu` asks; without, a run takes the GPUs that there are."""
     stop_grace_s: float = 6.0
     """Seconds between SIGTERM and SIGKILL when the run ends."""
     restarts: int = 3

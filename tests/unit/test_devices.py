@@ -7,7 +7,7 @@ import pytest
 from inflight import devices
 from inflight.compose import compose
 from inflight.config import ConfigError
-from inflight.devices import assign, available
+from inflight.devices import assign, available, require_gpu
 
 
 def run(count: int = 1, ranks: int = 1):
@@ -42,6 +42,20 @@ def test_a_driver_that_hangs_is_one_line(monkeypatch, tmp_path):
     monkeypatch.setattr(devices, "QUERY_TIMEOUT_S", 0.2)
     with pytest.raises(ConfigError, match="set CUDA_VISIBLE_DEVICES"):
         available()
+
+
+def test_a_run_for_gpus_needs_one(monkeypatch):
+    gpu = compose("tiny", ["machine=gpu"])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    require_gpu(gpu)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    require_gpu(run())
+    with pytest.raises(ConfigError, match=r"machine=gpu .*no GPU was found, CUDA_VISIBLE_DEVICES='' leaves none"):
+        require_gpu(gpu)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match="nvidia-smi shows none"):
+        require_gpu(gpu)
 
 
 @pytest.mark.parametrize("devices", [["0"], ["0", "1"]])

@@ -18,7 +18,7 @@ from fake_generator import eventually
 
 from inflight import launch as launching
 from inflight import preflight, run_folder
-from inflight.bus import Link, Listener
+from inflight.bus import BusError, Link, Listener
 from inflight.compose import compose
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig
 from inflight.launch import LaunchError, launch, usual_commands
@@ -377,6 +377,26 @@ def test_a_closed_terminal_stops_all(config):
         assert launch(config, [command(config, "trainer", code)]) == 128 + signal.SIGHUP
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("arguments", [["--config-name", "tiny", "machine=gpu"], ["--config-name", "demo_gpu"]])
+def test_a_run_for_gpus_is_refused_at_once_where_there_are_none(tmp_path, capsys, monkeypatch, arguments):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(preflight, "_require_named", lambda config: pytest.fail("GPUs come first"))
+    assert launching.main([*arguments, f"run_dir={tmp_path}/run"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("inflight launch: machine=gpu (launch.needs_gpu=true) is not allowed: no GPU was found")
+    assert "machine=cpu" in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+    assert launching.main([*arguments, "--print"]) == 0
+
+
+def test_an_address_that_can_not_be_had_leaves_no_run_behind(tmp_path):
+    config = compose("tiny", [f"run_dir={tmp_path}/run", "bus.address=192.0.2.1"])
+    with pytest.raises(BusError, match=r"192\.0\.2\.1"):
+        launch(config, [command(config, "trainer", "pass")])
+    assert not (config.path / CONFIG_FILE).exists()  # the same command, mended, begins the run
 
 
 def test_bad_input_is_one_line_and_code_2(capsys):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import time
 from collections.abc import Sequence
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -12,9 +13,9 @@ import hydra
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.resources import folder
@@ -29,6 +30,8 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     own = folder("configs")
     asked = list(overrides)
     if directory is not None:
+        if not directory.is_dir():
+            raise ConfigError(f"--config-dir {directory}: there is no such folder")
         asked.append(f"hydra.searchpath=[file://{own}]")
     try:
         GlobalHydra.instance().clear()
@@ -40,7 +43,7 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(_one_line(error, [own] if directory is None else [own, directory])) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}.yaml, or what it builds on, is no YAML: {' '.join(str(error).split())}") from None
     except FrozenInstanceError as error:  # Hydra lets a + add any key
@@ -53,12 +56,31 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     return replace(config, run_dir=str(config.path.expanduser().resolve()))
 
 
-def _one_line(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages without their explanations and decoration."""
+def _one_line(error: Exception, folders: Sequence[Path]) -> str:
+    """Hydra's and OmegaConf's messages without their explanations and decoration, but with what there is instead."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         return f"can't read {error.override!r}: {lines[0]}"
-    cause = error.__cause__
+    if isinstance(error, MissingConfigException):
+        said = lines[0].removesuffix(" Check that it's in your config search path.").removesuffix(".")
+        if error.options:
+            return f"{said}; there are: {', '.join(error.options)}"
+        names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+        return f"{said}; the configurations are: {', '.join(names)}"
+    cause = error.__cause__ or error.__context__  # the latter where a file has what is wrong
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and is_dataclass(cause.object_type):
+        groups = sorted({path.name for folder in folders for path in folder.glob("[!._]*/")})
+        file = lines[0].partition(":")[0] + ": " if lines[0].startswith("In ") else ""
+        return file + _unknown(cause.full_key, cause.object_type, groups)
     if cause is not None and str(cause):
         return f"{lines[0]} ({str(cause).splitlines()[0]})" if lines else str(cause).splitlines()[0]
     return lines[0] if lines else type(error).__name__
+
+
+def _unknown(full_key: str, kind: type, groups: Sequence[str]) -> str:
+    """A key that `kind` has no field for, and the one that may have been meant, else all; groups stand at the top."""
+    section, _, key = full_key.rpartition(".")
+    names = [each.name for each in fields(kind)] + ([] if section else list(groups))
+    near = difflib.get_close_matches(key, names, n=1)
+    place = f"{section}." if section else ""
+    return f"{full_key} is not known; " + (f"did you mean {place}{near[0]}?" if near else f"known: {', '.join(names)}")

@@ -117,6 +117,7 @@ class RunConfig:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
+        require(bool(self.run_dir.strip()), "run_dir", self.run_dir, "a folder; leave it out for a new one in runs")
         require(0 <= self.seed < 1 << 32, "seed", self.seed, "0 to 4294967295, as numpy's generator takes it")
         limit = self.generator.max_model_len - 1  # a prompt has a token at least
         if self.trainer.synchronous:
@@ -220,7 +221,7 @@ def load(run_dir: str | Path) -> RunConfig:
     try:
         merged = OmegaConf.merge(schema(), OmegaConf.load(path), {"run_dir": os.path.abspath(run_dir)})
         return cast(RunConfig, OmegaConf.to_object(merged))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist: {run_dir} is not a run folder") from None
     except ConfigError:
         raise

@@ -449,6 +449,8 @@ def test_a_rollout_file_that_is_damaged_before_its_end_is_not_audited(tmp_path, 
 
 def test_bad_input_is_one_line(tmp_path, tiny_model, capsys):
     assert main([str(tmp_path)]) == 2
+    assert main([__file__]) == 2
+    assert capsys.readouterr().err.endswith(f"{__file__} is not a run folder\n")
     for option in ("--limit=-1", "--limit=0", "--threads=0", "--tolerance=nan"):
         with pytest.raises(SystemExit, match="2"):
             main([str(tmp_path), option])

@@ -57,7 +57,12 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
         ("nonsense=1", "nonsense"),
         ("trainer.steps=abc", "could not be converted"),
         ("trainer.steps=0", r"trainer\.steps=0 is not allowed: 1 or more"),
-        ("machine=toaster", "machine/toaster"),
+        ("trainer.stesp=3", r"^trainer\.stesp is not known; did you mean trainer\.steps\?$"),
+        ("trainer.objective.nme=x", r"did you mean trainer\.objective\.name\?$"),
+        ("audit.why=1", r"^audit\.why is not known; known: keep_versions$"),
+        ("machin=cpu", r"^machin is not known; did you mean machine\?$"),
+        ("machine=toaster", r"machine/toaster'; there are: cpu, gpu$"),
+        ("run_dir=", "run_dir='' is not allowed: a folder"),
         ("trainer.steps=[", "can't read"),
         ("trainer", "can't read"),
         ("=3", "can't read =3"),
@@ -74,9 +79,33 @@ def test_a_bad_override_is_told_in_one_line(override, words):
 
 
 def test_an_unknown_configuration_is_told_in_one_line():
-    with pytest.raises(ConfigError, match="nope") as error:
+    with pytest.raises(ConfigError, match=f"'nope'; the configurations are: {', '.join(SHIPPED)}$") as error:
         compose("nope")
     assert "\n" not in str(error.value)
+
+
+def test_ones_own_configurations_are_among_those_told(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults:\n  - tiny\n")
+    with pytest.raises(ConfigError, match=r"'mien'; the configurations are: demo, demo_gpu, mine, tiny$"):
+        compose("mien", [], tmp_path)
+
+
+def test_a_folder_of_configurations_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(f"--config-dir {tmp_path}/none: there is no such folder")):
+        compose("tiny", [], tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ("{stesp: 2}", r"^In 'mine': trainer\.stesp is not known; did you mean trainer\.steps\?$"),
+        ("{steps: two}", "In 'mine'.*'two' .*could not be converted"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told(tmp_path, given, words):
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - tiny\n  - _self_\ntrainer: {given}\n")
+    with pytest.raises(ConfigError, match=words):
+        compose("mine", [], tmp_path)
 
 
 def test_own_folder_builds_on_the_shipped_one(tmp_path):
@@ -126,6 +155,9 @@ def test_a_damaged_file_is_named(tmp_path, damage, words):
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(ConfigError, match="not a run folder"):
         config.load(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="file is not a run folder"):
+        config.load(tmp_path / "file")
 
 
 @pytest.mark.parametrize(

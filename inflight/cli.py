@@ -42,14 +42,18 @@ def _report(arguments: list[str]) -> int:
     parser.add_argument("run_dir", type=Path)
     folder = parser.parse_args(arguments).run_dir
     try:
+        if not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}")
         lines = read_lines(folder / METRICS_FILE)
         if not lines:
             raise ValueError(f"{folder} has no {METRICS_FILE}, or nothing is in it yet")
+        with summary.damage_named(folder):
+            versions = staleness.table(staleness.by_version(lines), "version")
         print(summary.table(summary.summarize(folder)))
     except (ValueError, OSError) as error:
         print(f"inflight report: {error}", file=sys.stderr)
         return 2
-    print(staleness.table(staleness.by_version(lines), "version"))
+    print(versions)
     return 0
 
 

@@ -6,9 +6,10 @@ Read are metrics.jsonl (a line a step), swaps.jsonl (a line for each version and
 from __future__ import annotations
 
 import collections
+import contextlib
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,9 +87,16 @@ def summarize(run_dir: Path) -> Summary:
     """Raises ValueError naming the file when one of the run's files is damaged (other than by a torn tail)."""
     steps, swaps = read_lines(run_dir / METRICS_FILE), read_lines(run_dir / SWAPS_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE)
-    try:
+    with damage_named(run_dir):
         return _computed(steps, swaps, tally, torn)
-    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+
+
+@contextlib.contextmanager
+def damage_named(run_dir: Path) -> Iterator[None]:
+    """What fails for want of a figure in a line, or for one of another kind, is a ValueError naming the files."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{run_dir}: a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {reason}") from None
 

@@ -81,6 +81,8 @@ def test_a_step_without_a_finite_figure_is_counted_and_spoils_no_mean(tmp_path):
 def test_the_report_of_a_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} has no metrics.jsonl" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"inflight report: there is no folder {tmp_path}/none\n"
     common = {
         "reward": 0.5, "time_s": 1.0, "wait_s": 0.1, "train_s": 0.1, "publish_wait_s": 0.0, "pack_s": 0.0,
         "tokens_trained": 3, "tokens_masked": 1,
@@ -92,3 +94,25 @@ def test_the_report_of_a_run(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert table(by_lag(LINES), "lag") in printed
     assert table(by_version(LINES), "version") in printed
+
+
+WITHOUT_VERSION = {name: value for name, value in LINES[0].items() if name != "version"}
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        (WITHOUT_VERSION, "KeyError: 'version'"),
+        (LINES[0] | {"version": None}, "TypeError"),
+        (LINES[0] | {"by_lag": {"x": {}}}, "'x'"),
+    ],
+)
+def test_the_report_of_a_damaged_line_is_one_line(tmp_path, capsys, line, words):
+    with JsonLines(tmp_path / METRICS_FILE) as file:
+        file.write(line)
+    assert main(["report", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "metrics.jsonl or swaps.jsonl is damaged: " in said.err
+    assert words in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""

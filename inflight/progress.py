@@ -79,9 +79,7 @@ class Progress:
         step, steps = trainer.get("step", 0), self._config.trainer.steps
         title = Text.assemble(("inflight", "bold"), f"  {self._config.path.name}  {self._elapsed()}")
         rows = Table.grid(padding=(0, 2))
-        rows.add_row(
-            f"step {step}/{steps}", ProgressBar(steps, step if _is_finite(step) else 0, width=SPARK_WIDTH)
-        )
+        rows.add_row(f"step {step}/{steps}", ProgressBar(steps, step if _is_finite(step) else 0, width=SPARK_WIDTH))
         rewards = [self._rewards[at] for at in sorted(self._rewards)]
         if rewards:
             rows.add_row("reward", Text.assemble((sparkline(rewards), "green"), f" {rewards[-1]:.2f}"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 LARGEST = 1_000_000_000
 """Of a number that no other bound is known for: it fits into the 32 bits that torch and vLLM have for some."""
+LARGEST_REAL = 1e38
+"""Of a real number that multiplies weights: float32 holds it."""
 LONGEST_S = 1e8
 """Three years; threads and sockets can't wait for much longer than a hundred of that."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config.checks import MAX_PROCESSES, require, require_fields
+from inflight.config.checks import LARGEST_REAL, MAX_PROCESSES, require, require_fields
 
 NORMALISATIONS = ("token", "sequence", "constant")
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -94,6 +94,6 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
         require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
-        names = "learning_rate weight_decay warmup_steps checkpoint_every checkpoints_kept"
-        require_fields(self, "trainer", names, least=0)
+        require_fields(self, "trainer", "learning_rate weight_decay", least=0, most=LARGEST_REAL)
+        require_fields(self, "trainer", "warmup_steps checkpoint_every checkpoints_kept", least=0)
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")

@@ -100,7 +100,9 @@ def test_killed_cut_off_and_stopped_in_turn(make_run):
     assert run.start("resume=true", f"trainer.steps={done + 3}", "generator.count=1").wait() == 0, run.logs()
     books = run.account()
     assert (run.aborted(), books.failed.get("aborted", 0)) == (0, 0)
-    assert run.trained() == list(range(2 * (done + 3)))
+    assert len(run.trained()) == 2 * (done + 3)
+    written = run.written()
+    assert written == list(range(len(written))), "none was skipped, though the gate may have dropped what grew old"
     assert books.failed.get("actor lost", 0) > 0
     audit(run)
 

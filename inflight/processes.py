@@ -176,6 +176,14 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def say_why(who: str, error: object, code: int) -> int:
+    """Tells in one line on stderr why a process ends, with the notes of an exception (vLLM's own may have many lines);
+    returns its exit `code`."""
+    said = [str(error).strip() or repr(error), *getattr(error, "__notes__", ())]
+    print(f"inflight {who}: {' '.join(' '.join(said).split())[:1000]}", file=sys.stderr)
+    return code
+
+
 def guard_group() -> None:
     """Starts a process that waits for the end of this one and then kills what is left of its group: a killed generator
     can't end its engine, and the launcher that would may have been killed as well.

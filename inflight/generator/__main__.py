@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Sequence
 from types import FrameType
 
@@ -14,7 +13,7 @@ from inflight.config import ConfigError, RunConfig, load
 from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
-from inflight.processes import guard_group, leave
+from inflight.processes import guard_group, leave, say_why
 
 STOPPED = 128 + signal.SIGTERM
 """Exit code after a signal: the run is not over."""
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(environment(config))
         return _run(config, arguments.name)
     except (ConfigError, ModelError) as error:
-        return _end(arguments.name, error, 2)
+        return say_why(f"generator {arguments.name}", error, 2)
     except SystemExit as stop:  # SIGTERM while nothing was started yet
         return int(stop.code or 0)
 
@@ -50,9 +49,9 @@ def _run(config: RunConfig, name: str) -> int:
         server.end_children()
         return STOPPED
     except (GeneratorEnded, BusError, ValueError, OSError) as error:
-        return _end(name, error, 1)
+        return say_why(f"generator {name}", error, 1)
     except RuntimeError as error:  # vLLM's word for a core that did not start; its log tells why
-        return _end(name, error, 1)
+        return say_why(f"generator {name}", error, 1)
     return 0 if over else STOPPED
 
 
@@ -64,12 +63,6 @@ def _stop_start(signum: int, frame: FrameType | None) -> None:
 def _check_name(config: RunConfig, name: str) -> None:
     if name not in config.generator_names():
         raise ConfigError(f"--name {name} is not one of {', '.join(config.generator_names())}")
-
-
-def _end(name: str, error: BaseException, code: int) -> int:
-    text = " ".join(str(error).split()) or repr(error)  # vLLM's own errors may have many lines
-    print(f"inflight generator {name}: {text[:1000]}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

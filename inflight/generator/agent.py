@@ -12,6 +12,7 @@ import msgspec
 
 from inflight.bus import Link, PeerLost
 from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Refused
+from inflight.messages.base import MAX_REASON
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +132,6 @@ class EngineAgent:
 
     def _poisoned(self, version: int, text: str) -> NoReturn:
         """The engine stamps the version before the ranks answer, so its tags can't be trusted from here on."""
-        reason = text.splitlines()[0][:1000]
+        reason = text.splitlines()[0][:MAX_REASON]
         self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=True))
         raise GeneratorEnded(f"version {version} could not be committed: {reason}")

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load, require
 from inflight.models import ModelError, prepare
-from inflight.processes import leave
+from inflight.processes import leave, say_why
 from inflight.rollout.gate import rules_of
 
 if TYPE_CHECKING:
@@ -54,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         return _run(config)
     except (ConfigError, ModelError) as error:
-        return _end(error, 2)
+        return say_why("trainer", error, 2)
     except (BusError, OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
-        return _end(error, 1)
+        return say_why("trainer", error, 1)
 
 
 def _run(config: RunConfig) -> int:
@@ -115,7 +114,9 @@ def _run(config: RunConfig) -> int:
         watch.over(buffer, publisher)
         trainer.run()
     if trainer.steps_done < config.trainer.steps:
-        return _end(f"stopped by SIGTERM after step {trainer.steps_done} of {config.trainer.steps}", STOPPED)
+        return say_why(
+            "trainer", f"stopped by SIGTERM after step {trainer.steps_done} of {config.trainer.steps}", STOPPED
+        )
     return 0
 
 
@@ -167,13 +168,6 @@ def _require_named(config: RunConfig) -> None:
 def _stop_start(signum: int, frame: FrameType | None) -> None:
     """While things start, nothing is worth keeping: unwind from wherever the main thread is."""
     raise SystemExit(STOPPED)
-
-
-def _end(error: BaseException | str, code: int) -> int:
-    said = " ".join([str(error) or repr(error), *getattr(error, "__notes__", ())])
-    text = " ".join(said.split())
-    print(f"inflight trainer: {text[:1000]}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

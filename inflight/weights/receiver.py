@@ -24,6 +24,7 @@ from inflight.messages import (
     Refused,
     Welcome,
 )
+from inflight.messages.base import reason_of
 from inflight.weights import plan
 from inflight.weights.pack import ChecksumError, verify
 from inflight.weights.rank_state import RankState, State
@@ -126,7 +127,7 @@ class WeightReceiver:
                 self._step()
         except Exception as error:  # noqa: BLE001 - nobody above: kept for swap's text, logged, and the engine lives on
             if not self._closing.is_set():
-                self._rank_state.fail(_text(error))
+                self._rank_state.fail(reason_of(error))
                 log.error("%s receives no more weights: %s", self._name, self.error)
         finally:
             self._drop_transport()
@@ -241,7 +242,7 @@ class WeightReceiver:
         transport: closing it lets them go at once, and the publisher answers with a new Welcome."""
         if self._closing.is_set():
             return
-        reason = _text(error)
+        reason = reason_of(error)
         log.warning("%s: version %d failed in %s: %s", self._name, message.version, phase, reason)
         if phase in ("prepare", "receive"):
             self._drop_transport()
@@ -277,7 +278,7 @@ class WeightReceiver:
         self._rank_state.enter(State.IDLE)
 
     def _poison(self, version: int, error: BaseException) -> None:
-        self._rank_state.poison(_text(error))
+        self._rank_state.poison(reason_of(error))
         self._tell_poisoned(version)
 
     def _tell_poisoned(self, version: int) -> None:
@@ -294,7 +295,3 @@ class WeightReceiver:
             self._link.send(message)
         except BusError as error:
             log.warning("%s: %s not sent: %s", self._name, type(message).__name__, error)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:1000]

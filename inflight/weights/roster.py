@@ -13,6 +13,7 @@ from typing import Protocol
 from inflight.bus import BusError
 from inflight.config import PublishConfig
 from inflight.messages import Abort, AnyMessage, EngineHello, Enquire, Manifest, RankHello, Refused, Welcome
+from inflight.messages.base import MAX_REASON
 from inflight.weights import plan
 from inflight.weights.channel import Channel
 from inflight.weights.delivery import GONE, Delivery, Event, Failure, State, Superseded
@@ -214,7 +215,7 @@ class Roster:
     def tell_abort(self, delivery: Delivery, peers: Iterable[str], reason: str) -> None:
         """Tells ranks to let go of the version that is out."""
         assert delivery.version is not None
-        self.tell(peers, Abort(version=delivery.version, attempt=delivery.attempt, reason=reason[:1000]))
+        self.tell(peers, Abort(version=delivery.version, attempt=delivery.attempt, reason=reason[:MAX_REASON]))
 
     def _enter_without_claim(self, delivery: Delivery, state: State, reason: str) -> None:
         self.drop_channel(delivery)

@@ -24,11 +24,12 @@ from inflight.bus import Link, Listener, Received
 from inflight.config import AuditConfig, ModelConfig, PublishConfig, TrainerConfig, save
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.processes import say_why
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import newest_version
 from inflight.rollout.stream import Reader
 from inflight.trainer import checkpoints, keep, loop, rewind
-from inflight.trainer.__main__ import STOPPED, _end, main
+from inflight.trainer.__main__ import STOPPED, main
 from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
 
@@ -576,9 +577,9 @@ def test_a_generator_that_never_joins_is_named(make_run, capfd):
 def test_the_last_line_tells_what_else_went_wrong(capsys):
     error = TimeoutError("no batch\ncame")
     error.add_note("and no checkpoint could be written: no space")
-    assert _end(error, 1) == 1
+    assert say_why("trainer", error, 1) == 1
     assert capsys.readouterr().err == "inflight trainer: no batch came and no checkpoint could be written: no space\n"
-    assert _end(RuntimeError(), 1) == 1
+    assert say_why("trainer", RuntimeError(), 1) == 1
     assert capsys.readouterr().err == "inflight trainer: RuntimeError()\n"
 
 

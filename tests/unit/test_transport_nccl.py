@@ -1,5 +1,7 @@
 """The order of what a NCCL transport does, without NCCL: communicators are made of lists here."""
 
+import signal as signals
+import subprocess
 import sys
 import threading
 import types
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.rendezvous import Board
 
 
 class FakeGroup:
@@ -98,3 +101,51 @@ def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
     sending.join(10)
     assert raised == ["send: NCCL communicator was aborted"]
     assert len(FakeGroup.made) == 1
+
+
+class Never:
+    """An event that does not come."""
+
+    def query(self):
+        return False
+
+
+HOST = """
+import time
+from inflight.weights.transport.rendezvous import Board
+board = Board("", 5.0)
+print(board.address, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signal", "timeout_s", "said"),
+    [
+        ("SIGKILL", 120.0, "receive: the trainer is gone"),
+        ("SIGSTOP", 1.0, "receive: the trainer did not answer within 0"),
+    ],
+)
+def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(nccl, signal, timeout_s, said):
+    """Killed: at once, long before the bound. Stopped: within the bound."""
+    sender = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    try:
+        group = nccl._Group(Board(sender.stdout.readline().strip(), timeout_s), 1, 2)
+        group.broadcast(torch.zeros(4))
+        sender.send_signal(getattr(signals, signal))
+        with pytest.raises(TransportError, match=said):
+            group.finish(Never(), "receive")
+    finally:
+        sender.kill()
+        sender.communicate(timeout=20)
+    assert FakeGroup.made[0].aborted.is_set()
+    with pytest.raises(TransportError, match="receive: closed"):
+        group.broadcast(torch.zeros(4))
+
+
+def test_a_sender_that_waits_asks_nobody(nccl):
+    """Its board is its own; it is told of a rank's death by the link."""
+    group = nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=0.2), 0, 2)
+    group.broadcast(torch.zeros(4))
+    with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
+        group.finish(Never(), "send")

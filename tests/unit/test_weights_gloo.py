@@ -2,6 +2,9 @@
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -143,6 +146,22 @@ def test_a_receiver_whose_sender_is_gone_does_not_wait_for_it():
 def receive_one_and_die(rendezvous):
     GlooReceiver(rendezvous, 1, 2, 30).receive(torch.zeros(2048, dtype=torch.uint8), BUCKETS[:1])
     os.kill(os.getpid(), 9)
+
+
+def test_a_receiver_whose_sender_is_stopped_waits_no_longer_than_the_bound():
+    """Its store is there and does not answer; torch's client would wait until it goes on."""
+    code = "import time; from inflight.weights.transport.gloo import GlooSender as S; s = S(2, 9)\n"
+    code += "print(s.rendezvous, flush=True); time.sleep(60)"
+    sender = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        receiver = GlooReceiver(sender.stdout.readline().strip(), 1, 2, 0.2)
+        sender.send_signal(signal.SIGSTOP)
+        error = Side(receiver.receive, torch.zeros_like(BYTES)).done()
+        assert str(error) == "receive, connecting: no answer within 5.2 s"
+        receiver.close()
+    finally:
+        sender.kill()
+        sender.communicate(timeout=20)
 
 
 def test_a_killed_receiver_ends_the_transfer():

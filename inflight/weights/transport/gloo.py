@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from inflight.messages import BucketMeta
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.bounded import within
 
 LOOPBACK = "127.0.0.1"
 _BACKSTOP_S = 5.0
@@ -54,7 +55,9 @@ class _Group:
             group = work = None
             try:
                 self._require_open()
-                group = self._connected()
+                if self._group is None:  # a store whose process is stopped does not answer, nor does its client give up
+                    self._group = within(self._timeout_s + _BACKSTOP_S, self._formed)
+                group = self._group
                 for index, bucket in enumerate(buckets):
                     step = f"bucket {index} of {len(buckets)}"
                     self._require_open()
@@ -88,18 +91,16 @@ class _Group:
         if self._closed.is_set():
             raise RuntimeError("closed")
 
-    def _connected(self) -> Any:
-        if self._group is None:
-            assert self._store is not None, "an open group has its store"
-            store = self._store()
-            self._meet(store)
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()  # the constructor without options would pick a network device by host name
-            options._timeout = timedelta(seconds=self._timeout_s)
-            options._devices = [gloo.create_device(hostname=LOOPBACK)]
-            options._threads = 1
-            self._group = gloo(store, self._rank, self._size, options)
-        return self._group
+    def _formed(self) -> Any:
+        assert self._store is not None, "an open group has its store"
+        store = self._store()
+        self._meet(store)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()  # the constructor without options would pick a network device by host name
+        options._timeout = timedelta(seconds=self._timeout_s)
+        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._threads = 1
+        return gloo(store, self._rank, self._size, options)
 
     def _meet(self, store: dist.Store) -> None:
         """Waits until every rank is at the store, so that an error can name who is not, and until the trainer has said

@@ -3,6 +3,9 @@
 No SM takes part, so decoding keeps its pace. A rank takes only its own strips, in pieces of 64 MB, straight into its
 shadow; the trainer does nothing but wait. The trainer's GPU must be visible to the generator's process.
 
+Pulling from a trainer that has died may raise nothing, and what it gives is undefined. So a rank that has pulled asks
+whether the trainer is still there, and without an answer has received nothing.
+
 The handle of the buffer travels as 64 bytes, with offset and size, over the rendezvous.
 """
 
@@ -112,6 +115,7 @@ class IpcReceiver:
             reason = f"pulling from the trainer's buffer failed: {error}"
             self._board.put(f"done/{number}/{self._rank}", reason.encode())
             raise TransportError(f"receive: {reason}") from error
+        self._board.confirm("the trainer", "receive")
         self._board.put(f"done/{number}/{self._rank}", b"")
         with torch.cuda.stream(self._stream):
             self._sums.check(number)

@@ -5,6 +5,9 @@ watchdog may not end the process (it would take a generator down with a dead tra
 broadcast itself and aborts the communicator when it is late. It looks at events of its own on the streams, which come
 when the device is done and not before: NCCL's work calls itself completed when its watchdog has given it up, and
 waiting for it then raises nothing.
+
+A broadcast whose sender has died keeps a kernel running, and some of what an engine does then waits for it: vLLM's
+first step with a new sequence may load a kernel. So a rank that waits asks again and again whether the trainer lives.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from inflight.weights.transport.rendezvous import Board
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 _POLL_S = 0.0002
+_LOOK_S = 0.05
+"""How often a rank that waits for a broadcast asks for the sender."""
 WATCHDOG = timedelta(days=1)
 """NCCL's own timeout: out of the way of ours."""
 _QUIET = {
@@ -73,12 +78,17 @@ class _Group:
 
     def finish(self, done: torch.cuda.Event, phase: str) -> None:
         """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
-        late or failed."""
-        deadline = time.monotonic() + self._board.timeout_s
+        late or failed, or when the sender is gone."""
+        now = time.monotonic()
+        deadline, look = now + self._board.timeout_s, now + _LOOK_S
         try:
             while not done.query():
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now > deadline:
                     raise TransportError(f"{phase}: a broadcast did not end within {self._board.timeout_s:g} s")
+                if self._rank and now > look:
+                    self._board.confirm("the trainer", phase, deadline - now)
+                    look = time.monotonic() + _LOOK_S
                 time.sleep(_POLL_S)
         except RuntimeError as error:
             self.abort()

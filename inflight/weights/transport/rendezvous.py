@@ -5,17 +5,24 @@ Nothing here carries weights. Every wait is bounded, and an error names who did 
 
 from __future__ import annotations
 
+import functools
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TypeVar
 
 from torch.distributed import TCPStore
 
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.bounded import within
 
+T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.0005
+_GRACE_S = 0.5
+"""For the end of a wait that is bounded itself."""
 
 
 class Board:
@@ -25,34 +32,25 @@ class Board:
         """`address`: where the sender's board is; empty to host one on a free loopback port."""
         self.timeout_s = timeout_s
         self._closed = threading.Event()
-        limit = timedelta(seconds=timeout_s)
         try:
             if address:
                 name, _, port = address.rpartition(":")
-                self.store = TCPStore(name, int(port), wait_for_workers=False, timeout=limit)
+                self.store = within(timeout_s, functools.partial(_joined, name, int(port), timeout_s))
             else:
-                listening = socket.create_server((LOOPBACK, 0))
-                address = f"{LOOPBACK}:{listening.getsockname()[1]}"
-                # By its own socket: given a host name, the store would listen on every interface.
-                self.store = TCPStore(
-                    LOOPBACK, listening.getsockname()[1], is_master=True, wait_for_workers=False,
-                    timeout=limit, master_listen_fd=listening.detach(),
-                )  # fmt: skip
+                self.store, address = _hosted(timeout_s)
         except (OSError, RuntimeError, ValueError) as error:
-            raise TransportError(f"connect: no rendezvous at {address!r}: {str(error).splitlines()[0]}") from None
+            raise TransportError(f"connect: no rendezvous at {address!r}: {_first_line(error)}") from None
         self.address = address
 
     def put(self, key: str, value: bytes) -> None:
-        """Publishes a value."""
-        try:
-            self.store.set(key, value.hex())
-        except RuntimeError as error:
-            raise TransportError(f"rendezvous {self.address} is gone: {str(error).splitlines()[0]}") from None
+        """Publishes a value. The first one after the host's death goes well: see `confirm`."""
+        self._ask(lambda: self.store.set(key, value.hex()), "", f"rendezvous {self.address}")
 
     def take(self, key: str, who: str, phase: str) -> bytes:
         """Waits for a value. Raises TransportError naming `who` and `phase` when it does not come in time."""
-        deadline = time.monotonic() + self.timeout_s
-        try:
+
+        def poll() -> bytes:
+            deadline = time.monotonic() + self.timeout_s
             # Polled: a blocking wait would hold the store's connection, and could not be told to stop.
             while not self.store.check([key]):
                 if self._closed.is_set():
@@ -61,10 +59,13 @@ class Board:
                     raise TransportError(f"{phase}: {who} did not answer within {self.timeout_s:g} s")
                 time.sleep(_POLL_S)
             return bytes.fromhex(self.store.get(key).decode())
-        except RuntimeError as error:
-            if isinstance(error, TransportError):
-                raise
-            raise TransportError(f"{phase}: {who} is gone: {str(error).splitlines()[0]}") from None
+
+        return self._ask(poll, f"{phase}: ", who, self.timeout_s + _GRACE_S)
+
+    def confirm(self, who: str, phase: str, limit_s: float | None = None) -> None:
+        """One question to the host, which is alive if it answers. Raises TransportError naming `who` and `phase` when
+        it does not within `limit_s`, by default the board's timeout."""
+        self._ask(lambda: self.store.check([""]), f"{phase}: ", who, limit_s)
 
     def close(self) -> None:
         """Ends every wait of this side."""
@@ -72,4 +73,36 @@ class Board:
 
     def drop(self, key: str) -> None:
         """Forgets a value that nobody needs any more."""
-        self.store.delete_key(key)
+        self._ask(lambda: self.store.delete_key(key), "", f"rendezvous {self.address}")
+
+    def _ask(self, call: Callable[[], T], phase: str, who: str, limit_s: float | None = None) -> T:
+        """A call of the store, bounded. Raises TransportError."""
+        limit_s = self.timeout_s if limit_s is None else limit_s
+        try:
+            return within(limit_s, call)
+        except TransportError:
+            raise
+        except TimeoutError:
+            raise TransportError(f"{phase}{who} did not answer within {limit_s:g} s") from None
+        except RuntimeError as error:
+            raise TransportError(f"{phase}{who} is gone: {_first_line(error)}") from None
+
+
+def _hosted(timeout_s: float) -> tuple[TCPStore, str]:
+    """A store of this process, and its address."""
+    listening = socket.create_server((LOOPBACK, 0))
+    port = listening.getsockname()[1]
+    # By its own socket: given a host name, the store would listen on every interface.
+    store = TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listening.detach(),
+    )  # fmt: skip
+    return store, f"{LOOPBACK}:{port}"
+
+
+def _joined(name: str, port: int, timeout_s: float) -> TCPStore:
+    return TCPStore(name, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]

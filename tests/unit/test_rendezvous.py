@@ -1,0 +1,71 @@
+"""The board between a sender and its ranks: who hosts it and dies is noticed, by a question and not by a value."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.rendezvous import Board
+
+HOST = """
+import sys
+from inflight.weights.transport.rendezvous import Board
+board = Board("", 5.0)
+print(board.address, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[subprocess.Popen[str], Board]]:
+    """A process with a board, and another end of it."""
+    process = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, Board(process.stdout.readline().strip(), 1.0)
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+
+
+def test_a_host_that_lives_is_confirmed(host: tuple[subprocess.Popen[str], Board]) -> None:
+    _, board = host
+    board.confirm("the trainer", "receive")
+    board.put("key", b"value")
+    board.confirm("the trainer", "receive")
+    assert board.take("key", "the trainer", "receive") == b"value"
+
+
+def test_a_host_that_died_is_not_though_a_value_still_goes_out(host: tuple[subprocess.Popen[str], Board]) -> None:
+    process, board = host
+    process.kill()
+    process.wait(20)
+    board.put("done", b"")  # into a socket that nobody reads
+    with pytest.raises(TransportError, match="receive: the trainer is gone"):
+        board.confirm("the trainer", "receive")
+
+
+@pytest.mark.parametrize("asking", ["confirm", "take", "put", "drop", "join"])
+def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
+    host: tuple[subprocess.Popen[str], Board], asking: str
+) -> None:
+    """torch's client of the store would wait until the host goes on."""
+    process, board = host
+    board.put("sent", b"1")
+    process.send_signal(signal.SIGSTOP)
+    ask = {
+        "confirm": lambda: board.confirm("the trainer", "receive"),
+        "take": lambda: board.take("offer", "the trainer", "receive"),
+        "put": lambda: [board.put("done", b"x" * (1 << 20)) for _ in range(20)],
+        "drop": lambda: board.drop("sent"),
+        "join": lambda: Board(board.address, 1.0),
+    }[asking]
+    with pytest.raises(TransportError, match=r"did not answer within 1(\.5)? s|no rendezvous .*: no answer within 1 s"):
+        ask()
+    process.send_signal(signal.SIGCONT)
+    Board(board.address, 20.0).confirm("the trainer", "receive")

@@ -104,7 +104,8 @@ def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
     for name, runs in curves.items():
         pairs = [(run, base) for run in runs for base in curves.get(baseline, []) if run.seed == base.seed]
         shares = [share for run, base in pairs if (share := _share(run, base)) is not None]
-        reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(pairs)})" if shares else "never"
+        missed = "never" if pairs else "–"
+        reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(pairs)})" if shares else missed
         figures = [
             name, str(len(runs)), _band([run.final for run in runs], 3), _band([run.seconds[-1] for run in runs], 0),
             reached, _band([run.lag for run in runs], 2), _band([run.versions for run in runs], 1),

@@ -33,3 +33,10 @@ def test_a_policy_with_fewer_seeds_is_compared_with_the_same_ones():
 def test_a_policy_that_never_gets_there_is_told_as_such():
     runs = {"baseline": [curve([0.1, 0.5], 1.0, 0.5)], "worse": [curve([0.1, 0.2], 1.0, 0.2)]}
     assert "| never |" in table(runs, "baseline").splitlines()[3]
+
+
+def test_a_run_whose_seed_the_baseline_lacks_is_compared_with_nothing():
+    runs = {"baseline": [curve([0.1, 0.5], 1.0, 0.5, seed=1)], "alone": [curve([0.9, 0.9], 1.0, 0.9)]}
+    row = table(runs, "baseline").splitlines()[3]
+    assert "never" not in row
+    assert "| – |" in row

@@ -46,6 +46,11 @@ class Timeline:
         low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
         return [self.made[i] - self.made[i - 1] for i in range(max(1, low), high)]
 
+    def unbroken(self, start: float, stop: float) -> bool:
+        """Whether steps arrived in `[start, stop)`, none of them the first of fresh sequences."""
+        low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
+        return low < high and all(gap > 0 for gap in self.gap[low:high])
+
     def following(self, moment: float, steps: int) -> float:
         """When the `steps`-th step after `moment` arrived; the last one's time when there are fewer."""
         index = bisect.bisect_left(self.at, moment) + steps
@@ -109,13 +114,14 @@ def judge(timeline: Timeline, update: Update) -> Judged:
 
 
 def control(timeline: Timeline, updates: list[Update]) -> list[float]:
-    """The same figure where there was no update: halfway between two of them, over as many steps."""
+    """The same figure where there was no update: halfway between two of them, over as many steps. Not where a round of
+    fresh sequences began meanwhile, nor between updates that leave no quiet moment."""
     extras = []
     for one, two in pairwise(updates):
         middle = (one.ended + two.began) / 2
-        if two.began - one.ended < 4 * BASE_S or two.began - one.ended > 3.0:
-            continue
         length = one.ended - one.swap_began
+        if two.began - one.ended < 3 * BASE_S or not timeline.unbroken(middle - BASE_S, middle + length):
+            continue
         fake = Update(began=middle, ended=middle + length, swap_began=middle)
         extras.append(judge(timeline, fake).extra_s)
     return extras
@@ -141,6 +147,7 @@ def summarize(strategy: str, timeline: Timeline, updates: list[Update], baseline
         "updates": len(updates),
         "extra_gap_ms": spread(extra),
         "control_gap_ms": spread(quiet),
+        "controls": len(quiet),
         "core_extra_gap_ms": spread([1e3 * one.core_extra_s for one in judged]),
         "gap_ms": spread(gaps),
         "base_gap_ms": round(1e3 * statistics.median([one.base_s for one in judged]), 3) if judged else 0.0,

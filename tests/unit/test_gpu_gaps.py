@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import pytest
 
 from bench.gpu_gaps import Timeline, Update, control, judge, percentile, summarize
@@ -41,6 +43,18 @@ def test_control_looks_between_updates() -> None:
     quiet = control(timeline(end=6.0), updates)
     assert len(quiet) == 2
     assert quiet == pytest.approx([0.0, 0.0], abs=1e-9)
+
+
+def test_control_finds_the_quiet_moment_of_one_update_a_second() -> None:
+    updates = [Update(began=at, ended=at + 0.09, swap_began=at + 0.08) for at in (11.0, 12.0, 13.0)]
+    assert len(control(timeline(end=6.0), updates)) == 2
+
+
+def test_control_leaves_out_where_fresh_sequences_began() -> None:
+    updates = [Update(began=at, ended=at + 0.09, swap_began=at + 0.08) for at in (11.0, 12.0)]
+    made = timeline(end=6.0)
+    made.gap[bisect.bisect_left(made.at, 11.4)] = 0.0
+    assert control(made, updates) == []
 
 
 def test_summary_counts_tokens_lost() -> None:

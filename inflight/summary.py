@@ -65,6 +65,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     groups_failed: dict[str, int]
     """Started groups that never came, by reason; those cut off by the end of the run are not counted here."""
     groups_dropped: dict[str, int]
+    rollouts_dropped: dict[str, int] = {}
+    """Members that the gate has left out, of groups that were dropped too, by reason."""
     tokens: int | None
     tokens_per_s: float | None
     tokens_trained: int
@@ -74,7 +76,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     max_versions: int | None
     """The most versions within one sequence."""
     lag: dict[int, int]
-    """Trained tokens by lag, in versions."""
+    """Tokens that the gate's rules let through by lag, in versions; rules on log-ratios aside."""
     reward_first: float | None
     reward_last: float | None
     by_lag: list[Row]
@@ -119,6 +121,7 @@ def _computed(
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
         groups_failed=dict(last.get("groups_failed", {})),
         groups_dropped=dict(last.get("groups_dropped", {})),
+        rollouts_dropped=dict(last.get("rollouts_dropped", {})),
         tokens_trained=sum(int(step.get("tokens_trained", 0)) for step in steps),
         tokens_masked=sum(int(step.get("tokens_masked", 0)) for step in steps),
         lag=_lags(steps),
@@ -157,6 +160,8 @@ def table(summary: Summary) -> str:
                  f"groups dropped: {_counts(summary.groups_dropped)}"),
         ("lag of tokens", lag or "–"),
     ]  # fmt: skip
+    if summary.rollouts_dropped:
+        rows.append(("left out", f"of groups: {_counts(summary.rollouts_dropped)}"))
     if summary.torn_tail:
         rows.append(("rollout file", summary.torn_tail))
     width = max(len(name) for name, _ in rows)

@@ -14,7 +14,7 @@ from inflight.rollout.buffer import Buffer, BufferClosed
 from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, LearnError, Stopped
-from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_tokens
+from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.team import TeamError
 from inflight.weights.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
@@ -87,7 +87,7 @@ class Trainer:
             grad_norm = self._learner.step()
         self._books = self._buffer.books()
         report = self.publish(step)
-        learned = rewards_and_tokens(groups, batch) | learning(loss, grad_norm, stats)
+        learned = rewards_and_lags(groups, batch) | learning(loss, grad_norm, stats, batch)
         self._write_line(step, learned, report, batch.completion_tokens)
 
     def publish(self, version: int) -> PublishReport:

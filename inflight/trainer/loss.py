@@ -6,6 +6,7 @@ be in the micro-batch: micro-batches and ranks add up to the same loss and gradi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -60,13 +61,13 @@ class Loss:
     @torch.no_grad()
     def _gate(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
         """[B, L] what is still trained on after the rules on log-ratios, and how many tokens each has masked."""
-        mask, counts = batch.trained_mask, {}
+        mask, counts = batch.trained_mask, Counter[str]()
         for name, rule in self.ratio_rules:
             log_ratio = (logprobs - batch.behaviour_logprobs).masked_fill(~mask, 0)
             kept = mask & rule(log_ratio, mask)
-            counts[name] = int(mask.sum() - kept.sum())
+            counts[name] += int(mask.sum() - kept.sum())  # a rule may stand there twice
             mask = kept
-        return mask, counts
+        return mask, dict(counts)
 
 
 def make_loss(config: RunConfig) -> Loss:

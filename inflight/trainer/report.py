@@ -1,10 +1,11 @@
 """What the trainer tells: a line a step, a line a swap, and a status each second.
 
 metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are told in stats.py;
-`lag_*` and `tokens_trained` count trained tokens; `groups_*` count since the run began; `wait_s` is the wait for a
-batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part of
-`train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens of
-the batch by the time since the last step ended; `questions` are the indices of those that were trained on.
+`tokens_trained` are those in the loss, `tokens_masked` the others of the batch, and `lag_*` those that the gate's rules
+let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
+wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
+of `train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens
+of the batch by the time since the last step ended; `questions` are the indices of those that were trained on.
 """
 
 from __future__ import annotations
@@ -67,27 +68,25 @@ class Clock:
         return elapsed
 
 
-def rewards_and_tokens(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, object]:
+def rewards_and_lags(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, object]:
     """The part of a step's line that is known from its batch."""
     rewards = [reward for group in groups for reward in group.rewards]
     lags = batch.lag_counts()
-    trained = sum(lags.values())
     return {
         "questions": [index_of(group.group.group_id) for group in groups],
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
-        "lag_mean": sum(lag * count for lag, count in lags.items()) / max(trained, 1),
+        "lag_mean": sum(lag * count for lag, count in lags.items()) / max(sum(lags.values()), 1),
         "lag_max": max(lags, default=0),
         "lag_counts": lags,
-        "tokens_trained": trained,
-        "tokens_masked": batch.completion_tokens - trained,
         "tokens_masked_by_rule": dict(sum((Counter(group.masked) for group in groups), Counter())),
     }
 
 
-def learning(loss: float, grad_norm: float, stats: Stats) -> dict[str, object]:
+def learning(loss: float, grad_norm: float, stats: Stats, batch: Batch) -> dict[str, object]:
     """The part of a step's line that the learner knows."""
-    return {"loss": loss, "grad_norm": grad_norm, **stats.values()}
+    tokens = {"tokens_trained": stats.tokens, "tokens_masked": batch.completion_tokens - stats.tokens}
+    return {"loss": loss, "grad_norm": grad_norm, **tokens, **stats.values()}
 
 
 def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dict[str, object]:
@@ -103,6 +102,7 @@ def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dic
         "groups_granted": counts.granted,
         "groups_in_flight": counts.in_flight,
         "groups_dropped": counts.dropped,
+        "rollouts_dropped": counts.rollouts_dropped,
         "groups_failed": counts.failed,
     }
 

@@ -19,47 +19,52 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from test_objectives import MAX_TOKENS, Problem, problem, run
 
-from inflight.named import find, with_options
+from inflight.named import find
 from inflight.trainer.loss import Loss
 from inflight.trainer.objectives import OBJECTIVES
 
 pytestmark = pytest.mark.slow
 
 
-def theirs(given: Problem, loss_type, *, old, level="token", low=0.2, high=0.2, weight=None, beta=0.0):
-    """trl's loss and its gradient by the log-probabilities."""
+def theirs(
+    given: Problem, loss_type, *, old, level="token", low=0.2, high=0.2, weight=None, beta=0.0, entropy=0.0, parts=1
+):
+    """trl's loss and its gradient by the log-probabilities and by the entropy, summed over `parts` micro-batches."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-    now = given.now.clone().requires_grad_()
+    now, entropies = given.now.clone().requires_grad_(), given.entropy.clone().requires_grad_()
     mask = given.batch.trained_mask.long()
     trainer = MagicMock(  # what it logs is of no interest
-        _get_per_token_logps_and_entropies=lambda *a, **k: (now, given.entropy, None),
         aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
         importance_sampling_level=level, beta=beta, epsilon_low=low, epsilon_high=high, loss_type=loss_type,
         use_vllm=weight is not None,
-        vllm_importance_sampling_correction=weight is not None, current_gradient_accumulation_steps=1,
+        vllm_importance_sampling_correction=weight is not None, current_gradient_accumulation_steps=parts,
         max_completion_length=MAX_TOKENS, model=SimpleNamespace(training=True),
         args=SimpleNamespace(delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0,
-                             sapo_temperature_neg=1.05, steps_per_generation=1),
+                             sapo_temperature_neg=1.05, steps_per_generation=parts),
         accelerator=SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda tensor: tensor,
                                     reduce=lambda tensor, reduction: tensor),
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=entropy > 0, entropy_coef=entropy, use_adaptive_entropy=False,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
     )  # fmt: skip
-    inputs = {
-        "prompt_ids": torch.zeros(len(now), 1, dtype=torch.int64), "prompt_mask": torch.ones(len(now), 1),
-        "completion_ids": given.batch.input_ids, "completion_mask": mask, "advantages": given.batch.advantages,
-        "old_per_token_logps": old, "num_items_in_batch": mask.sum(), "ref_per_token_logps": given.reference,
-        "importance_sampling_ratio": weight,
-    }  # fmt: skip
-    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
-    loss.backward()
-    return float(loss.detach()), now.grad
+    total = 0.0
+    for rows in torch.arange(len(now)).chunk(parts):
+        trainer._get_per_token_logps_and_entropies = lambda *a, at=rows, **k: (now[at], entropies[at], None)
+        inputs = {
+            "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.int64), "prompt_mask": torch.ones(len(rows), 1),
+            "completion_ids": given.batch.input_ids[rows], "completion_mask": mask[rows],
+            "advantages": given.batch.advantages[rows], "old_per_token_logps": old[rows],
+            "num_items_in_batch": mask.sum(), "ref_per_token_logps": given.reference[rows],
+            "importance_sampling_ratio": None if weight is None else weight[rows],
+        }  # fmt: skip
+        loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+        loss.backward()
+        total += float(loss.detach())
+    return total, now.grad, entropies.grad
 
 
-def ours(given: Problem, name, normalise, beta=0.0, **options):
-    objective = with_options(find(name, OBJECTIVES, "test"), options, "test")
-    return run(Loss(objective, normalise, kl=beta), given)[:2]
+def ours(given: Problem, name, normalise, beta=0.0, entropy=0.0):
+    return run(Loss(find(name, OBJECTIVES, "test"), normalise, kl=beta, entropy=entropy), given)
 
 
 def truncated(given: Problem, *, cap=None, masked=None, sequence=False):
@@ -87,11 +92,15 @@ CASES = {
                       lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0), sequence=True)}),
 }  # fmt: skip
 SEQUENCE_RATIO = ("gspo",)
+OF_ITS_OWN_TOKENS = ("ppo",)
+"""trl divides each micro-batch by its own tokens there, so that the sum depends on the cut."""
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("name", CASES)
-def test_equal_to_trl(name, beta):
+@pytest.mark.parametrize(
+    ("name", "parts"), [(name, parts) for name in CASES for parts in ((1,) if name in OF_ITS_OWN_TOKENS else (1, 3))]
+)
+def test_equal_to_trl(name, parts, beta):
     (objective, normalise), arguments = CASES[name]
     for seed in range(10):
         given = problem(seed, normalise=normalise)
@@ -99,8 +108,20 @@ def test_equal_to_trl(name, beta):
             given.batch.advantages[:] = given.batch.advantages[:, 1:2]
         options = arguments(given)
         old = given.batch.proximal_logprobs if "weight" in options else given.batch.behaviour_logprobs
-        value, gradient = ours(given, objective, normalise, beta)
-        wanted, slope = theirs(given, old=old, beta=beta, **options)
+        value, gradient, _ = ours(given, objective, normalise, beta)
+        wanted, slope, _ = theirs(given, old=old, beta=beta, parts=parts, **options)
         assert value == pytest.approx(wanted, rel=1e-5, abs=1e-5)
         torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-5)
         assert slope.abs().max() > 1e-3
+
+
+def test_the_entropy_bonus_is_trls():
+    """As it is where all tokens of a step weigh the same: trl's is a mean over them whatever the loss."""
+    for seed in range(10):
+        given = problem(seed)
+        value, gradient, by_entropy = ours(given, "ppo", "token", entropy=0.05)
+        wanted, slope, by_theirs = theirs(given, "bnpo", old=given.batch.behaviour_logprobs, entropy=0.05)
+        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(by_entropy, by_theirs, rtol=1e-5, atol=1e-7)
+        assert by_theirs.abs().max() > 1e-4

@@ -121,6 +121,22 @@ def test_in_float32_too(case):
         torch.testing.assert_close(gradient.double(), slope, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", REFERENCES)
+def test_without_a_proximal_policy_it_is_the_one_that_is_trained(case):
+    """What every step of a run is, since it takes one update a batch: a constant with the value of what is trained."""
+    for seed in range(10):
+        given = problem(seed)
+        wanted, slope = expected(case, _with_proximal(given, given.now), "token")
+        value, gradient, _ = run(Loss(objective(case), "token"), _with_proximal(given, None))
+        assert value == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+        torch.testing.assert_close(gradient, slope, rtol=1e-6, atol=1e-6)
+        assert slope.any() or case == "geometric_mask", "bounds that no sequence meets"
+
+
+def _with_proximal(given: Problem, logprobs):
+    return dataclasses.replace(given, batch=dataclasses.replace(given.batch, proximal_logprobs=logprobs))
+
+
 def test_every_built_in_objective_has_a_reference():
     assert {name for name, _, _ in REFERENCES.values()} == set(OBJECTIVES)
 
@@ -306,6 +322,15 @@ def test_ratio_rules_mask_what_is_out_of_bounds(name):
     assert not now.grad[~keep].any()
     _, gradient, _ = run(Loss(objective("ppo"), "token"), given)
     torch.testing.assert_close(now.grad[keep], gradient[keep], msg="what is kept is worth what it was")
+
+
+def test_a_ratio_rule_that_stands_there_twice_is_counted_twice():
+    given = problem(4)
+    mask, ratios = given.batch.trained_mask, (given.now - given.batch.behaviour_logprobs).exp()
+    rules = ratio_rules_of([{"name": "token_ratio", "high": 2.0}, {"name": "token_ratio", "high": 1.2}])
+    _, stats = Loss(objective("ppo"), "token", ratio_rules=rules)(Scores(given.now, given.entropy), given.batch)
+    assert (ratios[mask] > 2.0).any()
+    assert stats.gated_by == {"token_ratio": int((ratios[mask] > 1.2).sum())}
 
 
 def test_ratio_rules_that_do_not_exist_are_named():

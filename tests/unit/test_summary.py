@@ -40,6 +40,7 @@ def run(tmp_path):
                 "wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.001 * step, "pack_s": 0.001, "guard_s": 0.0004,
                 "tokens_trained": 10, "tokens_masked": 1,
                 "lag_counts": {0: 6, 1: 4}, "groups_dropped": {"old": step}, "groups_failed": {"actor lost": 1},
+                "rollouts_dropped": {"too old on average": 2 * step},
             })  # fmt: skip
     with JsonLines(tmp_path / SWAPS_FILE) as swaps:
         for version, running, gap in ((1, 3, 0.001), (2, 0, 0.004), (3, 2, 0.002)):
@@ -71,6 +72,7 @@ def test_every_figure(run):
     assert got.lag == {0: 42, 1: 28}
     assert got.groups_dropped == {"old": 7}
     assert got.groups_failed == {"actor lost": 1}
+    assert got.rollouts_dropped == {"too old on average": 14}
     assert got.reward_first == pytest.approx(0.3)
     assert got.reward_last == pytest.approx(0.5)
     assert got.torn_tail is None
@@ -89,6 +91,7 @@ def test_the_table_shows_the_figures(run):
     assert "2 ms median, 4 ms at most" in text
     assert "50% of the rollouts hold 2 or more, at most 3" in text
     assert "0:42 1:28" in text
+    assert "of groups: 14 too old on average" in text
 
 
 def test_an_empty_run_has_no_figures_but_no_error(tmp_path):

@@ -21,12 +21,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import summary
 from inflight.bus import Link, Listener, Received
-from inflight.config import AuditConfig, ModelConfig, PublishConfig, TrainerConfig, save
+from inflight.config import AuditConfig, GateConfig, ModelConfig, PublishConfig, TrainerConfig, save
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.processes import say_why
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import newest_version
+from inflight.rollout.rules import drop_members
 from inflight.rollout.stream import Reader
 from inflight.trainer import checkpoints, keep, loop, rewind
 from inflight.trainer.__main__ import STOPPED, main
@@ -192,6 +193,32 @@ def test_a_whole_run(make_run):
         return (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
 
     eventually(told_of_the_end, "the last status")
+
+
+def without_the_last(group):
+    """A rule of the gate."""
+    return drop_members(group, lambda member: member is group.rollouts[-1], "last")
+
+
+def test_what_the_gate_does_is_counted_by_reason(make_run):
+    run = make_run(steps=2)
+    rules = [{"name": f"{__name__}:without_the_last"}]
+    ratio_rules = [{"name": "token_ratio", "low": 1e3, "high": 1e9}]
+    run.config = dataclasses.replace(
+        run.config, rollout=dataclasses.replace(run.config.rollout, group_size=3),
+        gate=GateConfig(rules=rules, ratio_rules=ratio_rules),
+    )  # fmt: skip
+    save(run.config)
+    run.start(actor=False)
+    run.actor = type("ThreeAnswers", (FakeActor,), {"lengths": (5, 5, 5)})(run.config, run.generator)
+    assert train(run) == 0
+    for step, line in enumerate(run.lines(), start=1):
+        assert line["tokens_masked_by_ratio"] == {"token_ratio": 20}
+        assert (line["tokens_trained"], line["tokens_masked"]) == (0, 20)
+        assert line["rollouts_dropped"] == {"last": 2 * step}
+    figures = summary.summarize(run.folder)
+    assert (figures.tokens_trained, figures.tokens_masked) == (0, 40)
+    assert figures.rollouts_dropped == {"last": 4}
 
 
 def test_a_synchronous_run_trains_on_nothing_stale(make_run):

@@ -292,10 +292,14 @@ def test_what_does_not_exist_is_named(tmp_path, settings, words):
         loss_of(tmp_path, **settings)
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("ppo", "token"), ("grpo", "sequence"), ("dr_grpo", "constant")])
-def test_an_objective_is_normalised_as_its_paper_does(tmp_path, name, wanted):
-    assert loss_of(tmp_path, name=name).normalise == wanted
-    assert loss_of(tmp_path, name=name, normalise="token").normalise == "token"
+NOT_BY_TOKEN = {"grpo": "sequence", "gspo": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_is_normalised_as_its_paper_does(tmp_path, name):
+    assert loss_of(tmp_path, name=name).normalise == NOT_BY_TOKEN.get(name, "token")
+    for asked in NORMALISATIONS:
+        assert loss_of(tmp_path, name=name, normalise=asked).normalise == asked
 
 
 # --- the gate's rules on log-ratios --------------------------------------------------------------------------------

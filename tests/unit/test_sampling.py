@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -117,6 +118,26 @@ def test_penalties_need_to_know_what_came_before():
 def test_a_runs_sampling():
     config = RolloutConfig(temperature=0.5, top_p=0.9, min_p=0.1, presence_penalty=0.3)
     assert Sampling.of(config) == Sampling(0.5, 0.9, 0, 0.1, 1.0, 0.3, 0.0)
+
+
+def test_the_trainer_takes_the_sets_that_were_recorded_with_each_token(tiny_model):
+    """Sets that these weights would not keep; the last token has none, and its own is computed."""
+    policy = load_policy(tiny_model, bfloat16=False, device=torch.device("cpu"))
+    batch = make_batch(torch.zeros(2, 4), [0.0, 0.0])
+    batch.input_ids.copy_(torch.tensor([[3, 4, 4, 5], [6, 7, 6, 2]]))
+    sets = {(0, 1): [4, 9], (0, 2): [4, 1, 2], (0, 3): [5, 8], (1, 1): [7, 3, 11], (1, 2): [6, 0], (1, 3): []}
+    kept = torch.full((2, 4, 3), -1)
+    for (row, at), ids in sets.items():
+        kept[row, at, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    batch = replace(batch, kept=kept)
+    with torch.no_grad():
+        plain = policy.compute(batch.input_ids).logits.float()
+        for packing in (False, True):
+            got = score_tokens(policy.compute, batch, Sampling(top_k=2), packing=packing).logprobs
+            for (row, at), ids in sets.items():
+                drawn, here = int(batch.input_ids[row, at]), plain[row, at - 1]
+                left = here[sorted({drawn, *(ids or here.topk(2).indices.tolist())})]
+                assert float(got[row, at]) == pytest.approx(float(here[drawn] - left.logsumexp(0)), abs=1e-5)
 
 
 def test_penalties_count_what_was_drawn_before_each_token(tiny_model):

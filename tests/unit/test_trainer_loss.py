@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from functools import partial
@@ -248,6 +249,22 @@ def test_the_divergence_holds_the_policy_at_its_reference(tiny_model, tmp_path):
         losses.append(learner.backward(batch, never)[0])
         learner.step()
     assert losses[0] > losses[-1] > 0
+
+
+def test_or_at_its_teacher(tiny_model, tmp_path):
+    """Whatever the start says: the reference is who scored the rollouts."""
+    asked = ObjectiveConfig(name="reinforce", kl=1.0, kl_estimator="k2", kl_reference="teacher")
+    learner = make_learner(tiny_model, tmp_path, objective=asked)
+    batch = sequences((4, 4))
+    batch.advantages.zero_()
+    with torch.no_grad():
+        now = score_tokens(learner.policy.compute, batch, Sampling()).logprobs
+    found = []
+    for teacher in (now, now + 0.5):
+        found.append(learner.backward(dataclasses.replace(batch, teacher_logprobs=teacher), never)[0])
+    assert found == [pytest.approx(0.0, abs=1e-9), pytest.approx(0.125, rel=1e-4)]
+    with pytest.raises(ValueError, match="needs a reference: this batch has none"):
+        learner.backward(batch, never)
 
 
 def test_the_entropy_bonus_raises_the_entropy(tiny_model, tmp_path):

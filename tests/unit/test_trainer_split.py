@@ -46,7 +46,10 @@ def test_the_work_is_shared_evenly():
 
 
 def test_a_batch_is_the_same_after_its_way():
-    batch = replace(make_batch(3), kept=torch.arange(3 * 7 * 2).view(3, 7, 2))
+    batch = replace(
+        make_batch(3), kept=torch.arange(3 * 7 * 2).view(3, 7, 2), teacher_logprobs=torch.rand(3, 7),
+        routed_experts=torch.arange(3 * 7 * 4, dtype=torch.int32).view(3, 7, 2, 2),
+    )  # fmt: skip
     got = decode(encode(Learn(number=1, batch=pack(batch))))
     assert isinstance(got, Learn)
     unpacked = unpack(Batch, got.batch)

@@ -259,9 +259,8 @@ def test_or_at_its_teacher(tiny_model, tmp_path):
     batch.advantages.zero_()
     with torch.no_grad():
         now = score_tokens(learner.policy.compute, batch, Sampling()).logprobs
-    found = []
-    for teacher in (now, now + 0.5):
-        found.append(learner.backward(dataclasses.replace(batch, teacher_logprobs=teacher), never)[0])
+    scored = [dataclasses.replace(batch, teacher_logprobs=teacher) for teacher in (now, now + 0.5)]
+    found = [learner.backward(each, never)[0] for each in scored]
     assert found == [pytest.approx(0.0, abs=1e-9), pytest.approx(0.125, rel=1e-4)]
     with pytest.raises(ValueError, match="needs a reference: this batch has none"):
         learner.backward(batch, never)

@@ -151,9 +151,12 @@ def scales(trained: Sequence[int], normalise: str, max_tokens: int) -> torch.Ten
 
 
 def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tuple[GatedRollout, Any]]]:
-    """For each group, its members to train on with their advantages."""
-    found = []
-    for group, advantages in zip(groups, advantage([each.group.rollouts for each in groups]), strict=True):
+    """For each group, its members to train on with their advantages. Raises ValueError where these do not fit them."""
+    found, worth = [], advantage([each.group.rollouts for each in groups])
+    given, wanted = [len(each) for each in worth], [len(each.group.rollouts) for each in groups]
+    if given != wanted:
+        raise ValueError(f"trainer.advantage gives groups of {given} values where the groups have {wanted} members")
+    for group, advantages in zip(groups, worth, strict=True):
         by_id = {rollout.rollout_id: each for rollout, each in zip(group.group.rollouts, advantages, strict=True)}
         found.append([(each, by_id[each.rollout.rollout_id]) for each in group.rollouts])
     return found

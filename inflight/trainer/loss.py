@@ -71,7 +71,7 @@ class Loss:
 
 
 def make_loss(config: RunConfig) -> Loss:
-    """The loss of a run, tried once on one made-up token.
+    """The loss of a run, tried once on made-up tokens.
 
     Raises ConfigError naming the objective or the option that does not exist or does not work.
     """
@@ -111,11 +111,12 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch
 
 
 def _try(objective: Callable[[Terms], TokenLoss], name: str) -> None:
-    one = torch.zeros(1, 1)
-    terms = Terms(one, one, one, one, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64))
+    shape = (2, 3)  # not square, and nothing is 1: what is of another shape shows
+    zeros = torch.zeros(shape)
+    terms = Terms(zeros, zeros, None, zeros, zeros == 0, torch.zeros(shape, dtype=torch.int64))
     try:
         result = objective(terms)
     except Exception as error:  # noqa: BLE001 - an objective may be foreign code
         raise ConfigError(f"trainer.objective {name}: {error}") from None
-    if not isinstance(result, TokenLoss) or result.loss.shape != (1, 1) or result.clipped.shape != (1, 1):
+    if not isinstance(result, TokenLoss) or result.loss.shape != shape or result.clipped.shape != shape:
         raise ConfigError(f"trainer.objective {name} does not give a TokenLoss of the shape that it was given")

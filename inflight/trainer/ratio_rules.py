@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from inflight.config import ConfigError
 from inflight.named import find, with_options
 from inflight.trainer.objectives.base import at_level, ratio
 
@@ -39,14 +40,29 @@ def geometric_ratio(
 
 
 def ratio_rules_of(entries: Sequence[dict[str, Any]]) -> list[tuple[str, RatioRule]]:
-    """The rules of `gate.ratio_rules` with the names they are counted by. Raises ConfigError as `named.find` does."""
+    """The rules of `gate.ratio_rules` with the names they are counted by, each tried once on made-up tokens.
+
+    Raises ConfigError naming a rule or an option that does not exist, or a rule that does not work.
+    """
     found: list[tuple[str, RatioRule]] = []
     for index, entry in enumerate(entries):
         place = f"gate.ratio_rules[{index}]"
         options = {key: value for key, value in entry.items() if key != "name"}
         function = find(entry["name"], RATIO_RULES, f"{place}.name")
-        found.append((entry["name"], with_options(function, options, place)))
+        rule = with_options(function, options, place)
+        _try(rule, f"{place} {entry['name']}")
+        found.append((entry["name"], rule))
     return found
+
+
+def _try(rule: RatioRule, place: str) -> None:
+    log_ratio = torch.zeros(2, 3)
+    try:
+        keep = rule(log_ratio, log_ratio == 0)
+    except Exception as error:  # noqa: BLE001 - a rule may be foreign code
+        raise ConfigError(f"{place}: {error}") from None
+    if not isinstance(keep, torch.Tensor) or keep.shape != log_ratio.shape or keep.dtype is not torch.bool:
+        raise ConfigError(f"{place} does not give a bool for each token")
 
 
 def _within(log_ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:

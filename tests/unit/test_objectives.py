@@ -260,6 +260,23 @@ def no_loss(terms: Terms):
     return terms.logprobs
 
 
+def loss_of_sequences(terms: Terms) -> TokenLoss:
+    return TokenLoss(terms.logprobs.sum(dim=1, keepdim=True), terms.mask)
+
+
+def loss_of_the_field(terms: Terms) -> TokenLoss:
+    """A run has no proximal policy beside the one that it trains: `recomputed()` is the way to it."""
+    return TokenLoss(-(terms.logprobs - terms.proximal).exp() * terms.advantages, terms.mask)
+
+
+def keeps_sequences(log_ratio, mask):
+    return log_ratio.sum(dim=1) < 1
+
+
+def keeps_by_weight(log_ratio, mask):
+    return log_ratio
+
+
 def loss_of(tmp_path, **objective):
     trainer = TrainerConfig(objective=ObjectiveConfig(**objective))
     return make_loss(dataclasses.replace(make_config(tmp_path), trainer=trainer))
@@ -281,6 +298,8 @@ def test_an_objective_of_ones_own_is_one_function(tmp_path):
         ({"name": "test_objectives:absent"}, "can't be imported"),
         ({"name": "no_such_module:f"}, "can't be imported"),
         ({"name": "test_objectives:no_loss"}, "does not give a TokenLoss"),
+        ({"name": "test_objectives:loss_of_sequences"}, "does not give a TokenLoss of the shape"),
+        ({"name": "test_objectives:loss_of_the_field"}, "loss_of_the_field: unsupported operand"),
         ({"options": {"clip": 0.1}}, r"trainer.objective.options.clip is not an option: clip_low, clip_high"),
         ({"options": {"clip_low": "a"}}, "clip_low='a' is not allowed: it takes float"),
         ({"name": "tis", "options": {"level": "word"}}, "level='word' is not allowed: token, sequence, geometric"),
@@ -335,6 +354,15 @@ def test_a_ratio_rule_that_stands_there_twice_is_counted_twice():
     _, stats = Loss(objective("ppo"), "token", ratio_rules=rules)(Scores(given.now, given.entropy), given.batch)
     assert (ratios[mask] > 2.0).any()
     assert stats.gated_by == {"token_ratio": int((ratios[mask] > 1.2).sum())}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("keeps_sequences", "a bool for each"), ("keeps_by_weight", "a bool for each"), ("run", "no attribute")],
+)
+def test_ratio_rules_that_do_not_work_are_named(name, words):
+    with pytest.raises(ConfigError, match=rf"gate.ratio_rules\[0\] test_objectives:{name}.*{words}"):
+        ratio_rules_of([{"name": f"test_objectives:{name}"}])
 
 
 def test_ratio_rules_that_do_not_exist_are_named():

@@ -152,6 +152,13 @@ def test_nothing_to_train_on_is_refused():
         batch_of()
 
 
+def test_an_advantage_that_does_not_fit_the_groups_is_named():
+    members = [make_rollout(index=i, spans=((0, 4),)) for i in range(2)]
+    for short in ([[1.0]], []):
+        with pytest.raises(ValueError, match=r"trainer.advantage gives .* the groups have \[2\] members"):
+            batch_of(gated(*members), advantage=lambda groups, short=short: short)
+
+
 def test_a_sequence_without_a_prompt_is_refused():
     members = [replace(make_rollout(index=i, spans=((0, 4),)), prompt_ids=[]) for i in range(2)]
     with pytest.raises(ValueError, match="g/0 has no prompt"):

@@ -87,6 +87,8 @@ CASES = {
     "tis": (("tis", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0)}),
     "tis_sequence": (("tis_sequence", "token"),
                      lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0, sequence=True)}),
+    "decoupled_ppo": (("decoupled_ppo", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=1e9)}),
+    "masked_is": (("masked_is", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0))}),
     "icepop": (("icepop", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.5, 5.0))}),
     "sequence_mask": (("sequence_mask", "token"),
                       lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0), sequence=True)}),

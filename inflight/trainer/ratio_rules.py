@@ -14,7 +14,7 @@ import torch
 
 from inflight.config import ConfigError
 from inflight.named import find, with_options
-from inflight.trainer.objectives.base import at_level, ratio
+from inflight.trainer.objectives.base import at_level, outside, ratio
 
 RATIO_RULES = {
     name: f"inflight.trainer.ratio_rules:{name}" for name in ("token_ratio", "sequence_ratio", "geometric_ratio")
@@ -66,5 +66,4 @@ def _try(rule: RatioRule, place: str) -> None:
 
 
 def _within(log_ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    ratios = ratio(log_ratio)
-    return (ratios >= low) & (ratios <= high)
+    return ~outside(ratio(log_ratio), low, high)

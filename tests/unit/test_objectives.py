@@ -291,6 +291,10 @@ def test_an_objective_of_ones_own_is_one_function(tmp_path):
     assert run(loss, given)[0] == pytest.approx(-float(squared.sum() / mask.sum()), rel=1e-6)
 
 
+BOUNDED = ["masked_is", "icepop", "sequence_mask", "geometric_mask"]
+CLIPPED = [*BOUNDED, "ppo", "grpo", "dr_grpo", "dapo", "decoupled_ppo", "tis", "tis_sequence", "cispo", "gspo"]
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -311,6 +315,27 @@ def test_what_does_not_exist_is_named(tmp_path, settings, words):
         loss_of(tmp_path, **settings)
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        *[(name, {"clip_low": 1.5}, "clip_low=1.5, clip_high=.* is not allowed: 0 to 1, and 0") for name in CLIPPED],
+        *[(name, {"clip_high": -0.1}, "clip_high=-0.1 is not allowed: 0 to 1, and 0 or above") for name in CLIPPED],
+        *[
+            (name, {"low": 3.0, "high": 2.0}, "low=3.0, high=2.0 is not allowed: 0 or above, and low")
+            for name in BOUNDED
+        ],
+        *[(name, {"cap": 0.0}, "cap=0.0 is not allowed: above 0") for name in ("tis", "tis_sequence", "topr")],
+        ("tis", {"cap": float("nan")}, "cap=nan is not allowed: above 0"),
+        ("decoupled_ppo", {"cap": -1.0}, "cap=-1.0 is not allowed: 0 .none. or above"),
+        ("sapo", {"temperature_positive": 0.0}, "temperature_positive=0.0 is not allowed: above 0"),
+        ("sapo", {"temperature_negative": -1.0}, "temperature_negative=-1.0 is not allowed: above 0"),
+    ],
+)
+def test_an_option_with_which_nothing_would_be_learnt_is_refused_before_the_start(tmp_path, name, options, words):
+    with pytest.raises(ConfigError, match=f"trainer.objective {name}: .*{words}"):
+        loss_of(tmp_path, name=name, options=options)
+
+
 NOT_BY_TOKEN = {"grpo": "sequence", "gspo": "sequence", "sapo": "sequence", "dr_grpo": "constant"}
 
 
@@ -322,6 +347,14 @@ def test_an_objective_is_normalised_as_its_paper_does(tmp_path, name):
 
 
 # --- the gate's rules on log-ratios --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["token_ratio", "sequence_ratio", "geometric_ratio"])
+def test_ratio_rules_that_would_keep_nothing_are_refused(name):
+    with pytest.raises(
+        ConfigError, match=rf"gate.ratio_rules\[0\] {name}: low=2.0, high=1.5 is not allowed: 0 or above"
+    ):
+        ratio_rules_of([{"name": name, "low": 2.0, "high": 1.5}])
 
 
 @pytest.mark.parametrize("name", ["token_ratio", "sequence_ratio", "geometric_ratio"])

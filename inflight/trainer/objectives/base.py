@@ -120,8 +120,29 @@ def at_level(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.T
     return whole.expand_as(log_ratio)
 
 
+def positive(name: str, value: float) -> float:
+    """`value`. Raises ValueError, naming the option, unless it is above 0: with less nothing would be learnt."""
+    if not value > 0:
+        raise ValueError(f"{name}={value} is not allowed: above 0")
+    return value
+
+
+def outside(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """bool, where a ratio is not within the bounds. Raises ValueError where no ratio could be."""
+    if not 0 <= low < high:
+        raise ValueError(f"low={low}, high={high} is not allowed: 0 or above, and low below high")
+    return ~((ratios >= low) & (ratios <= high))  # what is no number is outside
+
+
+def clamp(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """Within 1 - low and 1 + high. Raises ValueError for bounds on the wrong side of 1, or below 0."""
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(f"clip_low={low}, clip_high={high} is not allowed: 0 to 1, and 0 or above")
+    return ratios.clamp(1 - low, 1 + high)
+
+
 def clip(ratios: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> tuple[torch.Tensor, torch.Tensor]:
     """`-min(ratio * A, clip(ratio, 1 - low, 1 + high) * A)` and where the clip binds, [B, L] each."""
-    bounded = ratios.clamp(1 - low, 1 + high)
+    bounded = clamp(ratios, low, high)
     binds = ((advantages > 0) & (ratios > bounded)) | ((advantages < 0) & (ratios < bounded))
     return -torch.minimum(ratios * advantages, bounded * advantages), binds.detach()

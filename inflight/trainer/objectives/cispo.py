@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
+from inflight.trainer.objectives.base import Terms, TokenLoss, clamp, prefers, ratio
 
 
 @prefers(normalise="token")
@@ -14,5 +14,5 @@ def cispo(terms: Terms, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tok
     weight. `clip_low=1` is no bound from below, as in the paper.
     """
     ratios = ratio(terms.log_ratio.detach())
-    weight = ratios.clamp(1 - clip_low, 1 + clip_high)
+    weight = clamp(ratios, clip_low, clip_high)
     return TokenLoss(-weight * terms.advantages * terms.logprobs, weight != ratios)

@@ -25,6 +25,8 @@ def decoupled_ppo(
     `recomputed` are the weights before the step, which with one update a batch are those that are trained;
     `interpolated` is `Terms.interpolated`. Tokens whose first factor exceeds `cap` (0: none) take no part.
     """
+    if not cap >= 0:
+        raise ValueError(f"cap={cap} is not allowed: 0 (none) or above")
     prox = proximal(terms, proximal_by)
     weight = ratio(prox - terms.behaviour)
     loss, binds = clip(ratio(terms.logprobs - prox), terms.advantages, clip_low, clip_high)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, prefers, ratio
+from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, outside, prefers, ratio
 
 
 @prefers(normalise="token")
@@ -24,8 +24,8 @@ def masked_is(
     prox = terms.recomputed()
     weight = ratio(at_level(prox - terms.behaviour, terms.mask, level))
     loss, binds = clip(ratio(terms.logprobs - prox), terms.advantages, clip_low, clip_high)
-    outside = (weight < low) | (weight > high)
-    return TokenLoss((weight * loss).masked_fill(outside, 0.0), binds | outside)
+    beyond = outside(weight, low, high)
+    return TokenLoss((weight * loss).masked_fill(beyond, 0.0), binds | beyond)
 
 
 @prefers(normalise="token")
@@ -57,5 +57,5 @@ def geometric_mask(
     log_weight = prox - terms.behaviour
     loss, binds = clip(ratio(terms.logprobs - prox), terms.advantages, clip_low, clip_high)
     mean = ratio(at_level(log_weight, terms.mask, "geometric"))
-    outside = (mean < low) | (mean > high)
-    return TokenLoss((ratio(log_weight) * loss).masked_fill(outside, 0.0), binds | outside)
+    beyond = outside(mean, low, high)
+    return TokenLoss((ratio(log_weight) * loss).masked_fill(beyond, 0.0), binds | beyond)

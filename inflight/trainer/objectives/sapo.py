@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
+from inflight.trainer.objectives.base import Terms, TokenLoss, positive, prefers, ratio
 
 
 @prefers(normalise="sequence")
@@ -14,5 +14,9 @@ def sapo(terms: Terms, *, temperature_positive: float = 1.0, temperature_negativ
     At r = 1 the slope in r is 1, as PPO's; it fades to both sides instead of breaking off.
     """
     ratios = ratio(terms.log_ratio)
-    tau = torch.where(terms.advantages > 0, temperature_positive, temperature_negative)
+    at_good, at_bad = (
+        positive("temperature_positive", temperature_positive),
+        positive("temperature_negative", temperature_negative),
+    )
+    tau = torch.where(terms.advantages > 0, at_good, at_bad)
     return TokenLoss(-torch.sigmoid(tau * (ratios - 1)) * 4 / tau * terms.advantages, torch.zeros_like(terms.mask))

@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.bounded import within
 from inflight.weights.transport.rendezvous import Board
 
 HOST = """
 import sys
+import threading
 from inflight.weights.transport.rendezvous import Board
 board = Board("", 5.0)
 print(board.address, flush=True)
@@ -69,3 +72,20 @@ def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
         ask()
     process.send_signal(signal.SIGCONT)
     Board(board.address, 20.0).confirm("the trainer", "receive")
+
+
+def test_a_host_that_is_gone_is_not_waited_for(host: tuple[subprocess.Popen[str], Board]) -> None:
+    """Its rank is needed by the trainer that comes next; torch's client would try again until the bound."""
+    process, board = host
+    process.kill()
+    process.wait(20)
+    with pytest.raises(TransportError, match=r"connect: no rendezvous at .*: \[Errno 111\]"):
+        Board(board.address, 30.0)
+
+
+def test_a_call_that_is_late_is_left_behind() -> None:
+    ended = threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
+        within(0.1, lambda: (threading.Event().wait(5), ended.set()))
+    assert not ended.is_set(), "it was waited for"
+    assert ended.wait(20), "it goes on"

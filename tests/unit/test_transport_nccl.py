@@ -149,3 +149,28 @@ def test_a_sender_that_waits_asks_nobody(nccl):
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
         group.finish(Never(), "send")
+
+
+def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(nccl):
+    """The last question too gets the time of an answer."""
+    limits = []
+    board = SimpleNamespace(
+        store=torch.distributed.HashStore(), timeout_s=0.3, confirm=lambda who, phase, limit_s: limits.append(limit_s)
+    )
+    group = nccl._Group(board, 1, 2)
+    group.broadcast(torch.zeros(4))
+    with pytest.raises(TransportError, match=r"receive: a broadcast did not end within 0\.3 s"):
+        group.finish(Never(), "receive")
+    assert limits
+    assert min(limits) >= nccl._LOOK_S
+
+
+@pytest.mark.parametrize("rank, phase", [(0, "send"), (1, "receive")])
+def test_a_broadcast_that_was_aborted_is_not_taken_for_one_that_ended(nccl, rank, phase):
+    """Its event comes when the kernel has ended, of whatever."""
+    group = nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=20.0), rank, 2)
+    group.broadcast(torch.zeros(4))
+    event = SimpleNamespace(query=FakeGroup.made[0].aborted.is_set)
+    threading.Timer(0.02, group.abort).start()
+    with pytest.raises(TransportError, match=f"{phase}: closed"):
+        group.finish(event, phase)

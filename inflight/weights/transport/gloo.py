@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import re
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +28,8 @@ import torch.distributed as dist
 from inflight.messages import BucketMeta
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.bounded import within
+from inflight.weights.transport.rendezvous import LOOPBACK, hosted, joined
 
-LOOPBACK = "127.0.0.1"
 _BACKSTOP_S = 5.0
 """Beyond the timeout that gloo itself keeps for each operation; must not be reached."""
 _POLL_S = 0.002
@@ -165,22 +164,14 @@ class GlooReceiver:
 def _store_of_this_process() -> tuple[int, dist.Store]:
     """(port, store): made with the first sender, kept to the end. Raises TransportError when it can't be opened."""
     try:
-        listening = socket.create_server((LOOPBACK, 0))
-        port = listening.getsockname()[1]
-        # By its own socket: given a host name, the store would listen on every interface.
-        return port, dist.TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-        )
+        return hosted()
     except (OSError, RuntimeError) as error:
         raise TransportError(f"open: no store on {LOOPBACK}: {_first_line(error)}") from None
 
 
 def _connect(port: int, token: str, timeout_s: float) -> dist.Store:
-    """A connection to the trainer's store, seeing one group's keys."""
-    # The store is there for as long as the trainer: refused means gone. TCPStore's client would try again and again.
-    socket.create_connection((LOOPBACK, port), timeout=timeout_s).close()
-    client = dist.TCPStore(LOOPBACK, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-    return dist.PrefixStore(token, client)
+    """A connection to the trainer's store, which is there for as long as the trainer; it sees one group's keys."""
+    return dist.PrefixStore(token, joined(LOOPBACK, port, timeout_s))
 
 
 def _from_trainer() -> Any:

@@ -78,7 +78,7 @@ class _Group:
 
     def finish(self, done: torch.cuda.Event, phase: str) -> None:
         """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
-        late or failed, or when the sender is gone."""
+        late or failed, or when the sender is gone or this side was closed meanwhile: what was aborted looks done."""
         now = time.monotonic()
         deadline, look = now + self._board.timeout_s, now + _LOOK_S
         try:
@@ -87,9 +87,11 @@ class _Group:
                 if now > deadline:
                     raise TransportError(f"{phase}: a broadcast did not end within {self._board.timeout_s:g} s")
                 if self._rank and now > look:
-                    self._board.confirm("the trainer", phase, deadline - now)
+                    self._board.confirm("the trainer", phase, max(deadline - now, _LOOK_S))
                     look = time.monotonic() + _LOOK_S
                 time.sleep(_POLL_S)
+            if self._closed:
+                raise TransportError(f"{phase}: closed")
         except RuntimeError as error:
             self.abort()
             raise error if isinstance(error, TransportError) else TransportError(f"{phase}: {error}") from error

@@ -35,9 +35,10 @@ class Board:
         try:
             if address:
                 name, _, port = address.rpartition(":")
-                self.store = within(timeout_s, functools.partial(_joined, name, int(port), timeout_s))
+                self.store = within(timeout_s, functools.partial(joined, name, int(port), timeout_s))
             else:
-                self.store, address = _hosted(timeout_s)
+                number, self.store = hosted(timeout_s)
+                address = f"{LOOPBACK}:{number}"
         except (OSError, RuntimeError, ValueError) as error:
             raise TransportError(f"connect: no rendezvous at {address!r}: {_first_line(error)}") from None
         self.address = address
@@ -88,19 +89,21 @@ class Board:
             raise TransportError(f"{phase}{who} is gone: {_first_line(error)}") from None
 
 
-def _hosted(timeout_s: float) -> tuple[TCPStore, str]:
-    """A store of this process, and its address."""
+def hosted(timeout_s: float = 300.0) -> tuple[int, TCPStore]:
+    """A store of this process on a loopback port: (port, store). Raises OSError or RuntimeError when there is none."""
     listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
     # By its own socket: given a host name, the store would listen on every interface.
-    store = TCPStore(
+    return port, TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening.detach(),
     )  # fmt: skip
-    return store, f"{LOOPBACK}:{port}"
 
 
-def _joined(name: str, port: int, timeout_s: float) -> TCPStore:
+def joined(name: str, port: int, timeout_s: float) -> TCPStore:
+    """A connection to another process's store; has no bound when that is stopped. Raises OSError or RuntimeError."""
+    # The store is there before its address is told: refused means gone. TCPStore's client would try again and again.
+    socket.create_connection((name, port), timeout=timeout_s).close()
     return TCPStore(name, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
 

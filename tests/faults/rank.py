@@ -1,14 +1,15 @@
 """Ranks and engine of one generator as a process, with a fake shadow: `python rank.py ENDPOINT g0 WORLD [FAULT]`.
 
 FAULT is `PHASE:kill` or `PHASE:stop`: what the process does to itself when a rank comes to that phase of version 2; or
-`PHASE:PID`: whom it kills then, and sees dead before it goes on. Phases: `begin`, `receive`, `build`, `ready`, `swap`
-and `answer` (after the swap, before the engine says so). Whatever it holds is written to standard output, a line a
-swap: `VERSION VALUE…`, one value a rank; and when it gets SIGUSR1: `live VERSION SHA-256`, of all bytes of all ranks
-(not a test file).
+`PHASE:kill:PID`, `PHASE:stop:PID`: to whom it does it then, and sees it done before it goes on. Phases: `begin`,
+`receive`, `build`, `ready`, `swap` and `answer` (after the swap, before the engine says so). Whatever it holds is
+written to standard output, a line a swap: `VERSION VALUE…`, one value a rank; and when it gets SIGUSR1:
+`live VERSION SHA-256`, of all bytes of all ranks (not a test file).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import signal
@@ -29,7 +30,15 @@ from inflight.weights.transport import make_receiver
 VICTIM = 2
 endpoint, name, world, *faults = sys.argv[1:]
 harmed: list[str] = []
-phase, _, what = (faults[0] if faults else "").partition(":")
+phase, what, whom = (*(faults[0] if faults else "").split(":"), "", "")[:3]
+DONE = {"kill": (signal.SIGKILL, psutil.STATUS_ZOMBIE), "stop": (signal.SIGSTOP, psutil.STATUS_STOPPED)}
+
+
+def status(pid: int) -> str:
+    """Of a process; its parent may have taken note of its death by now."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status()
+    return psutil.STATUS_ZOMBIE
 
 
 def at(reached: str) -> None:
@@ -37,11 +46,10 @@ def at(reached: str) -> None:
     held = VICTIM if reached == "answer" else VICTIM - 1
     if reached == phase and generator.version == held and not harmed:
         harmed.append(reached)
-        if what.isdecimal():
-            os.kill(int(what), signal.SIGKILL)
-            eventually(lambda: psutil.Process(int(what)).status() == psutil.STATUS_ZOMBIE, "its death")
-        else:
-            os.kill(os.getpid(), signal.SIGSTOP if what == "stop" else signal.SIGKILL)
+        sent, then = DONE[what]
+        os.kill(int(whom or os.getpid()), sent)
+        if whom:
+            eventually(lambda: status(int(whom)) == then, f"{then} of {whom}")
 
 
 class Shadow(FakeShadow):

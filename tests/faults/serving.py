@@ -20,6 +20,7 @@ from typing import Any, Self
 
 import aiohttp
 import msgspec
+import psutil
 
 from inflight import config as configuration
 from inflight.bus import Listener
@@ -81,6 +82,10 @@ class TrainerProcess:
     def ask(self, do: str, **values: Any) -> dict[str, Any]:
         """An order and its answer."""
         self.order(do, **values)
+        return self.answered(do)
+
+    def answered(self, do: str) -> dict[str, Any]:
+        """The answer to an order that was given before."""
         answer = self._answer(ANSWER_S)
         assert answer["did"] == do
         return answer
@@ -104,6 +109,20 @@ class TrainerProcess:
         at = time.monotonic()
         self.process.wait(20)
         return at
+
+    @property
+    def runs(self) -> bool:
+        """Neither ended nor stopped."""
+        return self.process.poll() is None and psutil.Process(self.process.pid).status() != psutil.STATUS_STOPPED
+
+    def stop(self) -> float:
+        """SIGSTOP, until `resume`; when."""
+        self.process.send_signal(signal.SIGSTOP)
+        until(lambda: not self.runs, "the stop of the trainer")
+        return time.monotonic()
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
 
 class Serving:

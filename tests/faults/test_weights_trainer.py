@@ -1,4 +1,4 @@
-"""The trainer is killed in each phase of a version; real processes, sockets and gloo, a generator without vLLM."""
+"""The trainer is killed or stopped in a phase of a version; real processes, sockets, gloo, a generator without vLLM."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_another_goes_on(
     """Until the engine is told to commit the version before stays, from then on the new one is live; odd and even
     versions are two sets of weights."""
     trainer = scene.trainer(0)
-    scene.generator(f"{phase}:{trainer.process.pid}")
+    scene.generator(f"{phase}:kill:{trainer.process.pid}")
     trainer.committed(g0=0)
     trainer.publish(1)
     trainer.committed(g0=1)
@@ -95,4 +96,34 @@ def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_another_goes_on(
     trainer.committed(g0=held + 1)
     version, other = scene.live()
     assert (version, other == odd) == (held + 1, held == 2)
+    assert scene.rank.poll() is None
+
+
+@pytest.mark.parametrize(
+    "phase, seconds, held", [("begin", 8, 1), ("receive", 3, 1), ("receive", 8, 1), ("ready", 8, 1), ("swap", 8, 2)]
+)
+def test_a_trainer_stopped_in_a_phase_leaves_a_whole_version_and_goes_on_when_it_may(scene, phase, seconds, held):
+    """For less and for more than the transfer may take; the generator never holds a mixture, and nothing is started
+    again."""
+    trainer = scene.trainer(0)
+    scene.generator(f"{phase}:stop:{trainer.process.pid}")
+    trainer.committed(g0=0)
+    trainer.publish(1)
+    trainer.committed(g0=1)
+    _, odd = scene.live()
+    trainer.order("publish", version=2)
+    until(lambda: not trainer.runs, "its stop")
+    until(lambda: scene.live()[0] == held, f"version {held}")
+    version, digest = scene.live()
+    assert digest == odd or version == 2
+    time.sleep(seconds)
+    assert scene.live() == (held, digest)
+    trainer.resume()
+    trainer.answered("publish")
+    trainer.committed(g0=2)
+    version, digest = scene.live()
+    assert (version, digest == odd) == (2, False)
+    trainer.publish(3)
+    trainer.committed(g0=3)
+    assert scene.live() == (3, odd)
     assert scene.rank.poll() is None

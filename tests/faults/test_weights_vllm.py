@@ -1,4 +1,5 @@
-"""Faults in the middle of a version's bytes with a real vLLM on CPU: the trainer dies, one of two generators dies."""
+"""Faults in the middle of a version's bytes with a real vLLM on CPU: the trainer dies or is stopped, one of
+two generators dies."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from pathlib import Path
 
 import pytest
 from serving import Serving
-from transactions import generator_killed, trainer_killed
+from transactions import generator_killed, trainer_killed, trainer_stopped
 
 from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
 
 pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
 
-def serve(folder: Path, generators: int) -> Serving:
+def serve(folder: Path, generators: int, transfer_timeout_s: float = 15) -> Serving:
     """Real engines of the tiny model, and no trainer yet."""
     return Serving(
         RunConfig(
@@ -24,7 +25,7 @@ def serve(folder: Path, generators: int) -> Serving:
             generator=GeneratorConfig(count=generators, kv_cache_gib=0.125, max_num_seqs=16, max_model_len=1100),
             bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
             publish=PublishConfig(
-                bucket_bytes=1 << 18, transfer_timeout_s=15, commit_timeout_s=20, supersede_after_s=1
+                bucket_bytes=1 << 18, transfer_timeout_s=transfer_timeout_s, commit_timeout_s=20, supersede_after_s=1
             ),
         )
     )
@@ -37,6 +38,17 @@ def test_a_trainer_killed_in_the_middle_of_a_version_changes_nothing_and_another
         trainer.publish(1)
         trainer.committed(g0=1)
         figures, _ = trainer_killed(serving, 1, "gloo", then="gloo", many=2)
+    print(json.dumps(figures))
+    assert figures["fault_steps_ms"]["many"] > 0
+
+
+def test_a_trainer_stopped_in_the_middle_of_a_version_is_given_up_in_time_and_goes_on(tmp_path):
+    with serve(tmp_path, 1, transfer_timeout_s=4) as serving:
+        trainer = serving.trainer(0, "gloo")
+        trainer.committed(g0=0)
+        trainer.publish(1)
+        trainer.committed(g0=1)
+        figures = trainer_stopped(serving, 1, "gloo", many=2)
     print(json.dumps(figures))
     assert figures["fault_steps_ms"]["many"] > 0
 

@@ -54,10 +54,10 @@ class Halt:
             assert self._trainer.halted.get(timeout=60) == self._name
 
     def go(self) -> None:
-        """Lets the bytes go on, if anyone is left."""
+        """Lets the bytes go on, if anyone is left to send them."""
         if self._pulled:
             self._files["go"].touch()
-        elif self._trainer.process.poll() is None:
+        elif self._trainer.runs:
             self._trainer.ask("go")
 
 
@@ -109,6 +109,43 @@ def trainer_killed(
         "transport": transport, "reported_after_s": round(reported - killed, 2), "reason": reason[-200:],
         **gaps(serving, streams, quiet, end),
     }, trainer  # fmt: skip
+
+
+def trainer_stopped(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:
+    """g0 holds `version` of the newest trainer, which is stopped within the next one until the rank has given up, and
+    goes on; `many` sequences decode."""
+    trainer, url = serving.trainers[-1], serving.url("g0")
+    held = serving.says(url)
+    assert versions(held) == {version}
+    streams = Streams(url, many, 1000)
+    time.sleep(QUIET_S)
+    quiet = time.monotonic()
+    failed = serving.told("g0", f"version {version + 1} failed in receive")
+    halt = Halt(serving, trainer, "g0", transport)
+    halt.publish(version + 1)
+    stopped = trainer.stop()
+    halt.go()
+    reason = until(failed, "the rank's report", serving.config.publish.transfer_timeout_s + 10)
+    reported = time.monotonic()
+    assert same(still := serving.says(url), held), "the live weights are as they were"
+    assert versions(still) == {version}
+    trainer.resume()
+    halt.go()
+    trainer.committed(g0=version + 1)
+    end = time.monotonic()
+    streams.stop()
+    assert streams.errors == []
+    assert set(streams.finished) <= {"length"}
+    said = serving.says(url)
+    assert not same(said, held)
+    assert versions(said) == {version + 1}
+    trainer.publish(version + 2)
+    trainer.committed(g0=version + 2)
+    assert same(serving.says(url), held)
+    return {
+        "transport": transport, "reported_after_s": round(reported - stopped, 2), "reason": reason[-200:],
+        "healed_after_s": round(end - reported, 2), **gaps(serving, streams, quiet, end),
+    }  # fmt: skip
 
 
 def generator_killed(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:

@@ -21,6 +21,8 @@ help:
 	@echo "make bench           measure the stall at a swap, the transfer and the lag on this machine"
 	@echo "make verify-patches  check that every diff in patches/ fits the vLLM that it is for"
 	@echo "make clean           remove .venv and what tests left"
+	@echo
+	@echo "ARGS goes on to what a target runs: make demo ARGS=trainer.steps=10, make test ARGS='-k gate'"
 
 $(READY): pyproject.toml scripts/setup.sh $(wildcard patches/*)
 	@./scripts/setup.sh

@@ -60,7 +60,7 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
     """Hydra's and OmegaConf's messages without their explanations and decoration, but with what there is instead."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
-        return f"can't read {error.override!r}: {lines[0]}"
+        return f"can't read {error.override!r}: {lines[0] if '=' in error.override else 'it takes KEY=VALUE'}"
     if isinstance(error, MissingConfigException):
         said = lines[0].removesuffix(" Check that it's in your config search path.").removesuffix(".")
         if error.options:

@@ -63,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"largest difference allowed, in nats (float32 runs: {EXACT_TOLERANCE:g})",
     )
     parser.add_argument(
-        "--alternatives", help="stories to test, such as late,old,layer.3, or none (default: all but for float32 runs)"
+        "--alternatives",
+        help="stories to test, such as late,old,layer.3, or none (default: none for float32, else all but layer.K)",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), help="what the replay computes in (default: float32)")
     parser.add_argument(

@@ -64,7 +64,7 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
         ("machine=toaster", r"machine/toaster'; there are: cpu, gpu$"),
         ("run_dir=", "run_dir='' is not allowed: a folder"),
         ("trainer.steps=[", "can't read"),
-        ("trainer", "can't read"),
+        ("trainer", "can't read 'trainer': it takes KEY=VALUE$"),
         ("=3", "can't read =3"),
         ("+trainer.foo=1", r"'foo', in \+trainer\.foo=1"),
         ("trainer.steps=10000000000", r"trainer\.steps=10000000000 is not allowed: at most 1000000000"),

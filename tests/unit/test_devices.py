@@ -58,6 +58,16 @@ def test_a_run_for_gpus_needs_one(monkeypatch):
         require_gpu(gpu)
 
 
+@pytest.mark.parametrize("asked", ["publish.transport=ipc", "publish.transport=nccl", "generator.swap=remap"])
+def test_what_only_a_gpu_has_is_refused_without_one(monkeypatch, asked):
+    config = compose("tiny", [asked])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    require_gpu(config)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=rf"^{asked} is not allowed: no GPU was found, .*; without one: auto or"):
+        require_gpu(config)
+
+
 @pytest.mark.parametrize("devices", [["0"], ["0", "1"]])
 def test_too_few_are_told(devices):
     with pytest.raises(ConfigError, match="takes 3 GPUs, there are"):

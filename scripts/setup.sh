@@ -35,7 +35,7 @@ fi
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 installed() { .venv/bin/python -m pip show -q "$@" 2>/dev/null; }
 
-say "installing inflight for $device (3.8 GB on a CPU, more on a GPU; some minutes)"
+say "installing inflight for $device (3.9 GB on a CPU, more on a GPU; some minutes)"
 pip install -qq "setuptools>=77,<81" wheel
 if [ "$device" = gpu ]; then
   pip install -qq --no-build-isolation -e ".[gpu,demo,dev]"

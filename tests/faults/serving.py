@@ -273,6 +273,12 @@ class Streams:
         self._thread.join(30)
         assert not self._thread.is_alive()
 
+    def end_well(self) -> None:
+        """Stops them; none was aborted or failed."""
+        self.stop()
+        assert self.errors == []
+        assert set(self.finished) <= {"length"}
+
     def during(self, begin: float, end: float) -> dict[str, float]:
         """Milliseconds between tokens of a sequence that came within a window."""
         return spread([gap for at, gap in self.gaps if begin <= at <= end])

@@ -47,6 +47,18 @@ class Scene:
             self.rank = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         self.processes.append(self.rank)
 
+    def begun(self, fault: str) -> tuple[TrainerProcess, str]:
+        """A trainer that has committed version 1 and sends version 2, in which the generator does `fault` to it; and
+        the digest of version 1."""
+        trainer = self.trainer(0)
+        self.generator(f"{fault}:{trainer.process.pid}")
+        trainer.committed(g0=0)
+        trainer.publish(1)
+        trainer.committed(g0=1)
+        _, odd = self.live()
+        trainer.order("publish", version=2)
+        return trainer, odd
+
     def live(self) -> tuple[int, str]:
         """The version that it holds, and a digest of all its bytes."""
         told = len(self.out.read_text().splitlines())
@@ -77,13 +89,7 @@ def scene(tmp_path):
 def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_another_goes_on(scene, phase, held):
     """Until the engine is told to commit the version before stays, from then on the new one is live; odd and even
     versions are two sets of weights."""
-    trainer = scene.trainer(0)
-    scene.generator(f"{phase}:kill:{trainer.process.pid}")
-    trainer.committed(g0=0)
-    trainer.publish(1)
-    trainer.committed(g0=1)
-    _, odd = scene.live()
-    trainer.order("publish", version=2)
+    trainer, odd = scene.begun(f"{phase}:kill")
     assert trainer.process.wait(60) == -signal.SIGKILL
     until(lambda: scene.live()[0] == held, f"version {held}")
     version, digest = scene.live()
@@ -105,13 +111,7 @@ def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_another_goes_on(
 def test_a_trainer_stopped_in_a_phase_leaves_a_whole_version_and_goes_on_when_it_may(scene, phase, seconds, held):
     """For less and for more than the transfer may take; the generator never holds a mixture, and nothing is started
     again."""
-    trainer = scene.trainer(0)
-    scene.generator(f"{phase}:stop:{trainer.process.pid}")
-    trainer.committed(g0=0)
-    trainer.publish(1)
-    trainer.committed(g0=1)
-    _, odd = scene.live()
-    trainer.order("publish", version=2)
+    trainer, odd = scene.begun(f"{phase}:stop")
     until(lambda: not trainer.runs, "its stop")
     until(lambda: scene.live()[0] == held, f"version {held}")
     version, digest = scene.live()

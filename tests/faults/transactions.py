@@ -6,6 +6,8 @@ Odd and even versions are two sets of weights (publishing.py), so what an engine
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,83 +71,95 @@ def gaps(serving: Serving, streams: Streams, quiet: float, end: float) -> dict[s
     return found | {f"{what}_clients_ms": streams.during(*window) for what, window in windows.items()}
 
 
+@dataclass(frozen=True)
+class Broken:
+    """g0 held a version when its trainer came to harm within the next one; it decodes on."""
+
+    held: list[Any]
+    """What it said before."""
+    streams: Streams
+    halt: Halt
+    quiet: float
+    """When the next version was published."""
+    harmed: float
+    reported: float
+    """When the rank said that it has failed to receive it."""
+    reason: str
+
+    def figures(self, serving: Serving, transport: str, end: float) -> dict[str, Any]:
+        told = {"reported_after_s": round(self.reported - self.harmed, 2), "reason": self.reason[-200:]}
+        return {"transport": transport, **told, **gaps(serving, self.streams, self.quiet, end)}
+
+
+def broken(
+    serving: Serving, version: int, transport: str, many: int, harm: Callable[[TrainerProcess], float]
+) -> Broken:
+    """g0 holds `version` of the newest trainer, which `harm` comes to within the next one, until the rank has given up;
+    `many` sequences decode."""
+    trainer, url = serving.trainers[-1], serving.url("g0")
+    held = serving.says(url)
+    assert versions(held) == {version}
+    streams = Streams(url, many, 1000)
+    time.sleep(QUIET_S)
+    quiet = time.monotonic()
+    failed = serving.told("g0", f"version {version + 1} failed in receive")
+    halt = Halt(serving, trainer, "g0", transport)
+    halt.publish(version + 1)
+    harmed = harm(trainer)
+    halt.go()
+    reason = until(failed, "the rank's report", serving.config.publish.transfer_timeout_s + 10)
+    return Broken(held, streams, halt, quiet, harmed, time.monotonic(), reason)
+
+
+def holds_still(serving: Serving, version: int, held: list[Any]) -> None:
+    """The live weights are as they were."""
+    still = serving.says(serving.url("g0"))
+    assert same(still, held), "the live weights are as they were"
+    assert versions(still) == {version}
+
+
+def goes_on(serving: Serving, trainer: TrainerProcess, version: int, held: list[Any]) -> None:
+    """g0, which said `held` before, has the other set of weights with `version`, and the first again with the next."""
+    url = serving.url("g0")
+    said = serving.says(url)
+    assert not same(said, held)
+    assert versions(said) == {version}
+    trainer.publish(version + 1)
+    trainer.committed(g0=version + 1)
+    assert same(serving.says(url), held)
+
+
 def trainer_killed(
     serving: Serving, version: int, transport: str, then: str, many: int
 ) -> tuple[dict[str, Any], TrainerProcess]:
     """g0 holds `version` of the newest trainer, which is killed within the next one; a new one, which sends by `then`,
     takes its place; `many` sequences decode. The figures, and the new trainer."""
-    trainer, url = serving.trainers[-1], serving.url("g0")
-    held = serving.says(url)
-    assert versions(held) == {version}
-    streams = Streams(url, many, 1000)
-    time.sleep(QUIET_S)
-    quiet = time.monotonic()
-    failed = serving.told("g0", f"version {version + 1} failed in receive")
-    halt = Halt(serving, trainer, "g0", transport)
-    halt.publish(version + 1)
-    killed = trainer.kill()
-    halt.go()
-    reason = until(failed, "the rank's report", serving.config.publish.transfer_timeout_s + 10)
-    reported = time.monotonic()
-    time.sleep(max(0.0, killed + WATCH_S - reported))
+    fault = broken(serving, version, transport, many, TrainerProcess.kill)
+    time.sleep(max(0.0, fault.harmed + WATCH_S - fault.reported))
     end = time.monotonic()
-    streams.stop()
-    assert streams.errors == []
-    assert set(streams.finished) <= {"length"}
-    still = serving.says(url)
-    assert same(still, held), "the live weights are as they were"
-    assert versions(still) == {version}
+    fault.streams.end_well()
+    holds_still(serving, version, fault.held)
     trainer = serving.trainer(version, then)
     trainer.committed(g0=version)
     trainer.publish(version + 1)
     trainer.committed(g0=version + 1)
-    said = serving.says(url)
-    assert not same(said, held)
-    assert versions(said) == {version + 1}
-    trainer.publish(version + 2)
-    trainer.committed(g0=version + 2)
-    assert same(serving.says(url), held)
-    return {
-        "transport": transport, "reported_after_s": round(reported - killed, 2), "reason": reason[-200:],
-        **gaps(serving, streams, quiet, end),
-    }, trainer  # fmt: skip
+    goes_on(serving, trainer, version + 1, fault.held)
+    return fault.figures(serving, transport, end), trainer
 
 
 def trainer_stopped(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:
     """g0 holds `version` of the newest trainer, which is stopped within the next one until the rank has given up, and
     goes on; `many` sequences decode."""
-    trainer, url = serving.trainers[-1], serving.url("g0")
-    held = serving.says(url)
-    assert versions(held) == {version}
-    streams = Streams(url, many, 1000)
-    time.sleep(QUIET_S)
-    quiet = time.monotonic()
-    failed = serving.told("g0", f"version {version + 1} failed in receive")
-    halt = Halt(serving, trainer, "g0", transport)
-    halt.publish(version + 1)
-    stopped = trainer.stop()
-    halt.go()
-    reason = until(failed, "the rank's report", serving.config.publish.transfer_timeout_s + 10)
-    reported = time.monotonic()
-    assert same(still := serving.says(url), held), "the live weights are as they were"
-    assert versions(still) == {version}
+    trainer = serving.trainers[-1]
+    fault = broken(serving, version, transport, many, TrainerProcess.stop)
+    holds_still(serving, version, fault.held)
     trainer.resume()
-    halt.go()
+    fault.halt.go()
     trainer.committed(g0=version + 1)
     end = time.monotonic()
-    streams.stop()
-    assert streams.errors == []
-    assert set(streams.finished) <= {"length"}
-    said = serving.says(url)
-    assert not same(said, held)
-    assert versions(said) == {version + 1}
-    trainer.publish(version + 2)
-    trainer.committed(g0=version + 2)
-    assert same(serving.says(url), held)
-    return {
-        "transport": transport, "reported_after_s": round(reported - stopped, 2), "reason": reason[-200:],
-        "healed_after_s": round(end - reported, 2), **gaps(serving, streams, quiet, end),
-    }  # fmt: skip
+    fault.streams.end_well()
+    goes_on(serving, trainer, version + 1, fault.held)
+    return fault.figures(serving, transport, end) | {"healed_after_s": round(end - fault.reported, 2)}
 
 
 def generator_killed(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:
@@ -167,9 +181,7 @@ def generator_killed(serving: Serving, version: int, transport: str, many: int) 
     assert "g1" not in state["committed"]
     time.sleep(max(0.0, killed + WATCH_S - time.monotonic()))
     end = time.monotonic()
-    streams.stop()
-    assert streams.errors == []
-    assert set(streams.finished) <= {"length"}
+    streams.end_well()
     assert same(serving.says(url), held)
     serving.start("g1")
     trainer.committed(g0=version + 2, g1=version + 2)

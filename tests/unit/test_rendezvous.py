@@ -4,36 +4,22 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
+from transports import board_elsewhere
 
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.bounded import within
 from inflight.weights.transport.rendezvous import Board
 
-HOST = """
-import sys
-import threading
-from inflight.weights.transport.rendezvous import Board
-board = Board("", 5.0)
-print(board.address, flush=True)
-sys.stdin.read()
-"""
-
 
 @pytest.fixture
 def host() -> Iterator[tuple[subprocess.Popen[str], Board]]:
     """A process with a board, and another end of it."""
-    process = subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process, Board(process.stdout.readline().strip(), 1.0)
-    finally:
-        process.kill()
-        process.communicate(timeout=20)
+    with board_elsewhere() as (process, address):
+        yield process, Board(address, 1.0)
 
 
 def test_a_host_that_lives_is_confirmed(host: tuple[subprocess.Popen[str], Board]) -> None:

@@ -1,15 +1,13 @@
 """The order of what a NCCL transport does, without NCCL: communicators are made of lists here."""
 
 import signal as signals
-import subprocess
-import sys
 import threading
-import types
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
+from transports import board_elsewhere, without_cuda
 
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import Board
@@ -43,19 +41,11 @@ FakeGroup.Options = SimpleNamespace
 
 @pytest.fixture
 def nccl(monkeypatch):
-    for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
-        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-    sys.modules["cuda.bindings"].driver = SimpleNamespace(CUDA_MEMCPY2D=object)
-    for name in ("cuda", "nccl"):
-        monkeypatch.delitem(sys.modules, f"inflight.weights.transport.{name}", raising=False)
-    from inflight.weights.transport import nccl
-
-    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", FakeGroup, raising=False)
-    monkeypatch.setattr(FakeGroup, "made", [])
-    monkeypatch.setattr(FakeGroup, "let_go", None)
-    yield nccl
-    for name in ("cuda", "nccl"):
-        sys.modules.pop(f"inflight.weights.transport.{name}", None)
+    with without_cuda(monkeypatch, "nccl") as nccl:
+        monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", FakeGroup, raising=False)
+        monkeypatch.setattr(FakeGroup, "made", [])
+        monkeypatch.setattr(FakeGroup, "let_go", None)
+        yield nccl
 
 
 @pytest.fixture
@@ -110,15 +100,6 @@ class Never:
         return False
 
 
-HOST = """
-import time
-from inflight.weights.transport.rendezvous import Board
-board = Board("", 5.0)
-print(board.address, flush=True)
-time.sleep(60)
-"""
-
-
 @pytest.mark.parametrize(
     ("signal", "timeout_s", "said"),
     [
@@ -128,16 +109,12 @@ time.sleep(60)
 )
 def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(nccl, signal, timeout_s, said):
     """Killed: at once, long before the bound. Stopped: within the bound."""
-    sender = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
-    try:
-        group = nccl._Group(Board(sender.stdout.readline().strip(), timeout_s), 1, 2)
+    with board_elsewhere() as (sender, address):
+        group = nccl._Group(Board(address, timeout_s), 1, 2)
         group.broadcast(torch.zeros(4))
         sender.send_signal(getattr(signals, signal))
         with pytest.raises(TransportError, match=said):
             group.finish(Never(), "receive")
-    finally:
-        sender.kill()
-        sender.communicate(timeout=20)
     assert FakeGroup.made[0].aborted.is_set()
     with pytest.raises(TransportError, match="receive: closed"):
         group.broadcast(torch.zeros(4))

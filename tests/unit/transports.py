@@ -1,0 +1,50 @@
+"""What tests of the CUDA transports share on a machine without CUDA (not a test file)."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+PACKAGE = "inflight.weights.transport"
+HOST = """
+import sys
+from inflight.weights.transport.rendezvous import Board
+board = Board("", 5.0)
+for key in sys.argv[1:]:
+    board.put(key, bytes(80))
+print(board.address, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def without_cuda(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[ModuleType]:
+    """A transport's module, imported with an empty driver; forgotten afterwards."""
+    for module in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+        monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
+    sys.modules["cuda.bindings"].driver = SimpleNamespace(CUDA_MEMCPY2D=object)  # type: ignore[attr-defined]
+    for module in ("cuda", name):
+        monkeypatch.delitem(sys.modules, f"{PACKAGE}.{module}", raising=False)
+    yield importlib.import_module(f"{PACKAGE}.{name}")
+    for module in ("cuda", name):
+        sys.modules.pop(f"{PACKAGE}.{module}", None)
+
+
+@contextmanager
+def board_elsewhere(*keys: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that hosts a board with 80 bytes at each of `keys`, and the board's address."""
+    command = [sys.executable, "-c", HOST, *keys]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate(timeout=20)

@@ -34,16 +34,17 @@ def available() -> list[str]:
 def require_gpu(config: RunConfig) -> None:
     """Raises ConfigError when the configuration asks for what only a GPU has, and there is none."""
     transport, swap = config.publish.transport, config.generator.swap
-    asked = (
+    choices = (
         (config.launch.needs_gpu, "machine=gpu (launch.needs_gpu=true)", "machine=cpu"),
         (transport in ("ipc", "nccl"), f"publish.transport={transport}", "auto or gloo"),
         (swap in ("remap", "copy", "host"), f"generator.swap={swap}", "auto or rebind"),
     )
-    for needed, name, instead in asked:
-        if needed and not available():
-            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-            why = "nvidia-smi shows none" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
-            raise ConfigError(f"{name} is not allowed: no GPU was found, {why}; without one: {instead}")
+    asked = [(name, instead) for needed, name, instead in choices if needed]
+    if asked and not available():
+        name, instead = asked[0]
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        why = "nvidia-smi shows none" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
+        raise ConfigError(f"{name} is not allowed: no GPU was found, {why}; without one: {instead}")
 
 
 def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:

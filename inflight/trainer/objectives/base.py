@@ -120,13 +120,6 @@ def at_level(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.T
     return whole.expand_as(log_ratio)
 
 
-def positive(name: str, value: float) -> float:
-    """`value`. Raises ValueError, naming the option, unless it is above 0: with less nothing would be learnt."""
-    if not value > 0:
-        raise ValueError(f"{name}={value} is not allowed: above 0")
-    return value
-
-
 def outside(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
     """bool, where a ratio is not within the bounds. Raises ValueError where no ratio could be."""
     if not 0 <= low < high:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from inflight.config.checks import require
 from inflight.trainer.objectives.base import Terms, TokenLoss, clip, prefers, ratio
 
 
@@ -25,8 +26,7 @@ def decoupled_ppo(
     `recomputed` are the weights before the step, which with one update a batch are those that are trained;
     `interpolated` is `Terms.interpolated`. Tokens whose first factor exceeds `cap` (0: none) take no part.
     """
-    if not cap >= 0:
-        raise ValueError(f"cap={cap} is not allowed: 0 (none) or above")
+    require(cap >= 0, "cap", cap, "0 (none) or above")
     prox = proximal(terms, proximal_by)
     weight = ratio(prox - terms.behaviour)
     loss, binds = clip(ratio(terms.logprobs - prox), terms.advantages, clip_low, clip_high)

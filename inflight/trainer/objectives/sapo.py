@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from inflight.trainer.objectives.base import Terms, TokenLoss, positive, prefers, ratio
+from inflight.config.checks import require
+from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
 
 
 @prefers(normalise="sequence")
@@ -13,10 +14,8 @@ def sapo(terms: Terms, *, temperature_positive: float = 1.0, temperature_negativ
 
     At r = 1 the slope in r is 1, as PPO's; it fades to both sides instead of breaking off.
     """
+    require(temperature_positive > 0, "temperature_positive", temperature_positive, "above 0")
+    require(temperature_negative > 0, "temperature_negative", temperature_negative, "above 0")
     ratios = ratio(terms.log_ratio)
-    at_good, at_bad = (
-        positive("temperature_positive", temperature_positive),
-        positive("temperature_negative", temperature_negative),
-    )
-    tau = torch.where(terms.advantages > 0, at_good, at_bad)
+    tau = torch.where(terms.advantages > 0, temperature_positive, temperature_negative)
     return TokenLoss(-torch.sigmoid(tau * (ratios - 1)) * 4 / tau * terms.advantages, torch.zeros_like(terms.mask))

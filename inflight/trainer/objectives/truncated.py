@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, positive, prefers, ratio
+from inflight.config.checks import require
+from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, prefers, ratio
 
 
 @prefers(normalise="token")
@@ -15,7 +16,7 @@ def tis(
     `level`: `token` bounds each token's weight; `sequence` the product over its sequence, which all its tokens share;
     `geometric` the geometric mean. Biased where the cap binds, of bounded variance everywhere.
     """
-    positive("cap", cap)
+    require(cap > 0, "cap", cap, "above 0")
     prox = terms.recomputed()
     weight = ratio(at_level(prox - terms.behaviour, terms.mask, level))
     loss, binds = clip(ratio(terms.logprobs - prox), terms.advantages, clip_low, clip_high)

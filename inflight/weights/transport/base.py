@@ -18,6 +18,11 @@ class TransportError(RuntimeError):
     """A transfer that failed or timed out; says at which phase and who did not answer."""
 
 
+def first_line(error: Exception) -> str:
+    """What happened, without what libraries print beneath it."""
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
 class Sender(Protocol):
     """Trainer side. Making one never waits for a receiver; the first `send` does."""
 

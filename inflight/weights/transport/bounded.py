@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,20 +15,15 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
 
     It runs in a thread of its own, which is left behind when it is late: what it still does must harm nobody.
     """
-    answers: queue.SimpleQueue[tuple[bool, T | BaseException]] = queue.SimpleQueue()
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            answers.put((True, call()))
-        except BaseException as error:  # noqa: BLE001 - raised below, in the thread that asked
-            answers.put((False, error))
+            answer.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
+            answer.set_exception(error)
 
     threading.Thread(target=run, name="bounded", daemon=True).start()
-    try:
-        well, answer = answers.get(timeout=max(0.0, limit_s))
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {limit_s:g} s") from None
-    if not well:
-        assert isinstance(answer, BaseException)
-        raise answer
-    return answer  # type: ignore[return-value] # as its first part says
+    if not wait([answer], limit_s).done:
+        raise TimeoutError(f"no answer within {limit_s:g} s")
+    return answer.result()

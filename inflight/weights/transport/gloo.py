@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from inflight.messages import BucketMeta
-from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.base import TransportError, first_line
 from inflight.weights.transport.bounded import within
 from inflight.weights.transport.rendezvous import LOOPBACK, hosted, joined
 
@@ -64,7 +64,7 @@ class _Group:
                     work.wait(timedelta(seconds=self._timeout_s + _BACKSTOP_S))
             except (RuntimeError, OSError) as error:  # also DistStoreError and DistNetworkError
                 self._closed.set()
-                raise TransportError(f"{phase}, {step}: {_first_line(error)}") from None
+                raise TransportError(f"{phase}, {step}: {_what(error)}") from None
             finally:
                 group = work = None  # or the error's traceback would keep the sockets open
                 if self._closed.is_set():
@@ -166,7 +166,7 @@ def _store_of_this_process() -> tuple[int, dist.Store]:
     try:
         return hosted()
     except (OSError, RuntimeError) as error:
-        raise TransportError(f"open: no store on {LOOPBACK}: {_first_line(error)}") from None
+        raise TransportError(f"open: no store on {LOOPBACK}: {_what(error)}") from None
 
 
 def _connect(port: int, token: str, timeout_s: float) -> dist.Store:
@@ -182,7 +182,7 @@ def _from_trainer() -> Any:
     return how
 
 
-def _first_line(error: Exception) -> str:
+def _what(error: Exception) -> str:
     """What happened, without gloo's source position and advice."""
-    line = re.sub(r"^\[/[^\]]*\] ", "", (str(error) or type(error).__name__).splitlines()[0])
+    line = re.sub(r"^\[/[^\]]*\] ", "", first_line(error))
     return line.partition(". This is typically caused")[0]

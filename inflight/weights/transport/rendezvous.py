@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore
 
-from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.base import TransportError, first_line
 from inflight.weights.transport.bounded import within
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Board:
                 number, self.store = hosted(timeout_s)
                 address = f"{LOOPBACK}:{number}"
         except (OSError, RuntimeError, ValueError) as error:
-            raise TransportError(f"connect: no rendezvous at {address!r}: {_first_line(error)}") from None
+            raise TransportError(f"connect: no rendezvous at {address!r}: {first_line(error)}") from None
         self.address = address
 
     def put(self, key: str, value: bytes) -> None:
@@ -86,7 +86,7 @@ class Board:
         except TimeoutError:
             raise TransportError(f"{phase}{who} did not answer within {limit_s:g} s") from None
         except RuntimeError as error:
-            raise TransportError(f"{phase}{who} is gone: {_first_line(error)}") from None
+            raise TransportError(f"{phase}{who} is gone: {first_line(error)}") from None
 
 
 def hosted(timeout_s: float = 300.0) -> tuple[int, TCPStore]:
@@ -105,7 +105,3 @@ def joined(name: str, port: int, timeout_s: float) -> TCPStore:
     # The store is there before its address is told: refused means gone. TCPStore's client would try again and again.
     socket.create_connection((name, port), timeout=timeout_s).close()
     return TCPStore(name, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -25,7 +25,7 @@ import torch
 from msgspec import Meta
 
 from inflight.weights.pack import ChecksumError
-from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.base import TransportError, first_line
 from inflight.weights.transport.landing import Strip, split
 from inflight.weights.transport.rendezvous import Board
 
@@ -129,7 +129,7 @@ def warm_up(device: torch.device) -> None:
             summing.add(0, torch.zeros(256, dtype=torch.uint8, device=device))
             summing.take()
     except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers or the driver raise
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise TransportError(
             f"open: {device} can't verify what it receives ({reason}); with publish.checksum=none it does not have to"
         ) from None

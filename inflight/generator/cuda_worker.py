@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from inflight.generator import arena as arenas
 from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
 from inflight.generator.cuda_plan import PlanError
+from inflight.generator.graph_shadow import GRAPHS_BYTES, GraphSetsShadow
 from inflight.generator.remap import (
     CopyShadow,
     CudaShadow,
@@ -76,17 +77,21 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             return RemapShadow(arena, layout, model.load_weights, whole=whole)
         live = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
         move_into(layout, live)
+        if mode == "graphs":
+            shadow = GraphSetsShadow(live, layout, model.load_weights, whole=whole)
+            shadow.hook(self.model_runner)
+            return shadow
         return CopyShadow(live, layout, model.load_weights, whole=whole, host=mode == "host")
 
     def _choose(self, asked: str, nbytes: int) -> tuple[str, str]:
         """(mode, reason). Raises ValueError when what is asked for can't be had."""
-        if asked not in ("auto", "remap", "copy", "host"):
-            raise ValueError(f"generator.swap={asked} is not for CUDA: auto, remap, copy, host")
+        if asked not in ("auto", "remap", "graphs", "copy", "host"):
+            raise ValueError(f"generator.swap={asked} is not for CUDA: auto, remap, graphs, copy, host")
         mappable = arenas.supported(self.device)
-        lacking = self._lacking(nbytes)
+        lacking = self._lacking(nbytes) + (GRAPHS_BYTES if asked == "graphs" else 0)
         if asked == "remap" and not mappable:
             raise ValueError(f"generator.swap=remap: {self.device} has no virtual memory management; use copy or host")
-        if asked in ("remap", "copy") and lacking > 0:
+        if asked in ("remap", "graphs", "copy") and lacking > 0:
             raise ValueError(self._lack(asked, nbytes, lacking))
         if asked != "auto":
             return asked, "asked for"
@@ -123,22 +128,28 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         runner = self.model_runner
         if mode == "remap":
             runner.model_memory_usage = max(0, int(runner.model_memory_usage) - nbytes)
-        elif mode == "copy":
+        elif mode in ("copy", "graphs"):
             runner.model_memory_usage = int(runner.model_memory_usage) + nbytes
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """As vLLM's, with the second set counted. Raises ValueError when what is left holds no sequence."""
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
         available = super().determine_available_memory()
+        measured = torch.cuda.max_memory_allocated(self.device) - before
         shadow = self.inflight_shadow
         need = self._smallest_kv()
-        if available < need and isinstance(shadow, RemapShadow | CopyShadow) and shadow.target().is_cuda:
-            mode = "remap" if isinstance(shadow, RemapShadow) else "copy"
+        if available < need and shadow.target().is_cuda:
+            mode = {RemapShadow: "remap", GraphSetsShadow: "graphs"}.get(type(shadow), "copy")
             raise ValueError(self._lack(mode, shadow.live.numel(), need - available))
+        if isinstance(shadow, GraphSetsShadow):
+            # With a KV cache of a fixed size vLLM does not tell it.
+            shadow.peak_bytes = int(getattr(self, "peak_activation_memory", measured))
         return available
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's; then the swap moves to the head of the forward pass and the receiver starts."""
+        """As vLLM's; then a remap moves to the head of the forward pass and the receiver starts."""
         times = super().compile_or_warm_up_model()
         if isinstance(shadow := self.inflight_shadow, RemapShadow):
             shadow.late = hook_forward(self.model_runner, shadow.launch)

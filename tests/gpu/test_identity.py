@@ -52,6 +52,12 @@ V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
     [
         pytest.param(False, "remap", {}, {}, id="untied"),
         pytest.param(True, "remap", {}, {}, id="tied"),
+        pytest.param(False, "graphs", {}, {}, id="graphs"),
+        pytest.param(True, "graphs", {}, {}, id="graphs-tied"),
+        pytest.param(False, "graphs", {"tensor_parallel_size": 2}, {}, id="graphs-tp2"),
+        pytest.param(False, "graphs", {"pipeline_parallel_size": 2}, {}, id="graphs-pp2"),
+        pytest.param(False, "graphs", {}, V1_RUNNER, id="graphs-v1"),
+        pytest.param(False, "graphs", EAGER, {}, id="graphs-eager"),
         pytest.param(False, "copy", EAGER, {}, id="copy"),
         pytest.param(False, "host", EAGER, {}, id="host"),
         pytest.param(False, "remap", {"tensor_parallel_size": 2}, {}, id="tp2"),
@@ -82,12 +88,13 @@ def test_swapped_engine_equals_fresh_ones(
     assert tokens == [a, b, a, b]
 
 
-def test_many_swaps_between_equal_sets_change_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swap", ["remap", "graphs"])
+def test_many_swaps_between_equal_sets_change_nothing(tmp_path: Path, swap: str) -> None:
     folder, _ = save(tmp_path / "a", "tiny", 1, tied=False)
     storm = {"do": "storm", "batch": 32, "tokens": 200}
     actions: list[dict[str, Any]] = [storm, {**storm, "every": 2}]
-    for version, way in ((5000, "calls"), (10000, "copy")):
+    for version, way in ((5000, "calls"), (10000, "copy")) if swap == "remap" else ():
         actions += [{"do": "swap_by", "way": way}, {**storm, "every": 2, "version": version}]
-    results = run({"model": folder, "swap": "remap", "engine": ENGINE, "actions": actions})
+    results = run({"model": folder, "swap": swap, "engine": ENGINE, "actions": actions})
     quiet, *swapped = [result["tokens"] for result in results if result is not None]
     assert all(tokens == quiet for tokens in swapped)

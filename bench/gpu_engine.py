@@ -49,10 +49,10 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
 class Client:
     """Sequences that decode for ever, and what their owner sees of it."""
 
-    def __init__(self, engine: Any, tokens: int, *, remaps: bool, prompt_tokens: int = 4) -> None:
+    def __init__(self, engine: Any, tokens: int, *, cuda: bool, prompt_tokens: int = 4) -> None:
         self.engine = engine
         self._prompt = list(range(1, prompt_tokens + 1))
-        self._remaps = remaps
+        self._cuda = cuda
         self.core = engine.engine_core
         self.timeline = Timeline()
         self.tags: Tags | None = None
@@ -90,9 +90,9 @@ class Client:
         """A call on every rank; waits."""
         return self.call("collective_rpc", method, None, args)
 
-    def swap_by(self, way: str) -> None:
-        """How the CUDA worker swaps from now on: remap, calls, idle or copy."""
-        if self._remaps:
+    def swap_by(self, way: str | None) -> None:
+        """How the CUDA worker swaps from now on; None: as configured."""
+        if self._cuda:
             self.rpc("swap_by", way)
         self.take_swaps()
 
@@ -102,7 +102,7 @@ class Client:
 
     def take_swaps(self) -> list[tuple[float, ...]]:
         """(wait, unmap, map, access) of each swap since the last call, the slowest rank's of each."""
-        if not self._remaps:
+        if not self._cuda:
             return []
         ranks = self.rpc("take_swaps")
         return [tuple(max(values) for values in zip(*swap, strict=True)) for swap in zip(*ranks, strict=True)]

@@ -87,8 +87,7 @@ class Run:
         settings = Settings(endpoint=endpoint, generator="g0", swap=config.swap)
         worker = CUDA_WORKER if config.device == "cuda" else CPU_WORKER
         engine = start_engine(str(model), options, settings, worker)
-        remaps = config.swap == "remap"
-        return Client(engine, config.tokens, remaps=remaps, prompt_tokens=config.prompt_tokens)
+        return Client(engine, config.tokens, cuda=config.device == "cuda", prompt_tokens=config.prompt_tokens)
 
     def _wants_native(self) -> bool:
         return any(cell.strategy in NATIVE for cell in self._config.cells)
@@ -145,7 +144,8 @@ class Run:
         client.timeline = Timeline()
         client.watch(bool(cell.get("watch")))
         memory_seen: list[dict[str, Any]] = []
-        client.swap_by(cell.strategy.removeprefix("inflight-"))
+        _, _, way = cell.strategy.partition("inflight-")
+        client.swap_by(way or None)
         updates: list[Update] = []
         kept: list[float] = []
         while len(updates) < cell.updates:

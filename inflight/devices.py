@@ -37,7 +37,7 @@ def require_gpu(config: RunConfig) -> None:
     choices = (
         (config.launch.needs_gpu, "machine=gpu (launch.needs_gpu=true)", "machine=cpu"),
         (transport in ("ipc", "nccl"), f"publish.transport={transport}", "auto or gloo"),
-        (swap in ("remap", "copy", "host"), f"generator.swap={swap}", "auto or rebind"),
+        (swap in ("graphs", "remap", "copy", "host"), f"generator.swap={swap}", "auto or rebind"),
     )
     asked = [(name, instead) for needed, name, instead in choices if needed]
     if asked and not available():

@@ -70,7 +70,7 @@ class GeneratorConfig:
     prefix_caching: bool = True
     share_prefix_across_versions: bool = False
     swap: str = "auto"
-    """How a new version becomes live: docs/gpu.md. `graphs` is a trial, `rebind` is what a CPU has."""
+    """How a new version becomes live: docs/gpu.md. `rebind` is what a CPU has."""
     threads: int = 1
     """CPU threads of each worker (OMP_NUM_THREADS)."""
     start_timeout_s: float = 300.0
@@ -82,10 +82,10 @@ class GeneratorConfig:
         require_fields(self, "generator", "count tensor_parallel_size", least=1, most=MAX_PROCESSES)
         require_fields(self, "generator", "kv_cache_gib start_timeout_s")
         require(
-            self.swap in ("auto", "remap", "graphs", "copy", "host", "rebind"),
+            self.swap in ("auto", "graphs", "remap", "copy", "host", "rebind"),
             "generator.swap",
             self.swap,
-            "auto, remap, graphs, copy, host, rebind",
+            "auto, graphs, remap, copy, host, rebind",
         )
 
 

@@ -2,16 +2,19 @@
 
 Beside what the mixin does, it moves the parameters into an arena while the model is loaded (before anything is compiled
 or captured), tells vLLM's memory planning about the second set of weights, and hooks the head of the forward pass, so
-that a remap happens when the next step's inputs are already prepared. The receiver starts when warm-up is over: CUDA
-graph capture tolerates no other thread's work.
+that a remap happens when the next step's inputs are already prepared. Where both sets can have CUDA graphs of their
+own, vLLM captures twice instead. The receiver starts when warm-up is over: CUDA graph capture tolerates no other
+thread's work.
 """
 
 from __future__ import annotations
 
 import logging
+from datetime import timedelta
 from typing import Any
 
 import torch
+from vllm.distributed import get_world_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from inflight.generator import arena as arenas
@@ -39,6 +42,8 @@ logger = logging.getLogger("vllm.inflight")
 GIB = 2**30
 MARGIN_BYTES = 2 * GIB
 """Kept for activations and CUDA graphs when `auto` judges, before they are known, whether a second set fits."""
+CAPTURE_TIMEOUT_S = 300.0
+"""How much longer one rank may take to capture its graphs than another."""
 
 
 class InflightCUDAWorker(InflightWorkerMixin, Worker):
@@ -71,33 +76,39 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     def _build_shadow(self, mode: str, layout: Layout, model: torch.nn.Module) -> CudaShadow:
         whole = self.parallel_config.pipeline_parallel_size == 1
-        if mode == "remap":
+        if mode in ("graphs", "remap"):
             arena = arenas.Arena(layout.nbytes, self.device)
             move_into(layout, arena.live)
-            return RemapShadow(arena, layout, model.load_weights, whole=whole)
+            if mode == "remap":
+                return RemapShadow(arena, layout, model.load_weights, whole=whole)
+            shadow = GraphSetsShadow(arena, layout, model.load_weights, whole=whole)
+            shadow.hook(self.model_runner, self._any_rank, required=Settings.of(self.vllm_config).swap == mode)
+            return shadow
         live = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
         move_into(layout, live)
-        if mode == "graphs":
-            shadow = GraphSetsShadow(live, layout, model.load_weights, whole=whole)
-            shadow.hook(self.model_runner)
-            return shadow
         return CopyShadow(live, layout, model.load_weights, whole=whole, host=mode == "host")
 
     def _choose(self, asked: str, nbytes: int) -> tuple[str, str]:
         """(mode, reason). Raises ValueError when what is asked for can't be had."""
-        if asked not in ("auto", "remap", "graphs", "copy", "host"):
-            raise ValueError(f"generator.swap={asked} is not for CUDA: auto, remap, graphs, copy, host")
+        if asked not in ("auto", "graphs", "remap", "copy", "host"):
+            raise ValueError(f"generator.swap={asked} is not for CUDA: auto, graphs, remap, copy, host")
         mappable = arenas.supported(self.device)
-        lacking = self._lacking(nbytes) + (GRAPHS_BYTES if asked == "graphs" else 0)
-        if asked == "remap" and not mappable:
-            raise ValueError(f"generator.swap=remap: {self.device} has no virtual memory management; use copy or host")
-        if asked in ("remap", "graphs", "copy") and lacking > 0:
-            raise ValueError(self._lack(asked, nbytes, lacking))
+        lacking = self._lacking(nbytes)
+        if asked in ("graphs", "remap") and not mappable:
+            raise ValueError(
+                f"generator.swap={asked}: {self.device} has no virtual memory management; use copy or host"
+            )
+        short = lacking + (GRAPHS_BYTES if asked == "graphs" else 0)
+        if asked in ("graphs", "remap", "copy") and short > 0:
+            raise ValueError(self._lack(asked, nbytes, short))
         if asked != "auto":
             return asked, "asked for"
         if lacking > 0:
             return "host", f"a second set on the device lacks {lacking / GIB:.2f} GiB"
-        return ("remap", "auto") if mappable else ("copy", "no virtual memory management")
+        if not mappable:
+            return "copy", "no virtual memory management"
+        short = lacking + GRAPHS_BYTES
+        return ("remap", f"graphs lack {short / GIB:.2f} GiB") if short > 0 else ("graphs", "auto")
 
     def _lacking(self, nbytes: int) -> int:
         """Bytes that a second set lacks beside the smallest useful KV cache; zero or less: it fits."""
@@ -107,15 +118,26 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         used = self.init_snapshot.free_memory - free
         return used + nbytes + self._smallest_kv() + MARGIN_BYTES - self.requested_memory
 
+    @staticmethod
+    def _any_rank(bad: bool) -> bool:
+        """Whether it is so on any rank of this engine: each rank asks at the same place. Raises RuntimeError."""
+        flag = torch.tensor([int(bad)])
+        maximum = torch.distributed.ReduceOp.MAX
+        work = torch.distributed.all_reduce(flag, maximum, get_world_group().cpu_group, async_op=True)
+        work.wait(timedelta(seconds=CAPTURE_TIMEOUT_S))
+        return bool(flag)
+
     def _smallest_kv(self) -> int:
         specs = self.get_kv_cache_spec().values()
         return sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
 
     @staticmethod
     def _lack(mode: str, nbytes: int, lacking: int) -> str:
+        graphs = f" with CUDA graphs of {GRAPHS_BYTES / GIB:.2f} GiB" if mode == "graphs" else ""
+        others = "swap=remap (no second graphs), swap=host" if mode == "graphs" else "swap=host"
         return (
-            f"generator.swap={mode} keeps a second set of {nbytes / GIB:.2f} GiB on the device and lacks "
-            f"{lacking / GIB:.2f} GiB beside the KV cache: use swap=host, a smaller KV cache or a smaller max_model_len"
+            f"generator.swap={mode} keeps a second set of {nbytes / GIB:.2f} GiB{graphs} on the device and lacks "
+            f"{lacking / GIB:.2f} GiB beside the KV cache: use {others}, a smaller KV cache or a smaller max_model_len"
         )
 
     def _account(self, mode: str, nbytes: int) -> None:
@@ -126,9 +148,9 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         torch must be added.
         """
         runner = self.model_runner
-        if mode == "remap":
+        if mode in ("graphs", "remap"):
             runner.model_memory_usage = max(0, int(runner.model_memory_usage) - nbytes)
-        elif mode in ("copy", "graphs"):
+        elif mode == "copy":
             runner.model_memory_usage = int(runner.model_memory_usage) + nbytes
 
     @torch.inference_mode()
@@ -151,7 +173,9 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's; then a remap moves to the head of the forward pass and the receiver starts."""
         times = super().compile_or_warm_up_model()
-        if isinstance(shadow := self.inflight_shadow, RemapShadow):
+        if isinstance(shadow := self.inflight_shadow, GraphSetsShadow):
+            self.inflight_shadow = shadow = shadow.settled()
+        if isinstance(shadow, RemapShadow):
             shadow.late = hook_forward(self.model_runner, shadow.launch)
             if shadow.late:
                 hook_logits(self.model_runner.get_model(), shadow.used)
@@ -181,13 +205,9 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             return answer
         return {"gap_s": max(answer["gap_s"], getattr(self.inflight_shadow, "last_gap_s", 0.0))}
 
-    def swap_by(self, way: str) -> None:
-        """RPC for benches, from the next swap on: `remap`, remap in several `calls`, remap of an `idle` device, or
-        `copy`."""
-        shadow = self.inflight_shadow
-        if isinstance(shadow, RemapShadow):
-            shadow.settle()
-            shadow.copies, shadow.in_one, shadow.idle = way == "copy", way != "calls", way == "idle"
+    def swap_by(self, way: str | None) -> None:
+        """RPC for benches: see CudaShadow.swap_by."""
+        self.inflight_shadow.swap_by(way)
 
     def take_swaps(self) -> list[tuple[float, float, float, float]]:
         """RPC: what oneshot.Moved holds, for each swap since the last call."""

@@ -23,24 +23,28 @@ Holder = tuple[Any, str]
 
 
 class NoSecondGraphs(ValueError):
-    """The second set can't have graphs of its own, or not all of them; the text says why."""
+    """The second set can't have graphs of its own; the text says why."""
 
 
-def graph_holders(runner: Any) -> list[Holder]:
-    """Where vLLM keeps its captured graphs, after a capture. Raises NoSecondGraphs for kinds that are not known here.
+def graph_holders(runner: Any, captured: int) -> list[Holder]:
+    """Where vLLM keeps its graphs: pieces and V1's full graphs in the wrappers, V2's full graphs in its manager.
 
-    Pieces and V1's full graphs are in the wrappers, V2's full graphs in its manager.
+    Raises NoSecondGraphs for kinds that are not known here, and when they hold not as many as vLLM `captured`.
     """
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     if len(BreakableCUDAGraphWrapper._all_instances) > 0:
-        raise NoSecondGraphs("generator.swap=graphs: not for breakable CUDA graphs; use remap")
+        raise NoSecondGraphs("vLLM's breakable CUDA graphs can't be had twice")
     if runner.parallel_config.use_ubatching:
-        raise NoSecondGraphs("generator.swap=graphs: not for dual batch overlap; use remap")
+        raise NoSecondGraphs("the CUDA graphs of dual batch overlap can't be had twice")
     holders: list[Holder] = [(wrapper, "concrete_cudagraph_entries") for wrapper in CUDAGraphWrapper._all_instances]
-    manager = getattr(runner, "cudagraph_manager", None)
-    return [*holders, (manager, "graphs")] if manager is not None else holders
+    if (manager := getattr(runner, "cudagraph_manager", None)) is not None:
+        holders.append((manager, "graphs"))
+    found = sum(len(getattr(holder, name)) for holder, name in holders)
+    if found != captured:
+        raise NoSecondGraphs(f"vLLM captured {captured} CUDA graphs, {found} of them are found")
+    return holders
 
 
 def graphs_in(entries: dict[Any, Any]) -> list[Any]:
@@ -68,28 +72,32 @@ class GraphSets:
         self._holders: list[Holder] = []
         self._graphs: list[list[dict[Any, Any]]] = []
 
+    @property
+    def complete(self) -> bool:
+        """Whether both sets have their graphs."""
+        return bool(self._graphs)
+
     def capture_second(self, holders: list[Holder], capture: Callable[[], int]) -> int:
         """Keeps the graphs of the first set, has `capture` make those of the second, and goes back to the first.
 
-        Returns what `capture` does: bytes that the graphs took. Raises NoSecondGraphs when something would go on with
-        the first set: a tensor that still lies in it, or a graph that the second has not got.
+        Returns what `capture` does: bytes that the graphs took. Raises RuntimeError when the second has not got a graph
+        that the first has, or when there is no memory for them: half of its graphs are there, and they can't be used.
         """
         first = [getattr(holder, name) for holder, name in holders]
         self.use(1)
-        self._check_moved()
         for holder, name in holders:
             setattr(holder, name, {})
         taken = capture()
         second = [getattr(holder, name) for holder, name in holders]
         if any(one.keys() != other.keys() for one, other in zip(first, second, strict=True)):
-            raise NoSecondGraphs("generator.swap=graphs: vLLM captured other shapes for the second set; use remap")
+            raise RuntimeError("vLLM captured other shapes for the second set of weights: use generator.swap=remap")
         self._graphs, self._holders = [first, second], holders
         self.use(0)
         return taken
 
     def graphs(self, number: int) -> list[Any]:
         """The captured graphs of set `number`."""
-        return [graph for entries in self._graphs[number] for graph in graphs_in(entries)] if self._graphs else []
+        return [graph for entries in self._graphs[number] for graph in graphs_in(entries)]
 
     def use(self, number: int) -> None:
         """What is launched from now on reads set `number`: 0 or 1. When it raises, all of it is as it was."""
@@ -107,8 +115,16 @@ class GraphSets:
             for (holder, name), graphs in zip(self._holders, self._graphs[number], strict=True):
                 setattr(holder, name, graphs)
 
-    def _check_moved(self) -> None:
-        """While the second set is in use, no tensor but ours lies in the first: who holds one would never change."""
+    def check_alone(self) -> None:
+        """Raises NoSecondGraphs when a tensor that is not a parameter's lies in the first set, which is in use: who
+        holds it would go on with this set for ever."""
+        self.use(1)
+        try:
+            self._check_left()
+        finally:
+            self.use(0)
+
+    def _check_left(self) -> None:
         ours = {id(one) for one in (*self.sets, *self._views[0], *(view._base for view in self._views[0]))}
         start = self.sets[0].data_ptr()
         stop = start + self.sets[0].numel()
@@ -123,42 +139,6 @@ class GraphSets:
         ]
         if left:
             raise NoSecondGraphs(
-                f"generator.swap=graphs: {len(left)} tensors beside the parameters lie in the weights, the first "
-                f"{left[0]}: a swap would leave them behind; use remap"
+                f"{len(left)} tensors beside the parameters lie in the weights, the first {left[0]}: a swap would "
+                "leave them behind"
             )
-
-
-def capture_both(runner: Any, sets: GraphSets, done: Callable[[int, int], None], unknown_bytes: int) -> None:
-    """Has vLLM's runner plan and capture for both sets wherever it does for one.
-
-    Planning is told twice what `profile_cudagraph_memory` would tell: the second capture runs on another stream, which
-    finds nothing free in the pool that both share. The V2 runner tells 0, and then it is `unknown_bytes`, for the
-    second set. `done(first, second)` is called after both captures with the bytes that each took.
-    Raises NoSecondGraphs, while capturing, when not every graph that vLLM counts is found.
-    """
-    from vllm.compilation.counter import compilation_counter
-
-    profile, capture = runner.profile_cudagraph_memory, runner.capture_model
-
-    def profile_both() -> int:
-        return 2 * profile() or unknown_bytes
-
-    def capture_twice() -> int:
-        counted = compilation_counter.num_cudagraph_captured
-        first = capture()
-        counted = compilation_counter.num_cudagraph_captured - counted
-        holders = graph_holders(runner)
-        found = sum(len(getattr(holder, name)) for holder, name in holders)
-        if found != counted:
-            raise NoSecondGraphs(f"generator.swap=graphs: vLLM captured {counted} CUDA graphs, {found} are found")
-        try:
-            second = sets.capture_second(holders, capture)
-        except torch.OutOfMemoryError as error:
-            raise NoSecondGraphs(
-                f"generator.swap=graphs: no memory for the second set's CUDA graphs; the first set's took "
-                f"{first / 2**30:.2f} GiB: use remap, a smaller KV cache or fewer cudagraph_capture_sizes"
-            ) from error
-        done(first, second)
-        return first + second
-
-    runner.profile_cudagraph_memory, runner.capture_model = profile_both, capture_twice

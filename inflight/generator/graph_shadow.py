@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from cuda.bindings import driver
 
+from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights
-from inflight.generator.graph_sets import GraphSets, capture_both
-from inflight.generator.remap import CudaShadow, Layout
+from inflight.generator.graph_sets import GraphSets, NoSecondGraphs, graph_holders
+from inflight.generator.remap import CudaShadow, Layout, RemapShadow
 from inflight.weights.shadow import TornWeights
 from inflight.weights.transport import cuda
 
@@ -23,18 +26,46 @@ GRAPHS_BYTES = GIB
 
 
 class GraphSetsShadow(CudaShadow):
-    """The set whose graphs are not in use. Needs twice the weights on the device, as `copy` does."""
+    """The set whose addresses and graphs are not in use.
 
-    def __init__(self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
-        super().__init__(live, layout, load_weights, whole=whole)
-        self._sets = GraphSets(layout, (live, live.clone()))
+    The first set is the arena's live range, which is never remapped here. So what can't be captured twice, as this
+    class finds out while vLLM starts, can be remapped still (`settled`).
+    """
+
+    WAYS = ("graphs", "copy")
+
+    def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+        super().__init__(arena.live, layout, load_weights, whole=whole)
+        arena.add_shadow()
+        arena.shadow.copy_(arena.live)  # padding and other constants are the same in both sets
+        torch.cuda.synchronize(self.device)
+        self._arena = arena
+        self._sets = GraphSets(layout, (arena.live, arena.shadow))
         self._last_use = torch.cuda.Event()
+        self._tried = False
         self.peak_bytes = 0
         """What a step takes beside weights and KV cache at the most; known before graphs are captured."""
 
-    def hook(self, runner: Any) -> None:
-        """Has vLLM plan and capture for both sets: before it does either."""
-        capture_both(runner, self._sets, self._captured, GRAPHS_BYTES)
+    def hook(self, runner: Any, any_rank: Callable[[bool], bool], *, required: bool) -> None:
+        """Has vLLM's runner plan and capture for both sets wherever it does for one: before it does either.
+
+        Planning is told twice what `profile_cudagraph_memory` would tell: the second capture runs on another stream,
+        which finds nothing free in the pool that both share. The V2 runner tells 0.
+        `any_rank(bad)` tells whether it is bad on any rank: all ranks capture twice or none does. `required`: raise
+        NoSecondGraphs when they can't, instead of going on without.
+        """
+        profile, capture = runner.profile_cudagraph_memory, runner.capture_model
+        runner.profile_cudagraph_memory = lambda: 2 * profile() or GRAPHS_BYTES
+        self._capture_twice = partial(self._capture_both, runner, any_rank, required)
+        runner.capture_model = partial(self._capture_twice, capture)
+
+    def settled(self) -> CudaShadow:
+        """What swaps from now on, when vLLM has started: this one, or one that remaps the same memory."""
+        if not self._tried:
+            self._capture_twice(lambda: 0)  # vLLM captures nothing, as with enforce_eager
+        if self._sets.complete:
+            return self
+        return RemapShadow(self._arena, self._layout, self._load_weights, whole=self._whole)
 
     def target(self) -> torch.Tensor:
         return self._sets.sets[1 - self._sets.current]
@@ -42,10 +73,14 @@ class GraphSetsShadow(CudaShadow):
     def swap(self) -> float:
         """Seconds that the step loop took for it; the device goes on meanwhile."""
         started = time.perf_counter()
+        copies = self._way == "copy"
+        if copies:
+            self.live.copy_(self.target(), non_blocking=True)
         # All that reads the old set is queued by now, on the stream of this thread, which launches every step.
         self._last_use.record(torch.cuda.current_stream(self.device))
-        self._sets.use(1 - self._sets.current)
-        self.live = self._sets.sets[self._sets.current]
+        if not copies:
+            self._sets.use(1 - self._sets.current)
+            self.live = self._sets.sets[self._sets.current]
         return time.perf_counter() - started
 
     def settle(self) -> None:
@@ -55,19 +90,52 @@ class GraphSetsShadow(CudaShadow):
         except RuntimeError as error:
             raise TornWeights(f"the step before the swap failed: {error}") from error
 
-    def _captured(self, first: int, second: int) -> None:
+    def _capture_both(
+        self, runner: Any, any_rank: Callable[[bool], bool], required: bool, capture: Callable[[], int]
+    ) -> int:
+        from vllm.compilation.counter import compilation_counter
+
+        self._tried = True
+        captured = -compilation_counter.num_cudagraph_captured
+        first = capture()
+        captured += compilation_counter.num_cudagraph_captured
+        holders, why = [], ""
+        try:
+            holders = graph_holders(runner, captured)
+            self._sets.check_alone()
+            self._check_room(first)
+        except NoSecondGraphs as error:
+            why = str(error)
+        if any_rank(bool(why)):
+            why = why or "another rank can't, see its log"
+            if required:
+                raise NoSecondGraphs(f"generator.swap=graphs: {why}; use remap")
+            logger.warning("inflight: swap remap instead of graphs: %s", why)
+            return first
+        try:
+            second = self._sets.capture_second(holders, capture)
+        except torch.OutOfMemoryError as error:  # the other ranks are in the middle of theirs
+            raise RuntimeError(
+                f"no memory for a second set of CUDA graphs, use generator.swap=remap: {error}"
+            ) from error
         self._upload()
+        logger.info(
+            "inflight: %d CUDA graphs for each set of weights, %.2f GiB for the first and %.2f GiB for the second",
+            captured, first / GIB, second / GIB,
+        )  # fmt: skip
+        return first + second
+
+    def _check_room(self, first: int) -> None:
+        """Memory is short at the start or never: for the second set's graphs, which take no more than the `first`'s,
+        and then for a step. Raises NoSecondGraphs."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        logger.info(
-            "inflight: %d CUDA graphs for each set of weights, %.2f GiB for the first and %.2f GiB for the second, "
-            "%.2f GiB are left", len(self._sets.graphs(1)), first / GIB, second / GIB, free / GIB,
-        )  # fmt: skip
-        if free < self.peak_bytes:
-            raise ValueError(
-                f"generator.swap=graphs: the CUDA graphs of both sets took {(first + second) / GIB:.2f} GiB and leave "
-                f"{free / GIB:.2f} GiB, a step takes up to {self.peak_bytes / GIB:.2f} GiB: use remap, a lower "
-                "gpu_memory_utilization or fewer cudagraph_capture_sizes"
+        need = first + self.peak_bytes
+        if free < need:
+            raise NoSecondGraphs(
+                f"a second set of CUDA graphs takes up to {first / GIB:.2f} GiB and a step up to "
+                f"{self.peak_bytes / GIB:.2f} GiB, {free / GIB:.2f} GiB are free: use a smaller KV cache or fewer "
+                "cudagraph_capture_sizes"
             )
 
     def _upload(self) -> None:

@@ -1,13 +1,14 @@
-"""The CUDA shadows: a second set of weights, and the three ways in which it becomes live.
+"""The CUDA shadows: a second set of weights, and the ways in which it becomes live.
 
 | swap    | second set            | becomes live by                                  | the device stands still for |
+| graphs  | second physical set   | taking the other set's addresses and CUDA graphs | not at all                  |
 | remap   | second physical set   | moving the live range beneath the CUDA graphs    | under a millisecond         |
 | copy    | second buffer         | a copy in stream order                           | 2 x bytes / memory rate     |
 | host    | pinned host memory    | a copy in stream order                           | bytes / PCIe rate           |
 
-In all of them the parameters live in one flat range, at fixed addresses, laid out once. What travels is put into the
-shadow by a plan (cuda_plan.py): with `direct` by the transport itself (see `DirectTransport`), else from a receive
-buffer, which is a third copy of the weights (files and tests).
+In all of them the parameters live in one flat range, laid out once; in all but `graphs` (graph_shadow.py) at addresses
+that never change. What travels is put into the shadow by a plan (cuda_plan.py): with `direct` by the transport itself
+(see `DirectTransport`), else from a receive buffer, which is a third copy of the weights (files and tests).
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ def move_into(layout: Layout, live: torch.Tensor) -> None:
 class CudaShadow:
     """What the CUDA shadows share: plans, the receive buffer, building, and the landing for direct transports."""
 
+    WAYS: tuple[str, ...]
+    """How a swap can be done; the first is the way, the others are for comparison."""
+
     def __init__(self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
         self.live = live
         self.device = live.device
@@ -94,6 +98,14 @@ class CudaShadow:
         self._buffer: torch.Tensor | None = None
         self.direct = False
         """The transport fills the shadow itself: `begin` returns a buffer without memory."""
+        self._way = self.WAYS[0]
+
+    def swap_by(self, way: str | None) -> None:
+        """From the next swap on. None: the first of `WAYS`. Raises ValueError for a way that is none of them."""
+        if way is not None and way not in self.WAYS:
+            raise ValueError(f"this shadow swaps by {', '.join(self.WAYS)}, not by {way!r}")
+        self.settle()
+        self._way = way or self.WAYS[0]
 
     def target(self) -> torch.Tensor:
         """uint8 `[nbytes]`: the set to be filled."""
@@ -182,12 +194,15 @@ class DirectTransport:
 
 
 class RemapShadow(CudaShadow):
-    """The default: a second physical set, which the live range is moved to.
+    """A second physical set, which the live range is moved to.
 
     With `late=True` a swap only arms: `launch`, called at the head of the next forward pass, does it. Inputs of that
     pass are prepared by then while the step before still runs, so the device waits for the remap alone. And for less
     than that: what a step does after its last use of weights (`used`), sampling and copies, goes on beside the remap.
     """
+
+    WAYS = ("remap", "calls", "idle", "copy")
+    """In one call (oneshot.py), in several, of an idle device; or the other set is copied over the live one."""
 
     def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
         super().__init__(arena.live, layout, load_weights, whole=whole)
@@ -201,12 +216,6 @@ class RemapShadow(CudaShadow):
         self._last_use = torch.cuda.Event()
         self._last_use_known = False
         self.late = False
-        self.copies = False
-        """Copy the other set over the live one instead of moving the range: for comparison."""
-        self.in_one = True
-        """Remap in one call, not in several: see oneshot.py."""
-        self.idle = False
-        """Wait until the device is idle, not only behind the last use of weights: for comparison."""
         self.last_gap_s = 0.0
         """Seconds of the last remap that was done."""
         self.swaps: list[Moved] = []
@@ -218,7 +227,7 @@ class RemapShadow(CudaShadow):
     def swap(self) -> float:
         """Seconds that the step loop stood still; 0 when it is armed only."""
         started = time.perf_counter()
-        if self.copies:
+        if self._way == "copy":
             self.live.copy_(self._arena.shadow, non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.device))
             return time.perf_counter() - started
@@ -235,7 +244,7 @@ class RemapShadow(CudaShadow):
         if self._armed:
             with self._lock:
                 if self._armed:
-                    self._remap(behind=self._last_use if self._last_use_known and not self.idle else None)
+                    self._remap(behind=self._last_use if self._last_use_known and self._way != "idle" else None)
         self._last_use_known = False
 
     def used(self) -> None:
@@ -256,13 +265,15 @@ class RemapShadow(CudaShadow):
             raise TornWeights(f"the swap before could not be done: {error}") from error
 
     def _remap(self, behind: torch.cuda.Event | None = None) -> None:
-        self.swaps.append(self._arena.remap(behind=behind, in_one=self.in_one))
+        self.swaps.append(self._arena.remap(behind=behind, in_one=self._way != "calls"))
         self._armed = False
         self.last_gap_s = self.swaps[-1].move
 
 
 class CopyShadow(CudaShadow):
     """A second buffer, on the device or in pinned host memory, copied over the live one in stream order."""
+
+    WAYS = ("copy",)
 
     def __init__(
         self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool, host: bool

@@ -128,12 +128,14 @@ class TrainerProcess:
 class Serving:
     """A run folder whose launcher is this process. Entering it starts the run's generators, leaving it ends all.
 
-    `devices`: process name → CUDA_VISIBLE_DEVICES.
+    `variables`: process name → what it finds in its environment beside this process's own.
     """
 
-    def __init__(self, config: RunConfig, devices: dict[str, str] | None = None, generator: Iterable[str] = ()) -> None:
+    def __init__(
+        self, config: RunConfig, variables: dict[str, dict[str, str]] | None = None, generator: Iterable[str] = ()
+    ) -> None:
         """`generator`: what starts one, in the place of timed_generator.py."""
-        self.config, self._devices = config, devices or {}
+        self.config, self._variables = config, variables or {}
         self._generator = list(generator) or [str(Path(__file__).parent / "timed_generator.py")]
         configuration.save(config)
         (config.path / "bus").mkdir()
@@ -170,8 +172,8 @@ class Serving:
 
     def _environment(self, name: str) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
-        mine = {"CUDA_VISIBLE_DEVICES": self._devices.get(name, ""), "INFLIGHT_RUN_FILE": str(self.config.path / name)}
-        return {**environment, **mine}
+        mine = {"CUDA_VISIBLE_DEVICES": "", "INFLIGHT_RUN_FILE": str(self.config.path / name)}
+        return {**environment, **mine, **self._variables.get(name, {})}
 
     def url(self, name: str) -> str:
         """Where a generator that may be asked serves."""

@@ -81,7 +81,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
         "enable_prefix_caching": True,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-        "additional_config": {"inflight": {"swap": "remap"}},
+        "additional_config": {"inflight": {"swap": "auto"}},
     }
     config = RunConfig(
         model=ModelConfig(name=str(model), dtype="float32"),

@@ -256,6 +256,14 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
+def placed(generators: int) -> dict[str, str]:
+    """Process name → CUDA_VISIBLE_DEVICES: a GPU for each, as long as there are enough. On one too few, g0 shares the
+    trainer's: the generator that gets killed shares with nobody."""
+    own = min(1, torch.cuda.device_count() - generators)
+    seen = {f"g{i}": dict.fromkeys([gpu(own + i), gpu(0)]) for i in range(generators)}
+    return {"trainer": gpu(0), **{name: ",".join(gpus) for name, gpus in seen.items()}}
+
+
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[[int], Serving]]:
     """Starts so many generators and, when the test is over, ends all and prints what they have logged."""
@@ -275,12 +283,11 @@ def serve(tmp_path: Path) -> Iterator[Callable[[int], Serving]]:
                     bucket_bytes=(1 if SHAPE == "tiny" else 64) << 20, transfer_timeout_s=4, supersede_after_s=1
                 ),
             )
-            last = torch.cuda.device_count() - 1  # on two GPUs the generators share one
-            names = enumerate(config.generator_names(), start=1)
-            devices = {name: f"{gpu(min(number, last))},{gpu(0)}" for number, name in names}
+            variables = {name: {"CUDA_VISIBLE_DEVICES": devices} for name, devices in placed(generators).items()}
+            if generators == torch.cuda.device_count():  # g0 beside the trainer, which NCCL allows on another host only
+                variables["g0"]["NCCL_HOSTID"] = "g0"
             stack.callback(print_logs, config.path)
-            halting = ["-m", "tests.gpu.halting_generator"]
-            return stack.enter_context(Serving(config, {"trainer": gpu(0), **devices}, halting))
+            return stack.enter_context(Serving(config, variables, ["-m", "tests.gpu.halting_generator"]))
 
         yield start
 

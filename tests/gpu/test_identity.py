@@ -93,7 +93,7 @@ def test_many_swaps_between_equal_sets_change_nothing(tmp_path: Path, swap: str)
     folder, _ = save(tmp_path / "a", "tiny", 1, tied=False)
     storm = {"do": "storm", "batch": 32, "tokens": 200}
     actions: list[dict[str, Any]] = [storm, {**storm, "every": 2}]
-    for version, way in ((5000, "calls"), (10000, "copy")) if swap == "remap" else ():
+    for version, way in ((5000, "calls"), (10000, "copy")) if swap == "remap" else ((10000, "copy"), (15000, "graphs")):
         actions += [{"do": "swap_by", "way": way}, {**storm, "every": 2, "version": version}]
     results = run({"model": folder, "swap": swap, "engine": ENGINE, "actions": actions})
     quiet, *swapped = [result["tokens"] for result in results if result is not None]

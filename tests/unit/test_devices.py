@@ -58,7 +58,9 @@ def test_a_run_for_gpus_needs_one(monkeypatch):
         require_gpu(gpu)
 
 
-@pytest.mark.parametrize("asked", ["publish.transport=ipc", "publish.transport=nccl", "generator.swap=remap"])
+@pytest.mark.parametrize(
+    "asked", ["publish.transport=ipc", "publish.transport=nccl", "generator.swap=graphs", "generator.swap=remap"]
+)
 def test_what_only_a_gpu_has_is_refused_without_one(monkeypatch, asked):
     config = compose("tiny", [asked])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

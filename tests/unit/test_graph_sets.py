@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,43 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.compilation import cuda_graph
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
-from vllm.compilation.counter import compilation_counter
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
-from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.platforms import current_platform
+from vllm.forward_context import set_forward_context
 
-from inflight.generator.cuda_plan import Region
-from inflight.generator.graph_sets import GraphSets, NoSecondGraphs, capture_both, graphs_in
-
-SIZES = (4, 2)
-
-
-class Graph:
-    """In place of a CUDA graph: goes on with the memory that the model's parameters had when it was captured."""
-
-    model: Any = None
-    replayed: Any = None
-
-    def __init__(self) -> None:
-        data = [self.model.weight.data, self.model.bias.data]
-        # Addresses alone, as a graph has them: no tensor is kept.
-        self.at = [(one.untyped_storage(), one.storage_offset(), one.shape) for one in data]
-
-    def replay(self) -> None:
-        Graph.replayed = [torch.empty(0).set_(storage, at, shape) for storage, at, shape in self.at]
+from inflight.generator.graph_sets import GraphSets, NoSecondGraphs, graph_holders, graphs_in
+from tests.unit.graphs import SIZES, Graph, Runner, layout_of
 
 
 def two_sets(model: torch.nn.Linear) -> GraphSets:
-    """The model's parameters, and one that is tied, in the first of two sets; the second holds other values."""
-    model.tied = torch.nn.Parameter(model.weight.data, requires_grad=False)
-    regions = [Region("weight", 0, 24), Region("bias", 256, 264)]
-    layout: Any = SimpleNamespace(
-        regions=regions, tensors=[model.weight, model.bias], aliases=[(model.tied, 0)], nbytes=264
-    )
-    sets = GraphSets(layout, (torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)))
+    """The model's parameters in the first of two sets; the second holds other values."""
+    sets = GraphSets(layout_of(model), (torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)))
     for number in (1, 0):
         sets.use(number)
         model.weight.fill_(number + 1.0)
@@ -61,56 +33,21 @@ def model() -> torch.nn.Linear:
     return torch.nn.Linear(3, 2).requires_grad_(False)
 
 
-class Runner:
-    """What a runner has to do with graphs: vLLM's own wrapper around the model, captured for two sizes."""
-
-    def __init__(self, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
-        @contextmanager
-        def capturing(graph: Graph, **_: Any) -> Iterator[None]:
-            yield
-
-        Graph.model = model
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        monkeypatch.setattr(torch.cuda, "graph", capturing)
-        monkeypatch.setattr(cuda_graph, "weak_ref_tensors", lambda tensors: tensors)
-        monkeypatch.setattr(type(current_platform), "_global_graph_pool", (0, 0), raising=False)
-        for wrapper in (cuda_graph.CUDAGraphWrapper, BreakableCUDAGraphWrapper):
-            monkeypatch.setattr(wrapper, "_all_instances", weakref.WeakSet())
-        self.config = VllmConfig()
-        self.wrapper = cuda_graph.CUDAGraphWrapper(model, self.config, CUDAGraphMode.FULL)
-        self.parallel_config = SimpleNamespace(use_ubatching=False)
-        self.cudagraph_manager = SimpleNamespace(graphs={})
-        self.estimate = 0
-
-    def run(self, size: int) -> None:
-        batch = BatchDescriptor(num_tokens=size)
-        with set_forward_context(
-            None, self.config, num_tokens=size, cudagraph_runtime_mode=CUDAGraphMode.FULL, batch_descriptor=batch
-        ):
-            self.wrapper(torch.ones(size, 3))
-
-    def profile_cudagraph_memory(self) -> int:
-        return self.estimate
-
-    def capture_model(self) -> int:
-        for size in SIZES:
-            self.run(size)
-            assert size not in self.cudagraph_manager.graphs, "vLLM refuses to capture a shape twice"
-            self.cudagraph_manager.graphs[size] = Graph()
-            compilation_counter.num_cudagraph_captured += 1
-        return 100
-
-
 @pytest.fixture
 def runner(model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -> Runner:
     return Runner(model, monkeypatch)
 
 
+def captured_twice(runner: Runner, sets: GraphSets) -> GraphSets:
+    runner.capture_model()
+    assert not sets.complete
+    assert sets.capture_second(graph_holders(runner, 4), runner.capture_model) == 100
+    assert sets.complete
+    return sets
+
+
 def test_a_swap_changes_what_is_computed_and_what_vllms_wrapper_replays(model: torch.nn.Linear, runner: Runner) -> None:
-    sets, took = two_sets(model), []
-    capture_both(runner, sets, lambda *taken: took.append(taken), 7)
-    assert runner.capture_model() == 200
-    assert took == [(100, 100)]
+    sets = captured_twice(runner, two_sets(model))
     assert [len(sets.graphs(number)) for number in (0, 1)] == [4, 4]
     for number in (0, 1, 0, 1):
         sets.use(number)
@@ -127,17 +64,6 @@ def test_a_swap_changes_what_is_computed_and_what_vllms_wrapper_replays(model: t
     assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 13.0))
 
 
-def test_memory_is_planned_for_both(model: torch.nn.Linear, runner: Runner) -> None:
-    capture_both(runner, two_sets(model), lambda *_: None, 7)
-    assert runner.profile_cudagraph_memory() == 7
-    runner.estimate = 40
-    assert runner.profile_cudagraph_memory() == 80
-
-
-def _unseen(runner: Runner) -> None:
-    compilation_counter.num_cudagraph_captured += 1
-
-
 def _breakable(runner: Runner) -> None:
     runner.breakable = object.__new__(BreakableCUDAGraphWrapper)  # type: ignore[attr-defined]
     BreakableCUDAGraphWrapper._all_instances.add(runner.breakable)  # type: ignore[attr-defined]
@@ -147,53 +73,51 @@ def _overlap(runner: Runner) -> None:
     runner.parallel_config.use_ubatching = True
 
 
-def _view(runner: Runner) -> None:
-    runner.kept = Graph.model.weight.t()  # type: ignore[attr-defined]
-
-
-def _other_shape(runner: Runner) -> None:
-    if hasattr(runner, "once"):
-        runner.cudagraph_manager.graphs.popitem()
-    runner.once = True  # type: ignore[attr-defined]
-
-
-def _out_of_memory(runner: Runner) -> None:
-    if hasattr(runner, "once"):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    runner.once = True  # type: ignore[attr-defined]
+def _unseen(runner: Runner) -> None:
+    runner.cudagraph_manager.graphs.popitem()
 
 
 @pytest.mark.parametrize(
     ("trouble", "told"),
-    [
-        (_unseen, "captured 5 CUDA graphs, 4 are found"),
-        (_breakable, "breakable"),
-        (_overlap, "dual batch overlap"),
-        (_view, r"1 tensors beside the parameters .* \(3, 2\) torch.float32"),
-        (_other_shape, "other shapes"),
-        (_out_of_memory, "no memory for the second set's CUDA graphs"),
-    ],
+    [(_breakable, "breakable"), (_overlap, "dual batch overlap"), (_unseen, "captured 4 CUDA graphs, 3 of them")],
 )
-def test_what_a_swap_would_leave_behind_is_refused_at_the_start(
-    model: torch.nn.Linear, runner: Runner, trouble: Callable[[Runner], None], told: str
-) -> None:
-    capture = runner.capture_model
+def test_graphs_that_would_stay_with_the_first_set_are_refused(runner: Runner, trouble: Any, told: str) -> None:
+    runner.capture_model()
+    trouble(runner)
+    with pytest.raises(NoSecondGraphs, match=told):
+        graph_holders(runner, 4)
 
-    def troubled() -> int:
-        taken = capture()
-        trouble(runner)
+
+def test_a_tensor_that_would_stay_with_the_first_set_is_refused(model: torch.nn.Linear) -> None:
+    sets = two_sets(model)
+    sets.check_alone()
+    kept = model.weight.t()
+    with pytest.raises(NoSecondGraphs, match=r"1 tensors beside the parameters .* \(3, 2\) torch.float32"):
+        sets.check_alone()
+    assert kept.data_ptr() == model.weight.data_ptr(), "all is as it was"
+
+
+def test_other_shapes_for_the_second_set_end_the_start(model: torch.nn.Linear, runner: Runner) -> None:
+    def fewer() -> int:
+        taken = runner.capture_model()
+        runner.cudagraph_manager.graphs.popitem()
         return taken
 
-    runner.capture_model = troubled  # type: ignore[method-assign]
-    capture_both(runner, two_sets(model), lambda *_: None, 7)
-    with pytest.raises(NoSecondGraphs, match=told):
-        runner.capture_model()
+    runner.capture_model()
+    with pytest.raises(RuntimeError, match="other shapes"):
+        two_sets(model).capture_second(graph_holders(runner, 4), fewer)
+
+
+def test_without_any_graph_a_swap_takes_the_parameters_alone(model: torch.nn.Linear, runner: Runner) -> None:
+    sets = two_sets(model)
+    sets.capture_second(graph_holders(runner, 0), lambda: 0)
+    assert sets.complete
+    sets.use(1)
+    assert torch.equal(model(torch.ones(1, 3)), torch.full((1, 2), 26.0))
 
 
 def test_a_swap_that_fails_half_way_leaves_all_as_it_was(model: torch.nn.Linear, runner: Runner) -> None:
-    sets = two_sets(model)
-    capture_both(runner, sets, lambda *_: None, 7)
-    runner.capture_model()
+    sets = captured_twice(runner, two_sets(model))
     graphs = runner.wrapper.concrete_cudagraph_entries
     sets._views[1][1] = None  # type: ignore[call-overload] - the second parameter's
     with pytest.raises(TypeError):

@@ -1,18 +1,18 @@
-"""The shadow with graphs of its own: in which order a swap does what, and what is told when memory is short."""
+"""The shadow with graphs of its own: in which order a swap does what, and what it does without a second capture."""
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from inflight.generator.cuda_plan import Region
 from inflight.weights.shadow import TornWeights
+from tests.unit.graphs import Graph, Runner, layout_of
 
 GIB = 2**30
 
@@ -34,31 +34,26 @@ class Event:
 
 
 @pytest.fixture
-def shadow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A shadow of one parameter, without a device."""
-    driver = ModuleType("cuda.bindings.driver")
-    driver.CUresult = SimpleNamespace(CUDA_SUCCESS=0)  # type: ignore[attr-defined]
-    driver.uploaded, driver.status = [], 0  # type: ignore[attr-defined]
-    driver.cuGraphUpload = lambda graph, _: (driver.uploaded.append(graph), (driver.status,))[1]  # type: ignore[attr-defined]
-    driver.__getattr__ = lambda name: object  # type: ignore[method-assign, assignment] - types in annotations
-    bindings = ModuleType("cuda.bindings")
-    bindings.driver = driver  # type: ignore[attr-defined]
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """As much of CUDA as a shadow needs, without a device: the driver, which notes what it does."""
+    driver: Any = ModuleType("cuda.bindings.driver")
+    driver.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    driver.uploaded, driver.status = [], 0
+    driver.cuGraphUpload = lambda graph, _: (driver.uploaded.append(graph), (driver.status,))[1]
+    driver.__getattr__ = lambda name: object  # types in annotations
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = driver
     for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
         monkeypatch.setitem(sys.modules, name, module)
-    parameter = torch.nn.Parameter(torch.arange(4.0), requires_grad=False)
-    stream = SimpleNamespace(parameter=parameter, cuda_stream=0, synchronize=lambda: None)
+    driver.free = 2 * GIB
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (driver.free, 80 * GIB))
+    monkeypatch.setattr(Graph, "raw_cuda_graph_exec", lambda graph: graph, raising=False)
+    monkeypatch.setattr(Event, "error", None)
     before = set(sys.modules)
-    module = importlib.import_module("inflight.generator.graph_shadow")
-    layout: Any = SimpleNamespace(regions=[Region("one", 0, 16)], tensors=[parameter], aliases=[], nbytes=16)
-    live = parameter.data.clone().view(torch.uint8)
-    made = module.GraphSetsShadow(live, layout, lambda _: None, whole=True)
-    made.parameter, made.driver = parameter, driver
-    made._sets.use(0)
-    yield made
+    yield driver
     for name in set(sys.modules) - before:
         if name.startswith("inflight."):  # they hold the driver that is none
             parent, _, child = name.rpartition(".")
@@ -66,14 +61,31 @@ def shadow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             vars(sys.modules.get(parent, ModuleType(parent))).pop(child, None)
 
 
-def test_a_swap_marks_the_last_use_before_it_takes_the_other_set(shadow: Any) -> None:
-    Event.error = None
+@pytest.fixture
+def model() -> torch.nn.Linear:
+    return torch.nn.Linear(3, 2).requires_grad_(False)
+
+
+@pytest.fixture
+def shadow(cuda: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The shadow of a model whose weights lie in an arena."""
+    stream = SimpleNamespace(parameter=model.weight, cuda_stream=0, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    layout = layout_of(model)
+    live, other = torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)
+    importlib.import_module("inflight.generator.remap").move_into(layout, live)
+    arena = SimpleNamespace(live=live, shadow=other, add_shadow=lambda: None)
+    module = importlib.import_module("inflight.generator.graph_shadow")
+    return module.GraphSetsShadow(arena, layout, lambda _: None, whole=True)
+
+
+def test_a_swap_marks_the_last_use_before_it_takes_the_other_set(shadow: Any, model: torch.nn.Linear) -> None:
     for _ in range(3):
         old, new = shadow.live, shadow.target()
         assert old.data_ptr() != new.data_ptr()
         shadow.swap()
         assert shadow._last_use.recorded[-1] == old.data_ptr()
-        assert shadow.parameter.data_ptr() == shadow.live.data_ptr() == new.data_ptr()
+        assert model.weight.data_ptr() == shadow.live.data_ptr() == new.data_ptr()
         assert shadow.target() is old
         shadow.settle()
 
@@ -87,27 +99,122 @@ def test_a_step_that_failed_before_the_swap_is_told_to_who_wants_to_fill(
         shadow.settle()
 
 
-def graphs_of(shadow: Any) -> None:
-    graphs = [[{size: SimpleNamespace(raw_cuda_graph_exec=lambda n=number: n)} for size in (4, 2)] for number in (1, 2)]
-    shadow._sets._graphs = graphs
+def test_a_copy_leaves_parameters_and_graphs_where_they_are(shadow: Any, model: torch.nn.Linear) -> None:
+    shadow.swap_by("copy")
+    at = model.weight.data_ptr()
+    shadow.target().fill_(7)
+    shadow.swap()
+    assert model.weight.data_ptr() == at == shadow.live.data_ptr() != shadow.target().data_ptr()
+    assert shadow.live.unique().tolist() == [7]
+    shadow.swap_by(None)
+    shadow.swap()
+    assert model.weight.data_ptr() != at
+    with pytest.raises(ValueError, match="by graphs, copy, not by 'calls'"):
+        shadow.swap_by("calls")
 
 
-def test_graphs_of_both_sets_are_put_on_the_device_at_the_start(shadow: Any) -> None:
-    graphs_of(shadow)
-    shadow._captured(GIB, GIB)
-    assert shadow.driver.uploaded == [1, 1, 2, 2]
+Start = Callable[..., Any]
 
 
-def test_a_driver_that_does_not_upload_costs_time_alone(shadow: Any, caplog: pytest.LogCaptureFixture) -> None:
-    graphs_of(shadow)
-    shadow.driver.status = 1
+@pytest.fixture
+def start(shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """vLLM's start as far as graphs go: what swaps afterwards, and the runner with `before` done to it."""
+
+    def started(*, required: bool = False, others: bool = False, eager: bool = False) -> Any:
+        runner = Runner(model, monkeypatch)
+        shadow.hook(runner, lambda bad: bad or others, required=required)
+        if not eager:
+            shadow.taken = runner.capture_model()
+        return shadow.settled()
+
+    return started
+
+
+def test_both_sets_are_captured_and_put_on_the_device_at_the_start(shadow: Any, start: Start, cuda: Any) -> None:
+    assert start() is shadow
+    assert shadow.taken == 200
+    assert len(cuda.uploaded) == 8
+    assert cuda.uploaded == [*shadow._sets.graphs(0), *shadow._sets.graphs(1)]
+
+
+def test_without_cuda_graphs_the_parameters_are_looked_at_all_the_same(
+    shadow: Any, start: Start, model: torch.nn.Linear
+) -> None:
+    kept = model.weight.t()
+    remapping = start(eager=True)
+    assert type(remapping).__name__ == "RemapShadow"
+    del kept
+
+
+def test_without_cuda_graphs_a_swap_takes_the_parameters(shadow: Any, start: Start) -> None:
+    assert start(eager=True) is shadow
+
+
+def test_memory_is_planned_for_both(shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(model, monkeypatch)
+    shadow.hook(runner, bool, required=True)
+    assert runner.profile_cudagraph_memory() == GIB, "vLLM does not tell"
+    runner.estimate = 40
+    assert runner.profile_cudagraph_memory() == 80
+
+
+def test_a_driver_that_does_not_upload_costs_time_alone(
+    shadow: Any, start: Start, cuda: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda.status = 1
     with caplog.at_level("WARNING", logger="vllm.inflight"):
-        shadow._captured(GIB, GIB)
+        assert start() is shadow
     assert "cuGraphUpload" in caplog.text
 
 
-def test_too_little_memory_for_a_step_is_told_at_the_start_not_in_a_step(shadow: Any) -> None:
-    graphs_of(shadow)
+def _little_memory(shadow: Any, cuda: Any) -> dict[str, bool]:
     shadow.peak_bytes = 3 * GIB
-    with pytest.raises(ValueError, match=r"took 2\.00 GiB and leave 2\.00 GiB, a step takes up to 3\.00 GiB"):
-        shadow._captured(GIB, GIB)
+    return {}
+
+
+def _other_rank(shadow: Any, cuda: Any) -> dict[str, bool]:
+    return {"others": True}
+
+
+@pytest.mark.parametrize(
+    ("trouble", "told"),
+    [
+        (_little_memory, r"a step up to 3\.00 GiB, 2\.00 GiB are free"),
+        (_other_rank, "another rank can't, see its log"),
+    ],
+)
+def test_what_cant_be_captured_twice_is_remapped_or_refused_on_all_ranks(
+    shadow: Any,
+    start: Start,
+    cuda: Any,
+    model: torch.nn.Linear,
+    caplog: pytest.LogCaptureFixture,
+    trouble: Any,
+    told: str,
+) -> None:
+    with caplog.at_level("WARNING", logger="vllm.inflight"):
+        remapping = start(**trouble(shadow, cuda))
+    assert caplog.text.count("swap remap instead of graphs") == 1
+    assert shadow.taken == 100, "captured once"
+    assert type(remapping).__name__ == "RemapShadow"
+    assert model.weight.data_ptr() == remapping.live.data_ptr()
+    with pytest.raises(ValueError, match=rf"generator.swap=graphs: .*{told}.*use remap"):
+        start(required=True, **trouble(shadow, cuda))
+
+
+def test_no_memory_in_the_middle_of_a_capture_ends_the_start(
+    shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(model, monkeypatch)
+    capture, calls = runner.capture_model, []
+
+    def short() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return capture()
+
+    runner.capture_model = short  # type: ignore[method-assign]
+    shadow.hook(runner, bool, required=False)
+    with pytest.raises(RuntimeError, match=r"use generator.swap=remap: CUDA out of memory"):
+        runner.capture_model()

@@ -10,10 +10,13 @@ under each is known from the versions before. Orders come as JSON lines, answers
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
 import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,12 +46,26 @@ class Halting:
 
     wanted: ClassVar[dict[str, int]] = {}
     go = threading.Event()
+    spans: ClassVar[list[list[Any]]] = []
+    """[generator, `send` or `close`, when it began and ended (time.monotonic)] of all senders."""
 
     def __init__(self, inner: Sender, generator: str) -> None:
         self._inner, self._generator = inner, generator
         self.rendezvous = inner.rendezvous
 
     def send(self, buffer: torch.Tensor, buckets: list[Any]) -> None:
+        with self._span("send"):
+            self._send(buffer, buckets)
+
+    @contextlib.contextmanager
+    def _span(self, what: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.spans.append([self._generator, what, began, time.monotonic()])
+
+    def _send(self, buffer: torch.Tensor, buckets: list[Any]) -> None:
         after = self.wanted.pop(self._generator, None)
         if after is None:
             self._inner.send(buffer, buckets)
@@ -60,7 +77,8 @@ class Halting:
         self._inner.send(buffer, buckets[after:])
 
     def close(self) -> None:
-        self._inner.close()
+        with self._span("close"):
+            self._inner.close()
 
 
 class Trainer:
@@ -108,7 +126,9 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         events = [[type(event).__name__, dataclasses.asdict(event)] for event in self._publisher.events]
         states = {name: [state.name, why] for name, (state, why) in self._publisher.states.items()}
-        return {"committed": self._publisher.committed, "events": events, "states": states}
+        return {
+            "committed": self._publisher.committed, "events": events, "states": states, "spans": Halting.spans,
+        }  # fmt: skip
 
 
 def main(run: str, version: str, transport: str) -> None:

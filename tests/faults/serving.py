@@ -199,10 +199,13 @@ class Serving:
         return found
 
     def steps(self, name: str, begin: float, end: float) -> dict[str, float]:
-        """Milliseconds between the moments at which a generator's engine had tokens, within a window."""
+        """Milliseconds between the moments at which a generator's engine had tokens, within a window; and how many
+        seconds after `begin` the longest of them ended."""
         lines = (self.config.path / f"{name}.steps").read_text().splitlines()
         times = [float(line.split()[0]) for line in lines]
-        return spread([b - a for a, b in pairwise(times) if begin <= b <= end])
+        steps = [(b - a, b) for a, b in pairwise(times) if begin <= b <= end]
+        ended = {"longest_ended_s": round(max(steps)[1] - begin, 3)} if steps else {}
+        return spread([length for length, _ in steps]) | ended
 
     def says(self, url: str) -> list[Any]:
         """Greedy tokens and log-probabilities, one prompt at a time: equal when all bytes of the weights are."""

@@ -59,4 +59,5 @@ def test_one_of_two_generators_killed_in_the_middle_of_a_version_holds_up_nobody
         trainer.committed(g0=0, g1=0)
         figures = generator_killed(serving, 0, "gloo", many=2)
     print(json.dumps(figures))
-    assert {(name, version) for name, version, *_ in figures["failures"]} == {("g1", 1), ("g1", 2)}
+    # The first fails, or is superseded by the second where that is published before its transfer has failed.
+    assert {(name, version) for name, version, *_ in figures["missed"]} == {("g1", 1), ("g1", 2)}

@@ -196,7 +196,10 @@ def generator_killed(serving: Serving, version: int, transport: str, many: int) 
     assert mine == list(range(version + 1, version + 4)), "the survivor got every version"
     return {
         "transport": transport, "survivor_committed_after_s": round(committed - killed, 2),
-        "failures": [[event["generator"], event["version"], event["phase"], event["reason"][:200]]
-                     for kind, event in state["events"] if kind == "Failure"],
+        "killed_s": round(killed - quiet, 3),
+        "senders_s": [[name, what, round(began - quiet, 3), round(ended - quiet, 3)]
+                      for name, what, began, ended in state["spans"] if quiet <= ended <= end],
+        "missed": [[event["generator"], event["version"], event.get("phase", "superseded"), event["reason"][:200]]
+                   for kind, event in state["events"] if kind in ("Failure", "Superseded")],
         **gaps(serving, streams, quiet, end),
     }  # fmt: skip

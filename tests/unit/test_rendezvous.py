@@ -39,7 +39,26 @@ def test_a_host_that_died_is_not_though_a_value_still_goes_out(host: tuple[subpr
         board.confirm("the trainer", "receive")
 
 
-@pytest.mark.parametrize("asking", ["confirm", "take", "put", "drop", "join"])
+def test_a_reply_is_told_to_a_host_that_lives_alone(host: tuple[subprocess.Popen[str], Board]) -> None:
+    process, board = host
+    board.reply("done", b"value", "the trainer", "receive")
+    assert board.take("done", "the rank", "send") == b"value"
+    process.kill()
+    process.wait(20)
+    with pytest.raises(TransportError, match="receive: the trainer is gone"):
+        board.reply("done", b"", "the trainer", "receive")
+
+
+def test_what_was_taken_for_good_is_not_there_any_more(host: tuple[subprocess.Popen[str], Board]) -> None:
+    _, board = host
+    board.put("done", b"value")
+    assert board.take("done", "the rank", "send") == b"value"
+    assert board.take("done", "the rank", "send", drop=True) == b"value"
+    with pytest.raises(TransportError, match="send: the rank did not answer"):
+        board.take("done", "the rank", "send")
+
+
+@pytest.mark.parametrize("asking", ["confirm", "take", "put", "reply", "drop", "join"])
 def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
     host: tuple[subprocess.Popen[str], Board], asking: str
 ) -> None:
@@ -51,6 +70,7 @@ def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
         "confirm": lambda: board.confirm("the trainer", "receive"),
         "take": lambda: board.take("offer", "the trainer", "receive"),
         "put": lambda: [board.put("done", b"x" * (1 << 20)) for _ in range(20)],
+        "reply": lambda: board.reply("done", b"", "the trainer", "receive"),
         "drop": lambda: board.drop("sent"),
         "join": lambda: Board(board.address, 1.0),
     }[asking]

@@ -20,8 +20,9 @@ def ipc(monkeypatch):
     with without_cuda(monkeypatch, "ipc") as ipc:
         monkeypatch.setattr(ipc.cuda, "bind", lambda device: None)
         monkeypatch.setattr(ipc.IpcReceiver, "_address", lambda self, offer: 0)
-        stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
-        monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=0))
+        landed = SimpleNamespace(record=lambda stream: None, synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda blocking: landed)
         monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
         yield ipc
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,15 +15,23 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
 
     It runs in a thread of its own, which is left behind when it is late: what it still does must harm nobody.
     """
-    answer: Future[T] = Future()
+    answers: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Lock()
+    done.acquire()
 
     def run() -> None:
         try:
-            answer.set_result(call())
+            answers.append(call())
         except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
-            answer.set_exception(error)
+            errors.append(error)
+        finally:
+            done.release()
 
-    threading.Thread(target=run, name="bounded", daemon=True).start()
-    if not wait([answer], limit_s).done:
+    # Not threading.Thread with a Future: both hand Python's lock to and fro, which a decoding engine's threads want.
+    _thread.start_new_thread(run, ())
+    if not done.acquire(timeout=limit_s):
         raise TimeoutError(f"no answer within {limit_s:g} s")
-    return answer.result()
+    if errors:
+        raise errors.pop()
+    return answers.pop()

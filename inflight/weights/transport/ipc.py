@@ -56,10 +56,9 @@ class IpcSender:
             self._sums.post(number, buffer)
         self._board.put(f"offer/{number}", _export(buffer))
         for rank in range(1, self._size):
-            reason = self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send")
+            reason = self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send", drop=True)
             if reason:
                 raise TransportError(f"send: transport rank {rank}: {reason.decode(errors='replace')}")
-            self._board.drop(f"done/{number}/{rank}")
         self._board.drop(f"offer/{number}")
 
     def close(self) -> None:
@@ -110,13 +109,14 @@ class IpcReceiver:
                 for index, piece in enumerate(pieces):
                     cuda.copy([piece], source, landing.address, self._stream.cuda_stream)
                     self._sums.add(index, landing.target)
-            self._stream.synchronize()
+            landed = torch.cuda.Event(blocking=True)  # sleeps: waiting for a stream keeps the driver's lock busy
+            landed.record(self._stream)
+            landed.synchronize()
         except RuntimeError as error:  # also CudaError
             reason = f"pulling from the trainer's buffer failed: {error}"
             self._board.put(f"done/{number}/{self._rank}", reason.encode())
             raise TransportError(f"receive: {reason}") from error
-        self._board.confirm("the trainer", "receive")
-        self._board.put(f"done/{number}/{self._rank}", b"")
+        self._board.reply(f"done/{number}/{self._rank}", b"", "the trainer", "receive")
         with torch.cuda.stream(self._stream):
             self._sums.check(number)
 

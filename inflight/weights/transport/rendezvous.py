@@ -47,8 +47,18 @@ class Board:
         """Publishes a value. The first one after the host's death goes well: see `confirm`."""
         self._ask(lambda: self.store.set(key, value.hex()), "", f"rendezvous {self.address}")
 
-    def take(self, key: str, who: str, phase: str) -> bytes:
-        """Waits for a value. Raises TransportError naming `who` and `phase` when it does not come in time."""
+    def reply(self, key: str, value: bytes, who: str, phase: str) -> None:
+        """As `confirm`, and then publishes a value: all within one bound."""
+
+        def call() -> None:
+            self.store.check([""])
+            self.store.set(key, value.hex())
+
+        self._ask(call, f"{phase}: ", who)
+
+    def take(self, key: str, who: str, phase: str, *, drop: bool = False) -> bytes:
+        """Waits for a value, and with `drop` forgets it. Raises TransportError naming `who` and `phase` when it does
+        not come in time."""
 
         def poll() -> bytes:
             deadline = time.monotonic() + self.timeout_s
@@ -59,7 +69,10 @@ class Board:
                 if time.monotonic() > deadline:
                     raise TransportError(f"{phase}: {who} did not answer within {self.timeout_s:g} s")
                 time.sleep(_POLL_S)
-            return bytes.fromhex(self.store.get(key).decode())
+            value = bytes.fromhex(self.store.get(key).decode())
+            if drop:
+                self.store.delete_key(key)
+            return value
 
         return self._ask(poll, f"{phase}: ", who, self.timeout_s + _GRACE_S)
 

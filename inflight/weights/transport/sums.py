@@ -236,8 +236,7 @@ class RankSums:
             return
         found = self._here.take()
         key = f"sums/{number}/{self._rank}"
-        sent = array("q", self._board.take(key, "the trainer", "receive"))
-        self._board.drop(key)
+        sent = array("q", self._board.take(key, "the trainer", "receive", drop=True))
         if len(sent) != len(found):
             raise ChecksumError(f"{len(sent)} checksums came for {len(found)} runs")
         bad = [run for run, here, there in zip(self._there, found, sent, strict=True) if here != there]

@@ -15,7 +15,7 @@ from bench.gpu_gaps import Timeline
 from bench.gpu_soak import Tags
 from inflight.bus import Link, PeerLost
 from inflight.config import BusConfig
-from inflight.generator.engine_args import CUDA_WORKER
+from inflight.generator.engine_args import CPU_WORKER
 from inflight.generator.plugin import hand_over_often
 from inflight.generator.settings import Settings
 from inflight.messages import Commit, Committed, EngineHello, Failed
@@ -25,7 +25,7 @@ POLL_S = 0.05
 
 def start_engine(model: str, options: dict[str, Any], settings: Settings, worker: str) -> Any:
     """vLLM's engine with random weights and our worker, its processes set up as a generator's are."""
-    if worker == CUDA_WORKER:
+    if worker != CPU_WORKER:
         hand_over_often()  # before vLLM is imported
     from vllm import EngineArgs
     from vllm.utils.gc_utils import freeze_gc_heap

@@ -27,8 +27,10 @@ from bench.gpu_gaps import Timeline, Update, summarize
 from bench.gpu_report import write_report
 from bench.gpu_shapes import write_config
 from bench.gpu_soak import memory
+from bench.gpu_trace import Trace, late, show
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER
 
+TRACED_WORKER = "bench.traced_worker.TracedWorker"
 NATIVE = {"vllm-packed", "vllm-per-tensor", "drain", "abort"}
 
 
@@ -43,6 +45,7 @@ class Run:
         self._version = 0
         self._quiet: dict[tuple[int, bool], tuple[float, Timeline]] = {}
         self.timelines: dict[str, tuple[Timeline, list[Update]]] = {}
+        self._trace: Trace | None = None
         endpoint = f"ipc://{self._folder / 'weights'}"
         trainer = TrainerProcess(self._trainer_options(endpoint), self._environment(config.trainer_devices))
         try:
@@ -85,7 +88,8 @@ class Run:
             options["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
         model = write_config(config.shape, self._folder / "model")
         settings = Settings(endpoint=endpoint, generator="g0", swap=config.swap)
-        worker = CUDA_WORKER if config.device == "cuda" else CPU_WORKER
+        on_cuda = TRACED_WORKER if config.trace else CUDA_WORKER
+        worker = on_cuda if config.device == "cuda" else CPU_WORKER
         engine = start_engine(str(model), options, settings, worker)
         return Client(engine, config.tokens, cuda=config.device == "cuda", prompt_tokens=config.prompt_tokens)
 
@@ -146,6 +150,7 @@ class Run:
         memory_seen: list[dict[str, Any]] = []
         _, _, way = cell.strategy.partition("inflight-")
         client.swap_by(way or None)
+        self._trace = Trace() if self._config.trace else None
         updates: list[Update] = []
         kept: list[float] = []
         while len(updates) < cell.updates:
@@ -161,6 +166,9 @@ class Run:
         share = round(sum(kept) / len(kept), 4)
         result |= {"batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": share}
         watched = {"tags": client.tags.summary(), "memory": memory_seen} if client.tags else {}
+        if self._trace is not None:
+            watched["late"] = late(client.timeline, updates, self._trace)
+            print(show(watched["late"]))
         return result | watched
 
     def _round(
@@ -170,6 +178,8 @@ class Run:
         from bench.gpu_strategies import STRATEGIES
 
         client = self._bench.client
+        if self._trace is not None:
+            client.rpc("take_trace")  # begins
         client.start(cell.batch, resubmit=cell.strategy in ("abort", "drain") or cell.get("churn", False))
         time.sleep(self._config.settle_s)
         started = time.perf_counter()
@@ -185,6 +195,8 @@ class Run:
             memory_seen.append(memory(len(updates)))
         rate = client.timeline.rate(started, ended)
         client.stop()
+        if self._trace is not None:
+            self._trace.add(client.rpc("take_trace"))
         return rate, ended - started
 
     def close(self) -> None:

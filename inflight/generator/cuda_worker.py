@@ -10,6 +10,7 @@ thread's work.
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +21,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from inflight.generator import arena as arenas
 from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
 from inflight.generator.cuda_plan import PlanError
-from inflight.generator.graph_shadow import GRAPHS_BYTES, GraphSetsShadow
+from inflight.generator.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
 from inflight.generator.remap import (
     CopyShadow,
     CudaShadow,
@@ -44,6 +45,8 @@ MARGIN_BYTES = 2 * GIB
 """Kept for activations and CUDA graphs when `auto` judges, before they are known, whether a second set fits."""
 CAPTURE_TIMEOUT_S = 300.0
 """How much longer one rank may take to capture its graphs than another."""
+LOAD_TIMEOUT_S = 1800.0
+"""How much longer one rank may take to load its weights than another. One that fails meanwhile ends the engine."""
 
 
 class InflightCUDAWorker(InflightWorkerMixin, Worker):
@@ -103,12 +106,15 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             raise ValueError(self._lack(asked, nbytes, short))
         if asked != "auto":
             return asked, "asked for"
+        short = lacking + GRAPHS_BYTES
+        # All ranks capture twice or none does; in the other ways each swaps for itself.
+        if not self._any_rank(short > 0 or not mappable, LOAD_TIMEOUT_S):
+            return "graphs", "auto"
         if lacking > 0:
             return "host", f"a second set on the device lacks {lacking / GIB:.2f} GiB"
         if not mappable:
             return "copy", "no virtual memory management"
-        short = lacking + GRAPHS_BYTES
-        return ("remap", f"graphs lack {short / GIB:.2f} GiB") if short > 0 else ("graphs", "auto")
+        return "remap", f"graphs lack {short / GIB:.2f} GiB" if short > 0 else "another rank can't have graphs"
 
     def _lacking(self, nbytes: int) -> int:
         """Bytes that a second set lacks beside the smallest useful KV cache; zero or less: it fits."""
@@ -119,12 +125,13 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         return used + nbytes + self._smallest_kv() + MARGIN_BYTES - self.requested_memory
 
     @staticmethod
-    def _any_rank(bad: bool) -> bool:
-        """Whether it is so on any rank of this engine: each rank asks at the same place. Raises RuntimeError."""
+    def _any_rank(bad: bool, timeout_s: float = CAPTURE_TIMEOUT_S) -> bool:
+        """Whether it is so on any rank of this engine: each rank asks at the same place. Raises RuntimeError when one
+        has not asked in time."""
         flag = torch.tensor([int(bad)])
         maximum = torch.distributed.ReduceOp.MAX
         work = torch.distributed.all_reduce(flag, maximum, get_world_group().cpu_group, async_op=True)
-        work.wait(timedelta(seconds=CAPTURE_TIMEOUT_S))
+        work.wait(timedelta(seconds=timeout_s))
         return bool(flag)
 
     def _smallest_kv(self) -> int:
@@ -163,8 +170,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         shadow = self.inflight_shadow
         need = self._smallest_kv()
         if available < need and shadow.target().is_cuda:
-            mode = {RemapShadow: "remap", GraphSetsShadow: "graphs"}.get(type(shadow), "copy")
-            raise ValueError(self._lack(mode, shadow.live.numel(), need - available))
+            raise ValueError(self._lack(shadow.WAYS[0], shadow.live.numel(), need - available))
         if isinstance(shadow, GraphSetsShadow):
             # With a KV cache of a fixed size vLLM does not tell it.
             shadow.peak_bytes = int(getattr(self, "peak_activation_memory", measured))
@@ -172,7 +178,11 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's; then a remap moves to the head of the forward pass and the receiver starts."""
-        times = super().compile_or_warm_up_model()
+        try:
+            times = super().compile_or_warm_up_model()
+        except HalfCaptured as error:
+            self._end_if_waited_for(error)
+            raise
         if isinstance(shadow := self.inflight_shadow, GraphSetsShadow):
             self.inflight_shadow = shadow = shadow.settled()
         if isinstance(shadow, RemapShadow):
@@ -183,6 +193,14 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if settings.endpoint:
             self.inflight_receiver = self._start_receiver(settings)
         return times
+
+    @staticmethod
+    def _end_if_waited_for(error: Exception) -> None:
+        """Ends this process where other ranks wait for it in a collective of vLLM's, which has no bound: they answer
+        first, and the engine reads answers in order. It ends itself when a rank's process does."""
+        if get_world_group().world_size > 1:
+            logger.critical("inflight: this rank ends: %s", error)
+            os._exit(1)
 
     def connect(self, welcome: Welcome) -> Receiver:
         """The transport, made to fill the shadow without a buffer between; the plan is made now, and what verifies is

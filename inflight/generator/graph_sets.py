@@ -95,6 +95,10 @@ class GraphSets:
         self.use(0)
         return taken
 
+    def forget_second(self) -> None:
+        """Frees the graphs of the second set, which is not in use."""
+        self._graphs, self._holders = [], []
+
     def graphs(self, number: int) -> list[Any]:
         """The captured graphs of set `number`."""
         return [graph for entries in self._graphs[number] for graph in graphs_in(entries)]
@@ -117,12 +121,21 @@ class GraphSets:
 
     def check_alone(self) -> None:
         """Raises NoSecondGraphs when a tensor that is not a parameter's lies in the first set, which is in use: who
-        holds it would go on with this set for ever."""
+        holds it would go on with this set for ever.
+
+        Only objects of Python are looked through. What vLLM has frozen, as it does when it is ready, would be passed
+        over, and garbage is no holder.
+        """
+        frozen = gc.get_freeze_count() > 0
+        gc.unfreeze()
+        gc.collect()
         self.use(1)
         try:
             self._check_left()
         finally:
             self.use(0)
+            if frozen:
+                gc.freeze()
 
     def _check_left(self) -> None:
         ours = {id(one) for one in (*self.sets, *self._views[0], *(view._base for view in self._views[0]))}
@@ -131,7 +144,8 @@ class GraphSets:
         left = [
             f"{tuple(one.shape)} {one.dtype}"
             for one in gc.get_objects()
-            if type(one) in (torch.Tensor, torch.nn.Parameter)  # no stand-ins, which have no address
+            if issubclass(type(one), torch.Tensor)
+            and type(one).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # no stand-ins: they have no address
             and one.device == self.sets[0].device
             and one.layout == torch.strided
             and start <= one.data_ptr() < stop

@@ -13,8 +13,9 @@ from cuda.bindings import driver
 
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights
-from inflight.generator.graph_sets import GraphSets, NoSecondGraphs, graph_holders
+from inflight.generator.graph_sets import GraphSets, Holder, NoSecondGraphs, graph_holders
 from inflight.generator.remap import CudaShadow, Layout, RemapShadow
+from inflight.messages.base import reason_of
 from inflight.weights.shadow import TornWeights
 from inflight.weights.transport import cuda
 
@@ -23,6 +24,10 @@ logger = logging.getLogger("vllm.inflight")
 GIB = 2**30
 GRAPHS_BYTES = GIB
 """Kept for the second set's CUDA graphs where vLLM does not tell what one set's take."""
+
+
+class HalfCaptured(RuntimeError):
+    """The second capture failed on this rank, in the middle of what all ranks do together."""
 
 
 class GraphSetsShadow(CudaShadow):
@@ -97,27 +102,26 @@ class GraphSetsShadow(CudaShadow):
 
         self._tried = True
         captured = -compilation_counter.num_cudagraph_captured
-        first = capture()
+        first = max(0, capture())  # of all free memory: another process may have given some back meanwhile
         captured += compilation_counter.num_cudagraph_captured
-        holders, why = [], ""
-        try:
-            holders = graph_holders(runner, captured)
+        holders: list[Holder] = []
+
+        def can_be() -> None:
+            holders.extend(graph_holders(runner, captured))
             self._sets.check_alone()
             self._check_room(first)
-        except NoSecondGraphs as error:
-            why = str(error)
-        if any_rank(bool(why)):
-            why = why or "another rank can't, see its log"
-            if required:
-                raise NoSecondGraphs(f"generator.swap=graphs: {why}; use remap")
-            logger.warning("inflight: swap remap instead of graphs: %s", why)
+
+        if not self._all_pass(can_be, any_rank, required):
             return first
         try:
             second = self._sets.capture_second(holders, capture)
-        except torch.OutOfMemoryError as error:  # the other ranks are in the middle of theirs
-            raise RuntimeError(
-                f"no memory for a second set of CUDA graphs, use generator.swap=remap: {error}"
+        except Exception as error:
+            raise HalfCaptured(
+                f"the second set of CUDA graphs failed, use generator.swap=remap: {reason_of(error)}"
             ) from error
+        if not self._all_pass(lambda: self._check_room(0), any_rank, required):
+            self._sets.forget_second()
+            return first
         self._upload()
         logger.info(
             "inflight: %d CUDA graphs for each set of weights, %.2f GiB for the first and %.2f GiB for the second",
@@ -125,15 +129,32 @@ class GraphSetsShadow(CudaShadow):
         )  # fmt: skip
         return first + second
 
-    def _check_room(self, first: int) -> None:
-        """Memory is short at the start or never: for the second set's graphs, which take no more than the `first`'s,
-        and then for a step. Raises NoSecondGraphs."""
+    @staticmethod
+    def _all_pass(check: Callable[[], None], any_rank: Callable[[bool], bool], required: bool) -> bool:
+        """Whether `check` raises on no rank; else it is logged or, when `required`, raised on all of them."""
+        why = ""
+        try:
+            check()
+        except NoSecondGraphs as error:
+            why = str(error)
+        except Exception as error:  # noqa: BLE001 - whatever it is: the other ranks wait to hear of it
+            why = reason_of(error)
+        if not any_rank(bool(why)):
+            return True
+        why = why or "another rank can't, see its log"
+        if required:
+            raise NoSecondGraphs(f"generator.swap=graphs: {why}; use remap")
+        logger.warning("inflight: swap remap instead of graphs: %s", why)
+        return False
+
+    def _check_room(self, graphs: int) -> None:
+        """Memory is short at the start or never: for `graphs`, what is still to be captured, and then for a step. The
+        second set's graphs take no more than the first's. Raises NoSecondGraphs."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
-        need = first + self.peak_bytes
-        if free < need:
+        if free < graphs + self.peak_bytes:
             raise NoSecondGraphs(
-                f"a second set of CUDA graphs takes up to {first / GIB:.2f} GiB and a step up to "
+                f"a second set of CUDA graphs takes up to {graphs / GIB:.2f} GiB more and a step up to "
                 f"{self.peak_bytes / GIB:.2f} GiB, {free / GIB:.2f} GiB are free: use a smaller KV cache or fewer "
                 "cudagraph_capture_sizes"
             )

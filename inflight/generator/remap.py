@@ -13,11 +13,13 @@ that never change. What travels is put into the shadow by a plan (cuda_plan.py):
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from dataclasses import dataclass, field
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
@@ -67,7 +69,11 @@ def lay_out(model: torch.nn.Module) -> Layout:
 
 
 def move_into(layout: Layout, live: torch.Tensor) -> None:
-    """Copies every parameter into uint8 `live` and points it there; its old memory is free afterwards."""
+    """Copies every parameter into uint8 `live` and points it there; its old memory is free afterwards.
+
+    Raises PlanError when something else of the model keeps it: that would never get another version.
+    """
+    loaded = [StorageWeakRef(parameter.untyped_storage()) for parameter in layout.tensors]
     views = []
     for region, parameter in zip(layout.regions, layout.tensors, strict=True):
         view = live[region.start : region.stop].view(parameter.dtype).view(parameter.shape)
@@ -76,8 +82,17 @@ def move_into(layout: Layout, live: torch.Tensor) -> None:
         views.append(view)
     for parameter, number in layout.aliases:
         parameter.data = views[number].view(parameter.shape)
+    _check_left(layout, loaded)
     torch.cuda.synchronize(live.device)
     torch.cuda.empty_cache()
+
+
+def _check_left(layout: Layout, loaded: list[StorageWeakRef]) -> None:
+    gc.collect()
+    kept = [region.name for region, storage in zip(layout.regions, loaded, strict=True) if not storage.expired()]
+    if kept:
+        more = f" and of {len(kept) - 1} more" if len(kept) > 1 else ""
+        raise PlanError(f"the model keeps the memory of {kept[0]}{more} elsewhere too: a swap would leave that behind")
 
 
 class CudaShadow:

@@ -18,13 +18,14 @@ def engine(**changes: Any) -> SimpleNamespace:
     config = {"lora_config": None, "speculative_config": None}
     parallel = {"enable_expert_parallel": False}
     offload = {"cpu_offload_gb": 0}
-    for group in (model, config, parallel, offload):
+    prefetch = {"offload_group_size": 0}
+    for group in (model, config, parallel, offload, prefetch):
         group.update({key: value for key, value in changes.items() if key in group})
     return SimpleNamespace(
         **config,
         model_config=SimpleNamespace(**model),
         parallel_config=SimpleNamespace(**parallel),
-        offload_config=SimpleNamespace(uva=SimpleNamespace(**offload)),
+        offload_config=SimpleNamespace(uva=SimpleNamespace(**offload), prefetch=SimpleNamespace(**prefetch)),
     )
 
 
@@ -43,6 +44,7 @@ def test_a_dense_model_is_taken() -> None:
         ({"enable_expert_parallel": True}, "expert parallelism"),
         ({"enable_sleep_mode": True}, "sleep mode"),
         ({"cpu_offload_gb": 4}, "offloaded"),
+        ({"offload_group_size": 8}, "offloaded"),
         ({"is_multimodal_model": True}, "multimodal"),
     ],
 )

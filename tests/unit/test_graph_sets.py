@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
@@ -95,6 +97,35 @@ def test_a_tensor_that_would_stay_with_the_first_set_is_refused(model: torch.nn.
     with pytest.raises(NoSecondGraphs, match=r"1 tensors beside the parameters .* \(3, 2\) torch.float32"):
         sets.check_alone()
     assert kept.data_ptr() == model.weight.data_ptr(), "all is as it was"
+
+
+class Weight(torch.nn.Parameter):
+    """A parameter of another class, as vLLM's linear layers have them."""
+
+
+def test_a_parameter_of_vllms_own_class_is_a_tensor_too(model: torch.nn.Linear) -> None:
+    sets = two_sets(model)
+    kept = Weight(model.weight.data, requires_grad=False)
+    with pytest.raises(NoSecondGraphs, match="1 tensors beside"):
+        sets.check_alone()
+    with FakeTensorMode():
+        stand_in = torch.empty(3)
+    del kept
+    sets.check_alone()
+    assert stand_in.shape == (3,)
+
+
+def test_garbage_holds_no_set(model: torch.nn.Linear) -> None:
+    sets = two_sets(model)
+    gc.collect()
+    gc.disable()
+    try:
+        cycle: list[Any] = [model.weight.t()]
+        cycle.append(cycle)
+        del cycle
+        sets.check_alone()
+    finally:
+        gc.enable()
 
 
 def test_other_shapes_for_the_second_set_end_the_start(model: torch.nn.Linear, runner: Runner) -> None:

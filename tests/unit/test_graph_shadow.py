@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from inflight.weights.shadow import TornWeights
-from tests.unit.graphs import Graph, Runner, layout_of
+from tests.unit.graphs import SIZES, Graph, Runner, layout_of
 
 GIB = 2**30
-
-
-class Event:
-    """In place of a CUDA event: notes where a parameter lay when it was recorded."""
-
-    error: Exception | None = None
-
-    def __init__(self) -> None:
-        self.recorded: list[int] = []
-
-    def record(self, stream: Any) -> None:
-        self.recorded.append(stream.parameter.data_ptr())
-
-    def synchronize(self) -> None:
-        if self.error:
-            raise self.error
-
-
-@pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """As much of CUDA as a shadow needs, without a device: the driver, which notes what it does."""
-    driver: Any = ModuleType("cuda.bindings.driver")
-    driver.CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    driver.uploaded, driver.status = [], 0
-    driver.cuGraphUpload = lambda graph, _: (driver.uploaded.append(graph), (driver.status,))[1]
-    driver.__getattr__ = lambda name: object  # types in annotations
-    bindings: Any = ModuleType("cuda.bindings")
-    bindings.driver = driver
-    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), ("cuda.bindings.driver", driver)):
-        monkeypatch.setitem(sys.modules, name, module)
-    driver.free = 2 * GIB
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (driver.free, 80 * GIB))
-    monkeypatch.setattr(Graph, "raw_cuda_graph_exec", lambda graph: graph, raising=False)
-    monkeypatch.setattr(Event, "error", None)
-    before = set(sys.modules)
-    yield driver
-    for name in set(sys.modules) - before:
-        if name.startswith("inflight."):  # they hold the driver that is none
-            parent, _, child = name.rpartition(".")
-            del sys.modules[name]
-            vars(sys.modules.get(parent, ModuleType(parent))).pop(child, None)
 
 
 @pytest.fixture
@@ -71,6 +27,7 @@ def shadow(cuda: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -
     """The shadow of a model whose weights lie in an arena."""
     stream = SimpleNamespace(parameter=model.weight, cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(Graph, "raw_cuda_graph_exec", lambda graph: graph, raising=False)
     layout = layout_of(model)
     live, other = torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)
     importlib.import_module("inflight.generator.remap").move_into(layout, live)
@@ -91,9 +48,9 @@ def test_a_swap_marks_the_last_use_before_it_takes_the_other_set(shadow: Any, mo
 
 
 def test_a_step_that_failed_before_the_swap_is_told_to_who_wants_to_fill(
-    shadow: Any, monkeypatch: pytest.MonkeyPatch
+    shadow: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Event, "error", RuntimeError("CUDA error: an illegal memory access"))
+    monkeypatch.setattr(cuda.Event, "error", RuntimeError("CUDA error: an illegal memory access"))
     shadow.swap()
     with pytest.raises(TornWeights, match="illegal memory access"):
         shadow.settle()
@@ -141,7 +98,12 @@ def test_without_cuda_graphs_the_parameters_are_looked_at_all_the_same(
     shadow: Any, start: Start, model: torch.nn.Linear
 ) -> None:
     kept = model.weight.t()
-    remapping = start(eager=True)
+    gc.freeze()  # as vLLM does when it is ready, before it is asked what swaps
+    try:
+        remapping = start(eager=True)
+        assert gc.get_freeze_count() > 0, "as it was"
+    finally:
+        gc.unfreeze()
     assert type(remapping).__name__ == "RemapShadow"
     del kept
 
@@ -202,7 +164,7 @@ def test_what_cant_be_captured_twice_is_remapped_or_refused_on_all_ranks(
         start(required=True, **trouble(shadow, cuda))
 
 
-def test_no_memory_in_the_middle_of_a_capture_ends_the_start(
+def test_a_second_capture_that_fails_half_way_ends_the_start(
     shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(model, monkeypatch)
@@ -216,5 +178,46 @@ def test_no_memory_in_the_middle_of_a_capture_ends_the_start(
 
     runner.capture_model = short  # type: ignore[method-assign]
     shadow.hook(runner, bool, required=False)
-    with pytest.raises(RuntimeError, match=r"use generator.swap=remap: CUDA out of memory"):
+    half = importlib.import_module("inflight.generator.graph_shadow").HalfCaptured
+    with pytest.raises(half, match=r"use generator.swap=remap: OutOfMemoryError: CUDA out of memory"):
         runner.capture_model()
+
+
+def test_a_second_set_that_took_more_than_thought_is_given_back(
+    shadow: Any, model: torch.nn.Linear, cuda: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(model, monkeypatch)
+    capture = runner.capture_model
+
+    def greedy() -> int:
+        cuda.free -= GIB
+        return capture()
+
+    runner.capture_model = greedy  # type: ignore[method-assign]
+    shadow.peak_bytes = GIB - 100
+    cuda.free = 2 * GIB
+    shadow.hook(runner, bool, required=False)
+    with caplog.at_level("WARNING", logger="vllm.inflight"):
+        assert runner.capture_model() == 100
+    assert "0.00 GiB more and a step up to 1.00 GiB, 0.00 GiB are free" in caplog.text
+    remapping = shadow.settled()
+    assert type(remapping).__name__ == "RemapShadow"
+    assert not shadow._sets.complete
+    assert model.weight.data_ptr() == remapping.live.data_ptr()
+    runner.run(SIZES[0])
+    assert Graph.replayed[0].data_ptr() == remapping.live.data_ptr()
+
+
+def test_what_nobody_thought_of_is_told_to_the_other_ranks_too(
+    shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = Runner(model, monkeypatch)
+    runner.cudagraph_manager = SimpleNamespace(graphs={})
+    del runner.parallel_config
+    asked: list[bool] = []
+    shadow.hook(runner, lambda bad: asked.append(bad) or bad, required=False)
+    with caplog.at_level("WARNING", logger="vllm.inflight"):
+        assert runner.capture_model() == 100
+    assert asked == [True]
+    assert "remap instead of graphs: AttributeError" in caplog.text
+    assert type(shadow.settled()).__name__ == "RemapShadow"

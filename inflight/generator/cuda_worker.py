@@ -22,15 +22,8 @@ from inflight.generator import arena as arenas
 from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
 from inflight.generator.cuda_plan import PlanError
 from inflight.generator.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
-from inflight.generator.remap import (
-    CopyShadow,
-    CudaShadow,
-    DirectTransport,
-    Layout,
-    RemapShadow,
-    lay_out,
-    move_into,
-)
+from inflight.generator.layout import Layout, lay_out, move_into
+from inflight.generator.remap import CopyShadow, CudaShadow, DirectTransport, RemapShadow
 from inflight.generator.settings import Settings
 from inflight.generator.worker_base import InflightWorkerMixin
 from inflight.messages import Welcome

@@ -14,7 +14,8 @@ from cuda.bindings import driver
 from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights
 from inflight.generator.graph_sets import GraphSets, Holder, NoSecondGraphs, graph_holders
-from inflight.generator.remap import CudaShadow, Layout, RemapShadow
+from inflight.generator.layout import Layout
+from inflight.generator.remap import CudaShadow, RemapShadow
 from inflight.messages.base import reason_of
 from inflight.weights.shadow import TornWeights
 from inflight.weights.transport import cuda

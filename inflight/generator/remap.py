@@ -13,86 +13,19 @@ that never change. What travels is put into the shadow by a plan (cuda_plan.py):
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-from dataclasses import dataclass, field
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from inflight.generator.arena import Arena
-from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, Region, make_plan, redirected
+from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, make_plan, redirected
+from inflight.generator.layout import Layout
 from inflight.generator.oneshot import Moved
 from inflight.messages import BucketMeta, Manifest
 from inflight.weights.shadow import TornWeights
 from inflight.weights.transport import cuda
 from inflight.weights.transport.landing import DirectReceiver, Landing
-
-ALIGNMENT = 256
-"""Bytes between starts of parameters in the arena, as torch's own allocator aligns them."""
-
-
-@dataclass
-class Layout:
-    """Where each parameter lies in the arena; tied parameters once."""
-
-    regions: list[Region]
-    tensors: list[torch.nn.Parameter]
-    aliases: list[tuple[torch.nn.Parameter, int]] = field(default_factory=list)
-    """Other parameters that share a region's storage, and the region's number."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole, padding included."""
-        return max((region.stop for region in self.regions), default=0)
-
-
-def lay_out(model: torch.nn.Module) -> Layout:
-    """The layout of a loaded model's parameters. Raises PlanError for one that can't lie in an arena."""
-    layout, at = Layout([], []), 0
-    seen: dict[int, int] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=True):
-        if parameter.numel() == 0:
-            continue
-        if not parameter.is_contiguous():
-            raise PlanError(f"{name} is not contiguous: this model's weights can't be moved into an arena")
-        known = seen.setdefault(parameter.data_ptr(), len(layout.regions))
-        if known < len(layout.regions):
-            layout.aliases.append((parameter, known))
-            continue
-        stop = at + parameter.numel() * parameter.element_size()
-        layout.regions.append(Region(name, at, stop))
-        layout.tensors.append(parameter)
-        at = -(-stop // ALIGNMENT) * ALIGNMENT
-    return layout
-
-
-def move_into(layout: Layout, live: torch.Tensor) -> None:
-    """Copies every parameter into uint8 `live` and points it there; its old memory is free afterwards.
-
-    Raises PlanError when something else of the model keeps it: that would never get another version.
-    """
-    loaded = [StorageWeakRef(parameter.untyped_storage()) for parameter in layout.tensors]
-    views = []
-    for region, parameter in zip(layout.regions, layout.tensors, strict=True):
-        view = live[region.start : region.stop].view(parameter.dtype).view(parameter.shape)
-        view.copy_(parameter.data)
-        parameter.data = view
-        views.append(view)
-    for parameter, number in layout.aliases:
-        parameter.data = views[number].view(parameter.shape)
-    _check_left(layout, loaded)
-    torch.cuda.synchronize(live.device)
-    torch.cuda.empty_cache()
-
-
-def _check_left(layout: Layout, loaded: list[StorageWeakRef]) -> None:
-    gc.collect()
-    kept = [region.name for region, storage in zip(layout.regions, loaded, strict=True) if not storage.expired()]
-    if kept:
-        more = f" and of {len(kept) - 1} more" if len(kept) > 1 else ""
-        raise PlanError(f"the model keeps the memory of {kept[0]}{more} elsewhere too: a swap would leave that behind")
 
 
 class CudaShadow:

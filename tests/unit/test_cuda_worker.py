@@ -11,8 +11,6 @@ import pytest
 import torch
 import vllm.v1.worker.gpu_worker  # noqa: F401 - before there are stand-ins for CUDA's bindings
 
-from inflight.generator.cuda_plan import PlanError
-
 GIB = 2**30
 
 
@@ -180,30 +178,3 @@ def test_the_shadow_that_swaps_is_known_when_vllm_has_started(
     assert profiled.compile_or_warm_up_model() == "times"
     assert profiled.inflight_shadow is remapping
     assert remapping.late
-
-
-def test_memory_that_the_model_keeps_elsewhere_too_is_refused(
-    module: ModuleType, cuda: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-    def moved(model: torch.nn.Module) -> torch.Tensor:
-        layout = module.lay_out(model)
-        live = torch.zeros(layout.nbytes, dtype=torch.uint8)
-        module.move_into(layout, live)
-        return live
-
-    def made() -> torch.nn.Sequential:
-        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)).requires_grad_(False)
-        model[1].tied = model[0].weight
-        model[1].twin = torch.nn.Parameter(model[0].weight.data, requires_grad=False)
-        return model
-
-    model = made()
-    live = moved(model)
-    assert model[1].tied.data_ptr() == model[1].twin.data_ptr() == model[0].weight.data_ptr() == live.data_ptr()
-    model = made()
-    # As the Mamba-2 mixer does with its convolution.
-    model[1].register_buffer("view", model[1].weight.view(4), persistent=False)
-    with pytest.raises(PlanError, match=r"the memory of 1\.weight elsewhere too"):
-        moved(model)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from inflight.generator.layout import move_into
 from inflight.weights.shadow import TornWeights
 from tests.unit.graphs import SIZES, Graph, Runner, layout_of
 
@@ -30,7 +31,7 @@ def shadow(cuda: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Graph, "raw_cuda_graph_exec", lambda graph: graph, raising=False)
     layout = layout_of(model)
     live, other = torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)
-    importlib.import_module("inflight.generator.remap").move_into(layout, live)
+    move_into(layout, live)
     arena = SimpleNamespace(live=live, shadow=other, add_shadow=lambda: None)
     module = importlib.import_module("inflight.generator.graph_shadow")
     return module.GraphSetsShadow(arena, layout, lambda _: None, whole=True)

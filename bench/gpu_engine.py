@@ -252,6 +252,8 @@ class Agent:
         try:
             commit = self._client.call if self._patched else self._client.rpc
             ranks = commit("commit_weights", version)
+            if refused := [rank["error"] for rank in ranks if "error" in rank]:
+                raise RuntimeError(refused[0])
         except Exception as error:  # noqa: BLE001 - whatever the engine core says
             self._link.send(Failed(version=version, phase="commit", reason=str(error)[:1000], poisoned=True))
             self._fail(f"commit of version {version}: {error}")

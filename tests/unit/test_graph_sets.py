@@ -79,9 +79,18 @@ def _unseen(runner: Runner) -> None:
     runner.cudagraph_manager.graphs.popitem()
 
 
+def _more(runner: Runner) -> None:
+    runner.cudagraph_manager.graphs["other"] = Graph()
+
+
 @pytest.mark.parametrize(
     ("trouble", "told"),
-    [(_breakable, "breakable"), (_overlap, "dual batch overlap"), (_unseen, "captured 4 CUDA graphs, 3 of them")],
+    [
+        (_breakable, "breakable"),
+        (_overlap, "dual batch overlap"),
+        (_unseen, "captured 4 CUDA graphs, 3 of them"),
+        (_more, "captured 4 CUDA graphs, 5 of them"),
+    ],
 )
 def test_graphs_that_would_stay_with_the_first_set_are_refused(runner: Runner, trouble: Any, told: str) -> None:
     runner.capture_model()
@@ -90,13 +99,14 @@ def test_graphs_that_would_stay_with_the_first_set_are_refused(runner: Runner, t
         graph_holders(runner, 4)
 
 
-def test_a_tensor_that_would_stay_with_the_first_set_is_refused(model: torch.nn.Linear) -> None:
+@pytest.mark.parametrize(("view", "shape"), [(torch.t, r"\(3, 2\)"), (lambda weight: weight[1, 2:], r"\(1,\)")])
+def test_a_tensor_that_would_stay_with_the_first_set_is_refused(model: torch.nn.Linear, view: Any, shape: str) -> None:
     sets = two_sets(model)
     sets.check_alone()
-    kept = model.weight.t()
-    with pytest.raises(NoSecondGraphs, match=r"1 tensors beside the parameters .* \(3, 2\) torch.float32"):
+    kept = view(model.weight)
+    with pytest.raises(NoSecondGraphs, match=rf"1 tensors beside the parameters .* {shape} torch.float32"):
         sets.check_alone()
-    assert kept.data_ptr() == model.weight.data_ptr(), "all is as it was"
+    assert kept.data_ptr() == view(model.weight).data_ptr(), "all is as it was"
 
 
 class Weight(torch.nn.Parameter):

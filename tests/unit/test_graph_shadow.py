@@ -57,6 +57,11 @@ def test_a_step_that_failed_before_the_swap_is_told_to_who_wants_to_fill(
         shadow.settle()
 
 
+def test_both_sets_hold_the_same_at_the_start(shadow: Any, model: torch.nn.Linear) -> None:
+    assert torch.equal(shadow.target(), shadow.live)
+    assert torch.equal(shadow.live[:24].view(torch.float32), model.weight.flatten())
+
+
 def test_a_copy_leaves_parameters_and_graphs_where_they_are(shadow: Any, model: torch.nn.Linear) -> None:
     shadow.swap_by("copy")
     at = model.weight.data_ptr()
@@ -135,6 +140,11 @@ def _little_memory(shadow: Any, cuda: Any) -> dict[str, bool]:
     return {}
 
 
+def _no_memory_for_graphs(shadow: Any, cuda: Any) -> dict[str, bool]:
+    shadow.peak_bytes, cuda.free = 100, 150  # the first set's took 100
+    return {}
+
+
 def _other_rank(shadow: Any, cuda: Any) -> dict[str, bool]:
     return {"others": True}
 
@@ -143,6 +153,7 @@ def _other_rank(shadow: Any, cuda: Any) -> dict[str, bool]:
     ("trouble", "told"),
     [
         (_little_memory, r"a step up to 3\.00 GiB, 2\.00 GiB are free"),
+        (_no_memory_for_graphs, "a second set of CUDA graphs takes up to"),
         (_other_rank, "another rank can't, see its log"),
     ],
 )

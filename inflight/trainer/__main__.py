@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import logging
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -17,6 +16,7 @@ from inflight.config import ConfigError, RunConfig, load, require
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
 from inflight.rollout.gate import rules_of
+from inflight.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from inflight.rollout.buffer import Buffer
@@ -75,7 +75,7 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.sharding import TeamSource, assembled
     from inflight.weights.guard import ReadGuard
 
-    stop = threading.Event()
+    stop = Stop()
     watch = _Watch(stop)
     begun, waiting = begin(config)
     with contextlib.ExitStack() as stack:
@@ -123,7 +123,7 @@ def _run(config: RunConfig) -> int:
 class _Watch:
     """Wakes a trainer that waits for a batch when it must stop or no batch can come any more."""
 
-    def __init__(self, stop: threading.Event) -> None:
+    def __init__(self, stop: Stop) -> None:
         self._stop = stop
         self._check: Callable[[], None] = lambda: None
 

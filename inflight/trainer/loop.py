@@ -6,7 +6,6 @@ is slower than a step, for the version before; generation and transfer go on bes
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 from inflight.config import RunConfig
@@ -15,6 +14,7 @@ from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, LearnError, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
+from inflight.trainer.stop import Stop
 from inflight.trainer.team import TeamError
 from inflight.weights.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
@@ -39,7 +39,7 @@ class Trainer:
         buffer: Buffer,
         publisher: Publisher,
         reporter: Reporter,
-        stop: threading.Event,
+        stop: Stop,
         begun: Saved,
     ) -> None:
         """`begun` is where the run goes on from: step 0, or what a checkpoint holds."""

@@ -94,12 +94,11 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             raise ValueError(
                 f"generator.swap={asked}: {self.device} has no virtual memory management; use copy or host"
             )
-        short = lacking + (GRAPHS_BYTES if asked == "graphs" else 0)
+        short = lacking + (GRAPHS_BYTES if asked in ("graphs", "auto") else 0)
         if asked in ("graphs", "remap", "copy") and short > 0:
             raise ValueError(self._lack(asked, nbytes, short))
         if asked != "auto":
             return asked, "asked for"
-        short = lacking + GRAPHS_BYTES
         # All ranks capture twice or none does; in the other ways each swaps for itself.
         if not self._any_rank(short > 0 or not mappable, LOAD_TIMEOUT_S):
             return "graphs", "auto"

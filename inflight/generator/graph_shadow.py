@@ -15,9 +15,8 @@ from inflight.generator.arena import Arena
 from inflight.generator.cuda_plan import LoadWeights
 from inflight.generator.graph_sets import GraphSets, Holder, NoSecondGraphs, graph_holders
 from inflight.generator.layout import Layout
-from inflight.generator.remap import CudaShadow, RemapShadow
+from inflight.generator.remap import ArenaShadow, CudaShadow, RemapShadow
 from inflight.messages.base import reason_of
-from inflight.weights.shadow import TornWeights
 from inflight.weights.transport import cuda
 
 logger = logging.getLogger("vllm.inflight")
@@ -31,7 +30,7 @@ class HalfCaptured(RuntimeError):
     """The second capture failed on this rank, in the middle of what all ranks do together."""
 
 
-class GraphSetsShadow(CudaShadow):
+class GraphSetsShadow(ArenaShadow):
     """The set whose addresses and graphs are not in use.
 
     The first set is the arena's live range, which is never remapped here. So what can't be captured twice, as this
@@ -41,13 +40,8 @@ class GraphSetsShadow(CudaShadow):
     WAYS = ("graphs", "copy")
 
     def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
-        super().__init__(arena.live, layout, load_weights, whole=whole)
-        arena.add_shadow()
-        arena.shadow.copy_(arena.live)  # padding and other constants are the same in both sets
-        torch.cuda.synchronize(self.device)
-        self._arena = arena
+        super().__init__(arena, layout, load_weights, whole=whole)
         self._sets = GraphSets(layout, (arena.live, arena.shadow))
-        self._last_use = torch.cuda.Event()
         self._tried = False
         self.peak_bytes = 0
         """What a step takes beside weights and KV cache at the most; known before graphs are captured."""
@@ -83,18 +77,11 @@ class GraphSetsShadow(CudaShadow):
         if copies:
             self.live.copy_(self.target(), non_blocking=True)
         # All that reads the old set is queued by now, on the stream of this thread, which launches every step.
-        self._last_use.record(torch.cuda.current_stream(self.device))
+        self._swapped.record(torch.cuda.current_stream(self.device))
         if not copies:
             self._sets.use(1 - self._sets.current)
             self.live = self._sets.sets[self._sets.current]
         return time.perf_counter() - started
-
-    def settle(self) -> None:
-        """Waits for the last step that reads what is `target` now."""
-        try:
-            self._last_use.synchronize()
-        except RuntimeError as error:
-            raise TornWeights(f"the step before the swap failed: {error}") from error
 
     def _capture_both(
         self, runner: Any, any_rank: Callable[[bool], bool], required: bool, capture: Callable[[], int]

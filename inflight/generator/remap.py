@@ -47,6 +47,8 @@ class CudaShadow:
         self.direct = False
         """The transport fills the shadow itself: `begin` returns a buffer without memory."""
         self._way = self.WAYS[0]
+        self._swapped = torch.cuda.Event()
+        """Recorded where `target` may be written once the device is there."""
 
     def swap_by(self, way: str | None) -> None:
         """From the next swap on. None: the first of `WAYS`. Raises ValueError for a way that is none of them."""
@@ -62,7 +64,10 @@ class CudaShadow:
     def settle(self) -> None:
         """Waits until the last swap is done on the device, so that `target` may be written. Raises TornWeights when it
         turns out to have failed."""
-        raise NotImplementedError
+        try:
+            self._swapped.synchronize()
+        except Exception as error:
+            raise TornWeights(f"the swap before could not be done: {error}") from error
 
     def agree(self, manifest: Manifest) -> Plan:
         """The plan for a manifest, made and checked against vLLM's loader once. Raises PlanError."""
@@ -141,7 +146,18 @@ class DirectTransport:
         self._inner.close()
 
 
-class RemapShadow(CudaShadow):
+class ArenaShadow(CudaShadow):
+    """A second physical set in the arena of the live one."""
+
+    def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+        super().__init__(arena.live, layout, load_weights, whole=whole)
+        arena.add_shadow()
+        arena.shadow.copy_(arena.live)  # padding and other constants are the same in both sets
+        torch.cuda.synchronize(self.device)
+        self._arena = arena
+
+
+class RemapShadow(ArenaShadow):
     """A second physical set, which the live range is moved to.
 
     With `late=True` a swap only arms: `launch`, called at the head of the next forward pass, does it. Inputs of that
@@ -153,13 +169,8 @@ class RemapShadow(CudaShadow):
     """In one call (oneshot.py), in several, of an idle device; or the other set is copied over the live one."""
 
     def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
-        super().__init__(arena.live, layout, load_weights, whole=whole)
-        arena.add_shadow()
-        arena.shadow.copy_(arena.live)  # padding and other constants are the same in both sets
-        torch.cuda.synchronize(self.device)
-        self._arena = arena
+        super().__init__(arena, layout, load_weights, whole=whole)
         self._lock = threading.Lock()
-        self._copied = torch.cuda.Event()
         self._armed = False
         self._last_use = torch.cuda.Event()
         self._last_use_known = False
@@ -177,7 +188,7 @@ class RemapShadow(CudaShadow):
         started = time.perf_counter()
         if self._way == "copy":
             self.live.copy_(self._arena.shadow, non_blocking=True)
-            self._copied.record(torch.cuda.current_stream(self.device))
+            self._swapped.record(torch.cuda.current_stream(self.device))
             return time.perf_counter() - started
         with self._lock:
             self._armed = True
@@ -208,9 +219,9 @@ class RemapShadow(CudaShadow):
                 with self._lock:
                     if self._armed:
                         self._remap()
-            self._copied.synchronize()
         except Exception as error:
             raise TornWeights(f"the swap before could not be done: {error}") from error
+        super().settle()
 
     def _remap(self, behind: torch.cuda.Event | None = None) -> None:
         self.swaps.append(self._arena.remap(behind=behind, in_one=self._way != "calls"))
@@ -229,7 +240,6 @@ class CopyShadow(CudaShadow):
         super().__init__(live, layout, load_weights, whole=whole)
         self._second = torch.empty(live.numel(), dtype=torch.uint8, pin_memory=True) if host else torch.empty_like(live)
         self._second.copy_(live)
-        self._copied = torch.cuda.Event()
 
     def target(self) -> torch.Tensor:
         return self._second
@@ -238,11 +248,5 @@ class CopyShadow(CudaShadow):
         """Seconds that queueing took: the copy runs between two steps on the device, the step loop goes on."""
         started = time.perf_counter()
         self.live.copy_(self._second, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(self.device))
+        self._swapped.record(torch.cuda.current_stream(self.device))
         return time.perf_counter() - started
-
-    def settle(self) -> None:
-        try:
-            self._copied.synchronize()
-        except RuntimeError as error:
-            raise TornWeights(f"the swap before could not be done: {error}") from error

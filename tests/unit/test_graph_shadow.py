@@ -42,7 +42,7 @@ def test_a_swap_marks_the_last_use_before_it_takes_the_other_set(shadow: Any, mo
         old, new = shadow.live, shadow.target()
         assert old.data_ptr() != new.data_ptr()
         shadow.swap()
-        assert shadow._last_use.recorded[-1] == old.data_ptr()
+        assert shadow._swapped.recorded[-1] == old.data_ptr()
         assert model.weight.data_ptr() == shadow.live.data_ptr() == new.data_ptr()
         assert shadow.target() is old
         shadow.settle()

@@ -16,16 +16,24 @@ import torch
 from vllm.v1.executor.multiproc_executor import WorkerProc
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
+from vllm.v1.worker.gpu_worker import Worker
 
 from inflight.generator.cuda_worker import InflightCUDAWorker
+from inflight.generator.graph_shadow import GraphSetsShadow
 from inflight.weights.receiver import WeightReceiver
+from inflight.weights.transport.ipc import IpcReceiver
 from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.sums import RankSums
 
 OUTPUTS = ((AsyncGPUModelRunnerOutput, "async_output_copy_stream"), (AsyncOutput, "copy_stream"))
 """A step's output in vLLM's two runners, and the argument that is the stream which copies its tokens to the host."""
 WATCHED = {
     WeightReceiver: ("_prepare", "_tell", "swap"),
     Board: ("take", "put", "reply", "confirm", "drop"),
+    IpcReceiver: ("_pull",),
+    RankSums: ("begin", "check"),
+    GraphSetsShadow: ("begin", "build"),
+    Worker: ("execute_model", "sample_tokens"),
 }
 
 

@@ -55,6 +55,7 @@ V1_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
         pytest.param(False, "graphs", {}, {}, id="graphs"),
         pytest.param(True, "graphs", {}, {}, id="graphs-tied"),
         pytest.param(False, "graphs", {"tensor_parallel_size": 2}, {}, id="graphs-tp2"),
+        pytest.param(False, "graphs", {"tensor_parallel_size": 4}, {}, id="graphs-tp4"),
         pytest.param(False, "graphs", {"pipeline_parallel_size": 2}, {}, id="graphs-pp2"),
         pytest.param(False, "graphs", {}, V1_RUNNER, id="graphs-v1"),
         pytest.param(False, "graphs", EAGER, {}, id="graphs-eager"),

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import logging
 import os
 import select
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
@@ -67,7 +69,7 @@ class Processes:
         """`keep_open` are file descriptors that the processes inherit."""
         self._grace_s, self._keep_open = stop_grace_s, tuple(keep_open)
         self._running: dict[str, tuple[Command, subprocess.Popen[bytes]]] = {}
-        self._others = set(_living_descendants())
+        self._others = set(psutil.Process().children(recursive=True))
         """What ran below this process before: not ours to stop."""
         if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "can't adopt the processes of a run (PR_SET_CHILD_SUBREAPER)")
@@ -134,12 +136,7 @@ class Processes:
                 process.send_signal(signal.SIGTERM)
         self.wait(list(self._running), self._grace_s)
         late = self.running()
-        deadline = time.monotonic() + KILL_WAIT_S
-        # Killing a parent may bring up children that we had not seen: repeat until nobody is left.
-        while left := [p for p in _living_descendants() if p not in self._others]:
-            _kill(left)
-            if time.monotonic() > deadline:
-                break
+        _kill_all(lambda: _living(set(psutil.Process().children(recursive=True)) - self._others))
         for _, process in self._running.values():
             process.poll()
         self._running.clear()
@@ -218,13 +215,67 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
 
 
-def _living_descendants() -> list[psutil.Process]:
+def holders(lock: int) -> list[psutil.Process]:
+    """The other processes that hold the flock on this open file, not those that merely have it open. What another user,
+    container or machine runs is not seen."""
+    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _holds(process.pid, lock)]
+
+
+def _holds(pid: int, lock: int) -> bool:
+    name, sought = Path(os.readlink(f"/proc/self/fd/{lock}")).name, os.fstat(lock)
+    for file in glob.glob(f"/proc/{pid}/fd/*"):  # none of a process that is gone, or another user's
+        with contextlib.suppress(OSError):  # closed meanwhile
+            # The name first: a look at a file whose server is gone might never return.
+            same = Path(os.readlink(file)).name == name and os.path.samestat(os.stat(file), sought)
+            if same and "FLOCK" in Path(file.replace("/fd/", "/fdinfo/")).read_text():
+                return True
+    return False
+
+
+def kill_holders(lock: int) -> list[psutil.Process]:
+    """SIGKILL to who holds the flock on this open file and to their descendants; those that live on KILL_WAIT_S later.
+    Known by number and start: nobody is killed who has the number of one that is gone."""
+    family: set[psutil.Process] = set()
+
+    def living() -> list[psutil.Process]:
+        for holder in holders(lock):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                family.update([holder, *(each for each in holder.children(recursive=True) if not is_tracker(each))])
+        return _living(family)
+
+    return _kill_all(living)
+
+
+def describe(processes: Sequence[psutil.Process]) -> str:
+    """Their numbers, command lines and states, for a message."""
+    return ", ".join(map(_describe, processes)) or "of another user, container or machine"
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        program, *arguments = process.cmdline() or [process.name()]
+        line = textwrap.shorten(" ".join([Path(program).name, *arguments]), 100, placeholder=" …")
+        return f"pid {process.pid} ({line}; {process.status()})"
+    except psutil.Error:  # gone, or not to be looked at
+        return f"pid {process.pid}"
+
+
+def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     living = []
-    for process in psutil.Process().children(recursive=True):
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
                 living.append(process)
     return living
+
+
+def _kill_all(living: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    """Kills whom `living` names until it names nobody, since killing a parent may bring up children that were not seen;
+    returns who is left after KILL_WAIT_S."""
+    deadline = time.monotonic() + KILL_WAIT_S
+    while (left := living()) and time.monotonic() < deadline:
+        _kill(left)
+    return left
 
 
 def is_tracker(process: psutil.Process) -> bool:
@@ -237,7 +288,7 @@ def is_tracker(process: psutil.Process) -> bool:
 
 def _kill(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.kill()
     psutil.wait_procs(processes, timeout=0.5)
 

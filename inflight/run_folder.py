@@ -1,7 +1,9 @@
 """The run folder as the launcher holds it: made or found again, locked while any process of the run lives, its sockets.
 
 The lock belongs to an open file that the run's processes inherit, so it lasts until the last of them is gone: a folder
-is never written to by two starts of a run, not even when the launcher was killed and the trainer is still stopping.
+is never written to by two starts of a run, not even when the launcher was killed and the trainer is still stopping. A
+second lock is the launcher's alone. Who has that one knows that whoever still holds the first was left behind, and may
+end them.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import operator
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -20,12 +23,13 @@ from typing import Self
 from inflight import config as configuration
 from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
+from inflight.processes import KILL_WAIT_S, describe, holders, kill_holders
 from inflight.trainer import checkpoints
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 LOCK_WAIT_S = 30.0
-"""How long a resumed run waits for the processes of its last start to end."""
+"""How long a resumed run waits for the launcher of its last start, which may be stopping, to end."""
 FIXED = ("model", "task", "seed", "rollout.group_size", *(f"rollout.{name}" for name in Sampling.__dataclass_fields__))
 """What may not differ when a run goes on. It decides the weights and the questions, and what the rollouts that were
 recorded before mean: their log-probabilities are of one distribution, for the trainer and for an audit."""
@@ -53,13 +57,13 @@ class RunFolder:
             raise LaunchError(f"{self.path} holds no run that could go on; leave resume=true out to start one")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._own_lock, self.lock = self._open("launcher.lock"), self._open("lock")
         except OSError as error:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:
-            self._lock(LOCK_WAIT_S if config.resume else 0.0)
+            self._take_over(config)
         except BaseException:
-            os.close(self.lock)
+            self._close()
             raise
         try:
             self.config = _resumed(config) if holds_run else config
@@ -81,21 +85,31 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self._remove_sockets()
-        os.close(self.lock)
+        self._close()
 
-    def _lock(self, timeout_s: float) -> None:
-        deadline, told = time.monotonic() + timeout_s, False
-        while True:
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise LaunchError(f"{self.path} is in use: processes of this run are still alive") from None
-            if not told:
-                print("waiting for the processes of the last start to end", flush=True)
-                told = True
-            time.sleep(0.2)
+    def _open(self, name: str) -> int:
+        return os.open(self.path / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _close(self) -> None:
+        os.close(self.lock)
+        os.close(self._own_lock)
+
+    def _take_over(self, config: RunConfig) -> None:
+        """Takes both locks. A run that goes on ends who was left behind by a launcher that is gone."""
+        if not _locks(self._own_lock, LOCK_WAIT_S if config.resume else 0.0):
+            who = describe(holders(self._own_lock))
+            raise LaunchError(f"{self.path} is in use: its launcher is still alive: {who}")
+        grace_s = config.launch.stop_grace_s if config.resume else 0.0  # they were told to end when their launcher died
+        if _locks(self.lock, grace_s):
+            return
+        left = holders(self.lock)
+        if left and config.resume:
+            text = f"left behind by the last start and not ended within {grace_s} s, killed: {describe(left)}"
+            print(f"inflight launch: {text}", file=sys.stderr, flush=True)
+            left = kill_holders(self.lock)
+        if left or not _locks(self.lock, KILL_WAIT_S):
+            who = describe(left or holders(self.lock))
+            raise LaunchError(f"{self.path} is in use: processes of its last start do not end: {who}")
 
     def _make_sockets(self) -> None:
         self._remove_sockets()  # of a launcher that was killed
@@ -128,6 +142,22 @@ class RunFolder:
             self.bus.unlink()
         else:
             shutil.rmtree(self.bus, ignore_errors=True)
+
+
+def _locks(file: int, timeout_s: float) -> bool:
+    """Whether the lock could be taken in time."""
+    deadline, told = time.monotonic() + timeout_s, False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        if not told:
+            print("waiting for the processes of the last start to end", flush=True)
+            told = True
+        time.sleep(0.2)
 
 
 def _resumed(config: RunConfig) -> RunConfig:

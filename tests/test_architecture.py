@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "metrics": set(),
     "processes": set(),
     "restarts": {"config", "processes"},
-    "run_folder": {"bus", "config", "trainer"},
+    "run_folder": {"bus", "config", "processes", "trainer"},
     "models": set(),
     "messages": {"types"},
     "bus": {"config", "messages"},

@@ -12,13 +12,15 @@ import pytest
 pytestmark = pytest.mark.faults
 
 VICTIMS = ("launcher", "trainer", "a0", "g0")
+REFUSED = 2
+"""Exit code of a launcher that can't start a run."""
 
 
 def kill_and_go_on(run, kills, seed):
     """Kills somebody at random, `kills` times, and starts the launcher again whenever it has ended."""
     source = random.Random(seed)
     run.start()
-    told = []
+    told, ends = [], 0
     while len(told) < kills:
         begun = run.steps()
         run.until(lambda begun=begun: run.steps() > begun + 1)
@@ -29,7 +31,9 @@ def kill_and_go_on(run, kills, seed):
             if victim in ("launcher", "trainer"):
                 run.wait()
         if run.ended():
-            run.wait()
+            ends += 1
+            assert run.wait() != REFUSED, run.output
+            assert ends <= 3 * kills, f"{told}\n{run.logs()}"
             run.resume()
     while run.wait() != 0:
         told.append(("ended", run.output[-300:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import os
@@ -17,7 +18,7 @@ import pytest
 from fake_generator import eventually
 
 from inflight import launch as launching
-from inflight import preflight, run_folder
+from inflight import preflight, processes, run_folder
 from inflight.bus import BusError, Link, Listener
 from inflight.compose import compose
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig
@@ -136,10 +137,14 @@ sys.exit(launch(config, [command("trainer", "trainer", trainer), command("g0", "
 """
 
 
-def start_launcher(run_dir: Path) -> tuple[subprocess.Popen[str], list[int]]:
+TELLS_ITS_PID = "import os; print('pid', os.getpid(), flush=True)"
+
+
+def start_launcher(
+    run_dir: Path, trainer: str = LIVE_FOREVER, count: int = 3
+) -> tuple[subprocess.Popen[str], list[int]]:
     """A launcher in a process of its own with a trainer, a generator and its grandchild, once all have started."""
-    trainer = f"import os; print('pid', os.getpid(), flush=True); {LIVE_FOREVER}"
-    generator = f"import os; print('pid', os.getpid(), flush=True)\n{WITH_GRANDCHILD}"
+    trainer, generator = (f"{TELLS_ITS_PID}\n{code}" for code in (trainer, WITH_GRANDCHILD))
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(run_dir), trainer, generator],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -147,7 +152,7 @@ def start_launcher(run_dir: Path) -> tuple[subprocess.Popen[str], list[int]]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and launcher.poll() is None:
         pids = [pid for name in ("trainer", "g0") for pid in pids_in(run_dir / "logs" / f"{name}.log")]
-        if len(pids) == 3:
+        if len(pids) == count:
             return launcher, pids
         time.sleep(0.05)
     launcher.kill()
@@ -280,7 +285,7 @@ def test_a_launch_on_a_full_disk_is_one_line_and_leaves_no_run(tmp_path, room, c
     assert ended.stderr.startswith("inflight launch: ")
     assert ended.stderr.endswith("File too large\n")
     assert ended.stderr.count("\n") == 1
-    assert sorted(path.name for path in folder.iterdir()) == ["lock"]
+    assert sorted(path.name for path in folder.iterdir()) == ["launcher.lock", "lock"]
     assert list(elsewhere.iterdir()) == []
     config = compose("tiny", [f"run_dir={folder}"])
     assert launch(config, [command(config, "trainer", "pass")]) == 0
@@ -522,21 +527,95 @@ def test_a_folder_without_a_run_can_not_go_on(config):
     assert not config.path.exists()
 
 
-def test_a_run_goes_on_when_the_last_process_is_gone(config, monkeypatch):
-    """The lock is inherited: a trainer that outlives its launcher still holds it."""
-    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.5)
+@contextlib.contextmanager
+def holding_the_lock(config, code):
+    """A process that has inherited the lock of a run that is over."""
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     descriptor = os.open(config.path / "lock", os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    survivor = subprocess.Popen([sys.executable, "-c", LIVE_FOREVER], pass_fds=[descriptor])
+    survivor = subprocess.Popen([sys.executable, "-c", code], pass_fds=[descriptor])
     os.close(descriptor)
     try:
-        with pytest.raises(LaunchError, match="processes of this run are still alive"):
-            launch(resumed(config), [command(config, "trainer", "pass")])
+        yield survivor
     finally:
         survivor.kill()
         survivor.wait()
+
+
+def test_a_run_goes_on_when_the_last_process_is_gone(config, capfd):
+    """The lock is inherited: a trainer that outlives its launcher still holds it, and gets its time to end."""
+    with holding_the_lock(config, "import time; time.sleep(0.5)") as survivor:
+        assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
+        assert survivor.wait() == 0
+    out, err = capfd.readouterr()
+    assert "waiting for the processes of the last start to end" in out
+    assert err == ""
+
+
+@pytest.mark.parametrize("how", ["deaf", "stopped"])
+def test_what_a_killed_launcher_left_behind_is_killed_and_named(config, capfd, how):
+    """With its descendants, but not who merely reads the file that is locked."""
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" if how == "deaf" else ""
+    launcher, (trainer, child, generator, grandchild) = start_launcher(config.path, f"{deaf}\n{WITH_GRANDCHILD}", 4)
+    with (config.path / "lock").open() as file:
+        reader = subprocess.Popen([sys.executable, "-c", LIVE_FOREVER], stdin=file)
+    try:
+        if how == "stopped":
+            os.kill(trainer, signal.SIGSTOP)
+        launcher.kill()
+        launcher.communicate(timeout=30)
+        assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
+        assert [gone(pid) for pid in (trainer, child, generator)] == [True] * 3
+        assert not gone(reader.pid)
+    finally:
+        reader.kill()
+        reader.wait()
+        for pid in (trainer, child, grandchild):
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert f"left behind by the last start and not ended within 1.0 s, killed: pid {trainer} (python" in line
+    assert ("; stopped)" in line) == (how == "stopped")
+
+
+def test_who_does_not_end_when_killed_is_named(config, monkeypatch):
+    """As in a driver that never returns, which can't be made here: a child that is spared. It holds no lock."""
+    monkeypatch.setattr(processes, "KILL_WAIT_S", 0.5)
+    kill = psutil.Process.kill
+    with holding_the_lock(config, WITH_GRANDCHILD) as survivor, monkeypatch.context() as patch:
+        eventually(psutil.Process(survivor.pid).children)
+        (child,) = psutil.Process(survivor.pid).children()
+        patch.setattr(psutil.Process, "kill", lambda process: process == child or kill(process))
+        with pytest.raises(LaunchError, match=rf"processes of its last start do not end: pid {child.pid} \(python"):
+            launch(resumed(config), [command(config, "trainer", "pass")])
+        assert gone(survivor.pid)
+        kill(child)
     assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
+
+
+def test_who_holds_the_lock_elsewhere_is_not_to_be_ended(config, monkeypatch, capfd):
+    """On another machine that shares the folder, say. Here it is this process itself."""
+    monkeypatch.setattr(run_folder, "KILL_WAIT_S", 0.2)
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
+    with (config.path / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LaunchError, match="do not end: of another user, container or machine"):
+            launch(resumed(config), [command(config, "trainer", "pass")])
+    assert "killed" not in capfd.readouterr().err
+
+
+def test_a_launcher_that_lives_keeps_its_run(config, monkeypatch):
+    """Its processes are not killed, however long they take."""
+    monkeypatch.setattr(run_folder, "LOCK_WAIT_S", 0.5)
+    launcher, pids = start_launcher(config.path)
+    try:
+        with pytest.raises(LaunchError, match=rf"its launcher is still alive: pid {launcher.pid} \(python"):
+            launch(resumed(config), [command(config, "trainer", "pass")])
+        assert not any(gone(pid) for pid in pids)
+    finally:
+        launcher.terminate()
+        launcher.communicate(timeout=30)
+    assert all(gone(pid) for pid in pids)
 
 
 def test_secrets_are_made_for_each_start_and_for_their_owner_alone(config):

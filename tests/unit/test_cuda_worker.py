@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm.v1.worker.gpu_worker  # noqa: F401 - before there are stand-ins for CUDA's bindings
+
+from inflight.generator.layout import lay_out
+from tests.unit.graphs import Runner
 
 GIB = 2**30
 
@@ -105,18 +111,39 @@ def test_planning_counts_each_set_once(worker: Any, mode: str, usage: int) -> No
     assert worker.model_runner.model_memory_usage == usage * GIB
 
 
-@pytest.fixture
-def group() -> Iterator[Any]:
-    """A real group of one rank."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
+def test_what_is_bad_on_one_rank_is_bad_on_all(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, a thread each, in a real group over the CPU."""
+    store, here = torch.distributed.HashStore(), threading.local()
+    monkeypatch.setattr(module, "get_world_group", lambda: SimpleNamespace(cpu_group=here.group))
+
+    def heard(rank: int) -> list[bool]:
+        here.group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=20))
+        asked = module.InflightCUDAWorker._any_rank
+        return [asked(bad[rank]) for bad in ((False, False), (True, False), (False, True), (True, True))]
+
+    with ThreadPoolExecutor(2) as ranks:
+        assert list(ranks.map(heard, range(2))) == [[False, True, True, True]] * 2
 
 
-def test_ranks_ask_each_other_over_the_cpu(module: ModuleType, group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "get_world_group", lambda: SimpleNamespace(cpu_group=group))
-    asked = module.InflightCUDAWorker._any_rank
-    assert (asked(True), asked(False)) == (True, False)
+@pytest.mark.parametrize(("asked", "ends"), [("graphs", True), ("auto", False)])
+def test_graphs_that_another_rank_cant_have_end_the_start_where_they_are_asked_for(
+    worker: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch, asked: str, ends: bool
+) -> None:
+    def arena(nbytes: int, _: Any) -> Any:
+        live, other = (torch.zeros(nbytes, dtype=torch.uint8) for _ in range(2))
+        return SimpleNamespace(live=live, shadow=other, add_shadow=lambda: None)
+
+    model: Any = torch.nn.Linear(3, 2).requires_grad_(False)
+    model.load_weights = lambda _: None
+    worker.model_runner, worker.others = Runner(model, monkeypatch), True
+    worker.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
+    monkeypatch.setattr(module.arenas, "Arena", arena)
+    monkeypatch.setattr(module.Settings, "of", lambda _: SimpleNamespace(swap=asked))
+    shadow = worker._build_shadow("graphs", lay_out(model), model)
+    assert type(shadow) is module.GraphSetsShadow
+    with pytest.raises(ValueError, match=r"swap=graphs: another rank can't") if ends else nullcontext():
+        worker.model_runner.capture_model()
+    assert worker.asked == [False], "it could have had them"
 
 
 @pytest.mark.parametrize(("size", "ended"), [(1, []), (2, [1])])
@@ -161,6 +188,14 @@ def test_a_cache_that_holds_no_sequence_is_refused(profiled: Any) -> None:
     profiled.kv += GIB
     with pytest.raises(ValueError, match=r"swap=graphs .* lacks 1\.00 GiB"):
         profiled.determine_available_memory()
+
+
+def test_a_set_in_host_memory_does_not_count_against_the_cache(profiled: Any, module: ModuleType) -> None:
+    """What a cache lacks then is not the second set's doing: vLLM tells it in its own words."""
+    profiled.kv += GIB
+    profiled.inflight_shadow = object.__new__(module.CopyShadow)
+    profiled.inflight_shadow.live = profiled.inflight_shadow._second = torch.zeros(8, dtype=torch.uint8)
+    assert profiled.determine_available_memory() == 4 * GIB
 
 
 def test_the_shadow_that_swaps_is_known_when_vllm_has_started(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
@@ -118,11 +119,36 @@ def test_a_parameter_of_vllms_own_class_is_a_tensor_too(model: torch.nn.Linear) 
     kept = Weight(model.weight.data, requires_grad=False)
     with pytest.raises(NoSecondGraphs, match="1 tensors beside"):
         sets.check_alone()
-    with FakeTensorMode():
-        stand_in = torch.empty(3)
     del kept
     sets.check_alone()
-    assert stand_in.shape == (3,)
+
+
+def test_stand_ins_of_a_compiler_have_no_address_and_hold_nothing(model: torch.nn.Linear) -> None:
+    sets = two_sets(model)
+    with FakeTensorMode():
+        fake = torch.empty(3)
+    with FunctionalTensorMode():
+        functional = torch.empty(3)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        functional.data_ptr()
+    sets.check_alone()
+    assert fake.shape == functional.shape
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_is_frozen_is_looked_at_and_stays_so(model: torch.nn.Linear, frozen: bool) -> None:
+    sets = two_sets(model)
+    kept = model.weight.t()
+    gc.unfreeze()
+    try:
+        if frozen:
+            gc.freeze()
+        with pytest.raises(NoSecondGraphs, match="1 tensors beside"):
+            sets.check_alone()
+        assert (gc.get_freeze_count() > 0) == frozen
+    finally:
+        gc.unfreeze()
+    del kept
 
 
 def test_garbage_holds_no_set(model: torch.nn.Linear) -> None:

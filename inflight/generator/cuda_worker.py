@@ -195,14 +195,19 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             os._exit(1)
 
     def connect(self, welcome: Welcome) -> Receiver:
-        """The transport, made to fill the shadow without a buffer between; the plan is made now, and what verifies is
-        compiled, not at the first version. What can't be made is told to the publisher then, as its failure."""
+        """The transport, made to fill the shadow without a buffer between. The plan is made, what verifies is compiled
+        and NCCL is loaded now, not at the first version. What can't be made is told to the publisher then, as its
+        failure."""
         try:
             self.inflight_shadow.agree(welcome.manifest)
         except PlanError as error:
             logger.error("inflight: %s", error)
         if welcome.manifest.checksum == "sum64":
             warm_up(self.device)
+        if welcome.transport == "nccl":
+            from inflight.weights.transport import nccl  # as make_receiver: an absent one does no harm
+
+            nccl.warm_up(self.device)
         inner = make_receiver(welcome)
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner

@@ -163,11 +163,17 @@ def trainer_stopped(serving: Serving, version: int, transport: str, many: int) -
 
 
 def generator_killed(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:
-    """g0 and g1 hold `version`, which their trainer began with. g1 is killed within the next one, which g0 gets; then
-    it is started again."""
+    """g0 and g1 hold `version`, which their trainer began with, and get two more. g1 is killed within the next one,
+    which g0 gets; then it is started again. With the two more, all transports are formed beside decoding."""
     trainer, url = serving.trainers[-1], serving.url("g0")
     held, processes = serving.says(url), {name: process.pid for name, process in serving.processes.items()}
     streams = Streams(url, many, 1000)
+    time.sleep(QUIET_S)
+    forming, begun = time.monotonic(), version
+    while version < begun + 2:
+        version += 1
+        trainer.publish(version)
+        trainer.committed(g0=version, g1=version)
     time.sleep(QUIET_S)
     quiet = time.monotonic()
     halt = Halt(serving, trainer, "g1", transport)
@@ -193,10 +199,11 @@ def generator_killed(serving: Serving, version: int, transport: str, many: int) 
     assert same(serving.says(serving.url("g1")), serving.says(url))
     assert serving.processes["g0"].pid == processes["g0"], "the survivor was not started again"
     mine = [event["version"] for kind, event in state["events"] if kind == "Swap" and event["generator"] == "g0"]
-    assert mine == list(range(version + 1, version + 4)), "the survivor got every version"
+    assert mine == list(range(begun + 1, version + 4)), "the survivor got every version"
     return {
         "transport": transport, "survivor_committed_after_s": round(committed - killed, 2),
         "killed_s": round(killed - quiet, 3),
+        "forming_steps_ms": serving.steps("g0", forming, quiet),
         "senders_s": [[name, what, round(began - quiet, 3), round(ended - quiet, 3)]
                       for name, what, began, ended in state["spans"] if quiet <= ended <= end],
         "missed": [[event["generator"], event["version"], event.get("phase", "superseded"), event["reason"][:200]]

@@ -319,5 +319,5 @@ def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serv
     serving.trainer(0, "nccl").committed(g0=0, g1=0)
     print(json.dumps(generator_killed(serving, 0, "nccl", many=16)), flush=True)
     serving.trainers[-1].kill()
-    serving.trainer(3, "ipc").committed(g0=3, g1=3)
-    print(json.dumps(generator_killed(serving, 3, "ipc", many=16)), flush=True)
+    serving.trainer(5, "ipc").committed(g0=5, g1=5)
+    print(json.dumps(generator_killed(serving, 5, "ipc", many=16)), flush=True)

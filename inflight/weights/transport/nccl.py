@@ -8,6 +8,9 @@ waiting for it then raises nothing.
 
 A broadcast whose sender has died keeps a kernel running, and some of what an engine does then waits for it: vLLM's
 first step with a new sequence may load a kernel. So a rank that waits asks again and again whether the trainer lives.
+
+A process's first communicator loads NCCL's kernels, during which an engine of one rank, which has no communicator of
+its own, can't step. So that is done when a rank joins, not at its first version.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch.distributed as dist
 
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
-from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.base import TransportError, first_line
 from inflight.weights.transport.landing import Landing, Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
@@ -103,6 +106,18 @@ class _Group:
             group, self._group = self._group, None
         if group is not None:
             group.abort()
+
+
+def warm_up(device: torch.device) -> None:
+    """Loads NCCL's kernels, by a communicator of this process alone. Raises TransportError when that can't be done."""
+    try:
+        cuda.bind(device)
+        with _environment(_QUIET), torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
+            alone: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+            alone.allreduce([torch.zeros(1, device=device)]).wait()
+            alone.abort()
+    except RuntimeError as error:
+        raise TransportError(f"open: NCCL can't be used on {device}: {first_line(error)}") from None
 
 
 class NcclSender:

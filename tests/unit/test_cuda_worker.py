@@ -213,3 +213,26 @@ def test_the_shadow_that_swaps_is_known_when_vllm_has_started(
     assert profiled.compile_or_warm_up_model() == "times"
     assert profiled.inflight_shadow is remapping
     assert remapping.late
+
+
+@pytest.mark.parametrize(
+    ("transport", "checksum", "warmed"),
+    [
+        ("nccl", "none", ["NCCL"]),
+        ("nccl", "sum64", ["sums", "NCCL"]),
+        ("ipc", "sum64", ["sums"]),
+        ("ipc", "none", []),
+        ("gloo", "crc32", []),
+    ],
+)
+def test_what_a_first_version_would_wait_for_is_done_when_the_rank_joins(
+    worker: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch, transport: str, checksum: str, warmed: list[str]
+) -> None:
+    done: list[str] = []
+    nccl = importlib.import_module("inflight.weights.transport.nccl")
+    monkeypatch.setattr(nccl, "warm_up", lambda device: done.append("NCCL" if device == worker.device else "other"))
+    monkeypatch.setattr(module, "warm_up", lambda _: done.append("sums"))
+    monkeypatch.setattr(module, "make_receiver", lambda _: done.append("joined"))
+    worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), direct=False)
+    worker.connect(SimpleNamespace(transport=transport, manifest=SimpleNamespace(checksum=checksum)))
+    assert done == ["planned", *warmed, "joined"]

@@ -2,6 +2,7 @@
 
 import signal as signals
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -51,6 +52,42 @@ def nccl(monkeypatch):
 @pytest.fixture
 def group(nccl):
     return nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=5), 0, 2)
+
+
+@pytest.fixture
+def lonely(nccl, monkeypatch):
+    """Stands in for communicators; the class notes what each was asked for."""
+    asked = []
+
+    class Lonely(FakeGroup):
+        def __init__(self, store, rank, size, options):
+            super().__init__(store, rank, size, options)
+            asked.append((rank, size))
+
+        def allreduce(self, tensors):
+            asked.append([tensor.device for tensor in tensors])
+            return SimpleNamespace(wait=lambda: asked.append("waited"))
+
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", Lonely, raising=False)
+    monkeypatch.setattr(nccl.cuda, "bind", lambda device: asked.append(f"bound to {device}"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(asked.append(stream)))
+    return asked
+
+
+def test_kernels_are_loaded_by_a_communicator_of_one_that_is_gone_afterwards(nccl, lonely):
+    nccl.warm_up(torch.device("cpu"))
+    assert lonely == ["bound to cpu", "stream of cpu", (0, 1), [torch.device("cpu")], "waited"]
+    assert [made.aborted.is_set() for made in FakeGroup.made] == [True]
+
+
+def test_a_device_that_nccl_cant_use_is_named(nccl, lonely, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no kernel image is available\nmore")
+
+    monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", fails)
+    with pytest.raises(TransportError, match="open: NCCL can't be used on cpu: no kernel image is available$"):
+        nccl.warm_up(torch.device("cpu"))
 
 
 def test_one_communicator_serves_all_broadcasts(group):

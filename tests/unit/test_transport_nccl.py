@@ -86,7 +86,7 @@ def test_a_device_that_nccl_cant_use_is_named(nccl, lonely, monkeypatch):
         raise RuntimeError("no kernel image is available\nmore")
 
     monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", fails)
-    with pytest.raises(TransportError, match="open: NCCL can't be used on cpu: no kernel image is available$"):
+    with pytest.raises(TransportError, match=r"open: NCCL can't be used on cpu: no kernel image is available$"):
         nccl.warm_up(torch.device("cpu"))
 
 

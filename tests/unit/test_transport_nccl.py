@@ -14,8 +14,21 @@ from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import Board
 
 
+class Event:
+    """One that has come."""
+
+    def __init__(self, blocking=False):
+        pass
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        pass
+
+
 class FakeGroup:
-    """Notes what it is asked for; its first broadcast can be held up, as one is that waits for a rank."""
+    """Notes what it is asked for; its first broadcast, which forms it, can be held up, as by a rank that is stopped."""
 
     made: ClassVar[list["FakeGroup"]] = []
     let_go: ClassVar[threading.Event | None] = None
@@ -31,7 +44,7 @@ class FakeGroup:
             assert FakeGroup.let_go.wait(20)
         if self.aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
-        return "work"
+        return SimpleNamespace(wait=lambda: None)
 
     def abort(self):
         self.aborted.set()
@@ -46,12 +59,24 @@ def nccl(monkeypatch):
         monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", FakeGroup, raising=False)
         monkeypatch.setattr(FakeGroup, "made", [])
         monkeypatch.setattr(FakeGroup, "let_go", None)
+        monkeypatch.setattr(nccl.cuda, "bind", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(torch.cuda, "Event", Event)
         yield nccl
+
+
+def board(timeout_s=5.0):
+    """The trainer's, where rank 1 is there."""
+    made = Board("", 5.0)
+    made.put("here/1", b"")
+    made.timeout_s = timeout_s
+    return made
 
 
 @pytest.fixture
 def group(nccl):
-    return nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=5), 0, 2)
+    return nccl._Group(board(), 0, 2)
 
 
 @pytest.fixture
@@ -92,8 +117,49 @@ def test_a_device_that_nccl_cant_use_is_named(nccl, lonely, monkeypatch):
 
 def test_one_communicator_serves_all_broadcasts(group):
     for _ in range(3):
-        assert group.broadcast(torch.zeros(4)) == "work"
-    assert [made.broadcasts for made in FakeGroup.made] == [3]
+        group.broadcast(torch.zeros(4))
+    assert [made.broadcasts for made in FakeGroup.made] == [4], "one forms it"
+
+
+def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_has_formed(nccl):
+    """NCCL waits for ever for a rank that is stopped just then. Nothing is broadcast with it later."""
+    FakeGroup.let_go = threading.Event()
+    group = nccl._Group(board(0.2), 0, 2)
+    with pytest.raises(TransportError, match=r"send: no communicator with transport rank 1 within 0\.2 s"):
+        group.broadcast(torch.zeros(4))
+    (made,) = FakeGroup.made
+    assert made.aborted.is_set()
+    made.aborted.clear()  # as NCCL: what is being formed can't be aborted
+    FakeGroup.let_go.set()
+    assert made.aborted.wait(10)
+    assert made.broadcasts == 1
+    with pytest.raises(TransportError, match="send: closed"):
+        group.broadcast(torch.zeros(4))
+    assert len(FakeGroup.made) == 1
+
+
+def test_a_rank_that_does_not_come_is_named(nccl):
+    lonely = Board("", 0.3)
+    lonely.put("here/1", b"")
+    with pytest.raises(TransportError, match=r"send: transport rank 2 did not answer within 0\.3 s"):
+        nccl._Group(lonely, 0, 3).broadcast(torch.zeros(4))
+    assert FakeGroup.made == []
+
+
+def test_who_is_closed_before_the_ranks_are_there_makes_no_communicator(nccl):
+    closing = board()
+    group = nccl._Group(closing, 0, 2)
+    closing.take = lambda *_: group.abort()
+    with pytest.raises(TransportError, match="send: closed"):
+        group.broadcast(torch.zeros(4))
+    assert FakeGroup.made == []
+
+
+def test_a_rank_tells_that_it_is_there_before_it_forms_a_communicator(nccl):
+    with board_elsewhere() as (_, address):
+        there = Board(address, 5.0)
+        nccl._Group(there, 1, 2).broadcast(torch.zeros(4))
+        assert there.take("here/1", "rank 1", "test") == b""
 
 
 def test_after_closing_no_communicator_is_made(group):
@@ -159,7 +225,7 @@ def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(nccl, signal, timeo
 
 def test_a_sender_that_waits_asks_nobody(nccl):
     """Its board is its own; it is told of a rank's death by the link."""
-    group = nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=0.2), 0, 2)
+    group = nccl._Group(board(0.2), 0, 2)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
         group.finish(Never(), "send")
@@ -168,10 +234,9 @@ def test_a_sender_that_waits_asks_nobody(nccl):
 def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(nccl):
     """The last question too gets the time of an answer."""
     limits = []
-    board = SimpleNamespace(
-        store=torch.distributed.HashStore(), timeout_s=0.3, confirm=lambda who, phase, limit_s: limits.append(limit_s)
-    )
-    group = nccl._Group(board, 1, 2)
+    living = board(0.3)
+    living.confirm = lambda who, phase, limit_s: limits.append(limit_s)
+    group = nccl._Group(living, 1, 2)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"receive: a broadcast did not end within 0\.3 s"):
         group.finish(Never(), "receive")
@@ -182,7 +247,7 @@ def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(nc
 @pytest.mark.parametrize("rank, phase", [(0, "send"), (1, "receive")])
 def test_a_broadcast_that_was_aborted_is_not_taken_for_one_that_ended(nccl, rank, phase):
     """Its event comes when the kernel has ended, of whatever."""
-    group = nccl._Group(SimpleNamespace(store=torch.distributed.HashStore(), timeout_s=20.0), rank, 2)
+    group = nccl._Group(board(20.0), rank, 2)
     group.broadcast(torch.zeros(4))
     event = SimpleNamespace(query=FakeGroup.made[0].aborted.is_set)
     threading.Timer(0.02, group.abort).start()

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError, first_line
+from inflight.weights.transport.bounded import within
 from inflight.weights.transport.landing import Landing, Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
@@ -46,7 +47,7 @@ _QUIET = {
 
 
 class _Group:
-    """A communicator with rank 0 as the trainer, made at the first use on the buffer's device."""
+    """A communicator with rank 0 as the trainer, formed at the first use on the buffer's device."""
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
         self._board = board
@@ -61,16 +62,58 @@ class _Group:
         TransportError when the communicator was aborted: another one would wait for ranks that are gone."""
         phase = "receive" if self._rank else "send"
         with self._lock:
-            if self._closed:
-                raise TransportError(f"{phase}: closed")
-            group = self._group = self._group or self._made()
-        how = dist.BroadcastOptions()
-        how.rootRank = 0
-        how.asyncOp = True
+            group = self._opened(phase)
         try:
-            return group.broadcast([tensor], how)  # the first one waits for all ranks: not under the lock
+            return (group or self._formed(tensor.device, phase)).broadcast([tensor], _from_trainer())
+        except TransportError:
+            raise
         except RuntimeError as error:
             raise TransportError(f"{phase}: {error}") from error
+
+    def _opened(self, phase: str) -> Any:
+        """The communicator, if there is one already. Under the lock."""
+        if self._closed:
+            raise TransportError(f"{phase}: closed")
+        return self._group
+
+    def _formed(self, device: torch.device, phase: str) -> Any:
+        """A communicator that all ranks have joined. NCCL itself waits for ever for one that is stopped meanwhile."""
+        others = [f"transport rank {rank}" for rank in range(1, self._size)] if self._rank == 0 else ["the trainer"]
+        try:
+            if self._rank:
+                self._board.reply(f"here/{self._rank}", b"", "the trainer", phase)
+            else:
+                for rank, who in enumerate(others, start=1):
+                    self._board.take(f"here/{rank}", who, phase)
+            return within(self._board.timeout_s, lambda: self._form(device, phase))
+        except TimeoutError:
+            self.abort()
+            raise TransportError(
+                f"{phase}: no communicator with {', '.join(others)} within {self._board.timeout_s:g} s"
+            ) from None
+        except RuntimeError:  # also TransportError
+            self.abort()
+            raise
+
+    def _form(self, device: torch.device, phase: str) -> Any:
+        """In a thread that may be left behind: what it does late, it does to memory of its own."""
+        cuda.bind(device)
+        with self._lock:
+            self._opened(phase)
+            group = self._group = self._made()
+        stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(stream):
+            one = torch.zeros(1, device=device)
+            group.broadcast([one], _from_trainer()).wait()  # the stream waits, not this thread
+            first.record(stream)
+        first.synchronize()
+        del one
+        with self._lock:
+            late = self._closed
+        if late:
+            group.abort()
+            raise TransportError(f"{phase}: closed")
+        return group
 
     def _made(self) -> Any:
         with _environment(_QUIET):
@@ -227,6 +270,13 @@ class NcclReceiver:
         if self._parts is None or self._parts[0].strips != landing.strips:
             self._parts = (landing, by_bucket(landing.strips, buckets))
         return self._parts[1]
+
+
+def _from_trainer() -> Any:
+    how = dist.BroadcastOptions()
+    how.rootRank = 0
+    how.asyncOp = True
+    return how
 
 
 def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import logging
 import os
 import select
@@ -136,7 +135,7 @@ class Processes:
                 process.send_signal(signal.SIGTERM)
         self.wait(list(self._running), self._grace_s)
         late = self.running()
-        _kill_all(lambda: _living(set(psutil.Process().children(recursive=True)) - self._others))
+        kill_all(lambda: living_of(set(psutil.Process().children(recursive=True)) - self._others))
         for _, process in self._running.values():
             process.poll()
         self._running.clear()
@@ -215,40 +214,9 @@ def last_lines(log: Path, count: int) -> list[str]:
         return []
 
 
-def holders(lock: int) -> list[psutil.Process]:
-    """The other processes that hold the flock on this open file, not those that merely have it open. What another user,
-    container or machine runs is not seen."""
-    return [process for process in psutil.process_iter() if process.pid != os.getpid() and _holds(process.pid, lock)]
-
-
-def _holds(pid: int, lock: int) -> bool:
-    name, sought = Path(os.readlink(f"/proc/self/fd/{lock}")).name, os.fstat(lock)
-    for file in glob.glob(f"/proc/{pid}/fd/*"):  # none of a process that is gone, or another user's
-        with contextlib.suppress(OSError):  # closed meanwhile
-            # The name first: a look at a file whose server is gone might never return.
-            same = Path(os.readlink(file)).name == name and os.path.samestat(os.stat(file), sought)
-            if same and "FLOCK" in Path(file.replace("/fd/", "/fdinfo/")).read_text():
-                return True
-    return False
-
-
-def kill_holders(lock: int) -> list[psutil.Process]:
-    """SIGKILL to who holds the flock on this open file and to their descendants; those that live on KILL_WAIT_S later.
-    Known by number and start: nobody is killed who has the number of one that is gone."""
-    family: set[psutil.Process] = set()
-
-    def living() -> list[psutil.Process]:
-        for holder in holders(lock):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family.update([holder, *(each for each in holder.children(recursive=True) if not is_tracker(each))])
-        return _living(family)
-
-    return _kill_all(living)
-
-
-def describe(processes: Sequence[psutil.Process]) -> str:
+def describe(processes: Iterable[psutil.Process]) -> str:
     """Their numbers, command lines and states, for a message."""
-    return ", ".join(map(_describe, processes)) or "of another user, container or machine"
+    return ", ".join(map(_describe, processes)) or "a process of another user, container or machine"
 
 
 def _describe(process: psutil.Process) -> str:
@@ -260,7 +228,8 @@ def _describe(process: psutil.Process) -> str:
         return f"pid {process.pid}"
 
 
-def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+def living_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Those that are still there and no zombies."""
     living = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -269,7 +238,7 @@ def _living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return living
 
 
-def _kill_all(living: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+def kill_all(living: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
     """Kills whom `living` names until it names nobody, since killing a parent may bring up children that were not seen;
     returns who is left after KILL_WAIT_S."""
     deadline = time.monotonic() + KILL_WAIT_S

@@ -2,8 +2,8 @@
 
 The lock belongs to an open file that the run's processes inherit, so it lasts until the last of them is gone: a folder
 is never written to by two starts of a run, not even when the launcher was killed and the trainer is still stopping. A
-second lock is the launcher's alone. Who has that one knows that whoever still holds the first was left behind, and may
-end them.
+second lock is the launcher's alone. Who has that one may end those who still hold the first and have it from a launcher
+that is gone: they were left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from typing import Self
 from inflight import config as configuration
 from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
-from inflight.processes import KILL_WAIT_S, describe, holders, kill_holders
+from inflight.processes import KILL_WAIT_S, describe
+from inflight.run_lock import holders, kill_left_behind, left_behind, sign
 from inflight.trainer import checkpoints
 
 MAX_SOCKET_PATH = 107
@@ -49,12 +50,7 @@ class RunFolder:
         ConfigError or CheckpointError when the run in it can't go on with this configuration.
         """
         self.path = config.path
-        holds_run = (self.path / configuration.CONFIG_FILE).exists()
-        if holds_run and not config.resume:
-            raise LaunchError(f"{self.path} holds a run already; choose another run_dir, or go on with it: resume=true")
-        begun = holds_run or (self.path / "lock").exists()  # a launcher may be killed before it has written anything
-        if config.resume and not begun:
-            raise LaunchError(f"{self.path} holds no run that could go on; leave resume=true out to start one")
+        _holds_run(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._own_lock, self.lock = self._open("launcher.lock"), self._open("lock")
@@ -62,6 +58,7 @@ class RunFolder:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:
             self._take_over(config)
+            holds_run = _holds_run(config)  # another launcher may have begun it meanwhile
         except BaseException:
             self._close()
             raise
@@ -95,21 +92,25 @@ class RunFolder:
         os.close(self._own_lock)
 
     def _take_over(self, config: RunConfig) -> None:
-        """Takes both locks. A run that goes on ends who was left behind by a launcher that is gone."""
+        """Takes and signs the locks. A run that goes on ends who was left behind by a launcher that is gone."""
         if not _locks(self._own_lock, LOCK_WAIT_S if config.resume else 0.0):
             who = describe(holders(self._own_lock))
             raise LaunchError(f"{self.path} is in use: its launcher is still alive: {who}")
         grace_s = config.launch.stop_grace_s if config.resume else 0.0  # they were told to end when their launcher died
-        if _locks(self.lock, grace_s):
-            return
-        left = holders(self.lock)
-        if left and config.resume:
+        if not _locks(self.lock, grace_s):
+            self._wrest(grace_s, kill=config.resume)
+        sign(self.lock)
+
+    def _wrest(self, grace_s: float, *, kill: bool) -> None:
+        left = left_behind(self.lock)
+        if left and kill:
             text = f"left behind by the last start and not ended within {grace_s} s, killed: {describe(left)}"
             print(f"inflight launch: {text}", file=sys.stderr, flush=True)
-            left = kill_holders(self.lock)
-        if left or not _locks(self.lock, KILL_WAIT_S):
-            who = describe(left or holders(self.lock))
-            raise LaunchError(f"{self.path} is in use: processes of its last start do not end: {who}")
+            left = kill_left_behind(self.lock)
+        if left:
+            raise LaunchError(f"{self.path} is in use: processes of its last start do not end: {describe(left)}")
+        if not _locks(self.lock, KILL_WAIT_S):
+            raise LaunchError(f"{self.path} is in use: its lock is held by {describe(holders(self.lock))}")
 
     def _make_sockets(self) -> None:
         self._remove_sockets()  # of a launcher that was killed
@@ -142,6 +143,18 @@ class RunFolder:
             self.bus.unlink()
         else:
             shutil.rmtree(self.bus, ignore_errors=True)
+
+
+def _holds_run(config: RunConfig) -> bool:
+    """Whether there is a configuration to go on with. Raises LaunchError when what there is does not fit `resume`."""
+    path = config.path
+    holds_run = (path / configuration.CONFIG_FILE).exists()
+    if holds_run and not config.resume:
+        raise LaunchError(f"{path} holds a run already; choose another run_dir, or go on with it: resume=true")
+    begun = holds_run or (path / "lock").exists()  # a launcher may be killed before it has written anything
+    if config.resume and not begun:
+        raise LaunchError(f"{path} holds no run that could go on; leave resume=true out to start one")
+    return holds_run
 
 
 def _locks(file: int, timeout_s: float) -> bool:

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "metrics": set(),
     "processes": set(),
     "restarts": {"config", "processes"},
-    "run_folder": {"bus", "config", "processes", "trainer"},
+    "run_folder": {"bus", "config", "processes", "run_lock", "trainer"},
+    "run_lock": {"processes"},
     "models": set(),
     "messages": {"types"},
     "bus": {"config", "messages"},
@@ -63,7 +64,12 @@ UNBOUND = {"launch", "cli", "preflight"}
 WEIGHTS_BELOW = {"source", "plan", "pack", "transport"}
 WEIGHTS_ABOVE = {"publisher", "receiver"}
 # Libraries that belong to one place alone.
-BELONGS_TO = {"zmq": r"bus(\..*)?", "vllm": r"generator\..*", "hydra": r"compose", "psutil": r"processes|generator\..*"}
+BELONGS_TO = {
+    "zmq": r"bus(\..*)?",
+    "vllm": r"generator\..*",
+    "hydra": r"compose",
+    "psutil": r"processes|run_lock|generator\..*",
+}
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
 """Where the name on the package index differs from the module, or another declared package always brings it."""

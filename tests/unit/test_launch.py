@@ -21,7 +21,7 @@ from inflight import launch as launching
 from inflight import preflight, processes, run_folder
 from inflight.bus import BusError, Link, Listener
 from inflight.compose import compose
-from inflight.config import CONFIG_FILE, ConfigError, RunConfig
+from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
 from inflight.launch import LaunchError, launch, usual_commands
 from inflight.messages import Status
 from inflight.processes import Command, last_lines
@@ -533,6 +533,9 @@ def holding_the_lock(config, code):
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     descriptor = os.open(config.path / "lock", os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
+    gone_too = subprocess.Popen(["true"])
+    gone_too.wait()
+    os.lseek(descriptor, gone_too.pid, os.SEEK_SET)  # as its launcher has signed it
     survivor = subprocess.Popen([sys.executable, "-c", code], pass_fds=[descriptor])
     os.close(descriptor)
     try:
@@ -562,6 +565,8 @@ def test_what_a_killed_launcher_left_behind_is_killed_and_named(config, capfd, h
     try:
         if how == "stopped":
             os.kill(trainer, signal.SIGSTOP)
+            # Before the launcher's death: of two signals that wait, the lower one comes first, SIGTERM.
+            eventually(lambda: psutil.Process(trainer).status() == psutil.STATUS_STOPPED)
         launcher.kill()
         launcher.communicate(timeout=30)
         assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
@@ -599,9 +604,85 @@ def test_who_holds_the_lock_elsewhere_is_not_to_be_ended(config, monkeypatch, ca
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     with (config.path / "lock").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(LaunchError, match="do not end: of another user, container or machine"):
+        with pytest.raises(LaunchError, match="its lock is held by a process of another user, container or machine"):
             launch(resumed(config), [command(config, "trainer", "pass")])
     assert "killed" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["--exclusive", "--shared"])
+def test_who_has_taken_the_lock_itself_is_named_and_not_killed(config, monkeypatch, capfd, how):
+    """Who copies the folder, say. Nobody of the run: these have inherited it from their launcher."""
+    monkeypatch.setattr(run_folder, "KILL_WAIT_S", 0.2)
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
+    stranger = subprocess.Popen(["flock", how, config.path / "lock", "sleep", "600"])
+    try:
+        eventually(psutil.Process(stranger.pid).children)
+        with pytest.raises(LaunchError, match=rf"its lock is held by pid {stranger.pid} \(flock {how}"):
+            launch(resumed(config), [command(config, "trainer", "pass")])
+        assert stranger.poll() is None
+    finally:
+        for process in (*psutil.Process(stranger.pid).children(), stranger):
+            process.kill()
+        stranger.wait()
+    assert "killed" not in capfd.readouterr().err
+
+
+def test_who_waits_for_the_lock_is_not_killed_when_it_gets_it(config, monkeypatch):
+    """The moment that what was left behind is killed."""
+    monkeypatch.setattr(run_folder, "KILL_WAIT_S", 0.2)
+    with holding_the_lock(config, LIVE_FOREVER) as survivor:
+        stranger = subprocess.Popen(["flock", config.path / "lock", "sleep", "600"])
+        eventually(lambda: f"-> FLOCK  ADVISORY  WRITE {stranger.pid} " in Path("/proc/locks").read_text())
+        kill = psutil.Process.kill
+
+        def kill_and_wait(process):
+            kill(process)
+            eventually(psutil.Process(stranger.pid).children)
+
+        try:
+            monkeypatch.setattr(psutil.Process, "kill", kill_and_wait)
+            with pytest.raises(LaunchError, match=rf"its lock is held by pid {stranger.pid} \(flock"):
+                launch(resumed(config), [command(config, "trainer", "pass")])
+            assert gone(survivor.pid)
+            assert stranger.poll() is None
+        finally:
+            monkeypatch.undo()
+            for process in (*psutil.Process(stranger.pid).children(), stranger):
+                process.kill()
+            stranger.wait()
+
+
+def test_a_launcher_that_lives_keeps_its_run_though_its_own_lock_is_removed(config, monkeypatch):
+    monkeypatch.setattr(run_folder, "KILL_WAIT_S", 0.2)
+    launcher, pids = start_launcher(config.path)
+    try:
+        (config.path / "launcher.lock").unlink()
+        with pytest.raises(LaunchError, match=rf"its lock is held by .*pid {launcher.pid} \(python"):
+            launch(resumed(config), [command(config, "trainer", "pass")])
+        assert not any(gone(pid) for pid in (launcher.pid, *pids))
+    finally:
+        launcher.terminate()
+        launcher.communicate(timeout=30)
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    "resume, error, says",
+    [(True, ConfigError, "seed=7 is not allowed: the run in"), (False, LaunchError, "holds a run already")],
+)
+def test_a_run_that_another_launcher_begins_meanwhile_is_not_begun_again(config, monkeypatch, resume, error, says):
+    """This one has found none in the folder, and waited for the lock."""
+    config.path.mkdir()
+    (config.path / "lock").touch()
+    locks = run_folder._locks
+
+    def begun_meanwhile(file, timeout_s):
+        save(config)
+        return locks(file, timeout_s)
+
+    monkeypatch.setattr(run_folder, "_locks", begun_meanwhile)
+    with pytest.raises(error, match=says):
+        launch(dataclasses.replace(config, resume=resume, seed=7), [command(config, "trainer", "pass")])
 
 
 def test_a_launcher_that_lives_keeps_its_run(config, monkeypatch):

@@ -207,7 +207,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if welcome.transport == "nccl":
             from inflight.weights.transport import nccl  # as make_receiver: an absent one does no harm
 
-            nccl.warm_up(self.device)
+            nccl.warm_up(self.device, welcome.timeout_s)
         inner = make_receiver(welcome)
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner

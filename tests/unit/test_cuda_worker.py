@@ -230,9 +230,9 @@ def test_what_a_first_version_would_wait_for_is_done_when_the_rank_joins(
 ) -> None:
     done: list[str] = []
     nccl = importlib.import_module("inflight.weights.transport.nccl")
-    monkeypatch.setattr(nccl, "warm_up", lambda device: done.append("NCCL" if device == worker.device else "other"))
+    monkeypatch.setattr(nccl, "warm_up", lambda *args: done.append("NCCL" if args == (worker.device, 7.0) else "other"))
     monkeypatch.setattr(module, "warm_up", lambda _: done.append("sums"))
     monkeypatch.setattr(module, "make_receiver", lambda _: done.append("joined"))
     worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), direct=False)
-    worker.connect(SimpleNamespace(transport=transport, manifest=SimpleNamespace(checksum=checksum)))
+    worker.connect(SimpleNamespace(transport=transport, manifest=SimpleNamespace(checksum=checksum), timeout_s=7.0))
     assert done == ["planned", *warmed, "joined"]

@@ -1,5 +1,6 @@
 """The order of what a NCCL transport does, without NCCL: communicators are made of lists here."""
 
+import os
 import signal as signals
 import threading
 from contextlib import nullcontext
@@ -100,8 +101,9 @@ def lonely(nccl, monkeypatch):
     return asked
 
 
-def test_kernels_are_loaded_by_a_communicator_of_one_that_is_gone_afterwards(nccl, lonely):
-    nccl.warm_up(torch.device("cpu"))
+def test_kernels_are_loaded_once_by_a_communicator_of_one_that_is_gone_afterwards(nccl, lonely):
+    for _ in range(2):  # a rank joins again where its trainer was started again: it decodes then
+        nccl.warm_up(torch.device("cpu"), 5.0)
     assert lonely == ["bound to cpu", "stream of cpu", (0, 1), [torch.device("cpu")], "waited"]
     assert [made.aborted.is_set() for made in FakeGroup.made] == [True]
 
@@ -112,7 +114,36 @@ def test_a_device_that_nccl_cant_use_is_named(nccl, lonely, monkeypatch):
 
     monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", fails)
     with pytest.raises(TransportError, match=r"open: NCCL can't be used on cpu: no kernel image is available$"):
-        nccl.warm_up(torch.device("cpu"))
+        nccl.warm_up(torch.device("cpu"), 5.0)
+
+
+def test_kernels_that_do_not_load_in_time_keep_no_rank_from_hearing_of_more(nccl, lonely, monkeypatch):
+    let_go, before = threading.Event(), dict(os.environ)
+
+    def held_up(self, _):
+        assert let_go.wait(20)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", held_up)
+    with pytest.raises(TransportError, match=r"open: NCCL can't be used on cpu: no answer within 0\.2 s"):
+        nccl.warm_up(torch.device("cpu"), 0.2)
+    assert dict(os.environ) == before, "what the engine makes meanwhile is made as ever"
+    let_go.set()
+    assert FakeGroup.made[0].aborted.wait(10)
+
+
+@pytest.mark.parametrize("own", [None, "3"])
+def test_a_communicators_settings_are_those_of_the_moment_that_it_is_made(nccl, lonely, monkeypatch, own):
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+    monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(name, own)
+    made = nccl.dist.ProcessGroupNCCL.__init__
+    monkeypatch.setattr(
+        nccl.dist.ProcessGroupNCCL, "__init__", lambda *args: (seen.append(os.environ[name]), made(*args))[1]
+    )
+    nccl.warm_up(torch.device("cpu"), 5.0)
+    assert (seen, os.environ.get(name)) == (["0"], own)
 
 
 def test_one_communicator_serves_all_broadcasts(group):

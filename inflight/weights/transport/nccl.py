@@ -10,7 +10,7 @@ A broadcast whose sender has died keeps a kernel running, and some of what an en
 first step with a new sequence may load a kernel. So a rank that waits asks again and again whether the trainer lives.
 
 A process's first communicator loads NCCL's kernels, during which an engine of one rank, which has no communicator of
-its own, can't step. So that is done when a rank joins, not at its first version.
+its own, can't step. So that is done when a rank first joins, not at its first version.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,9 +51,7 @@ class _Group:
     """A communicator with rank 0 as the trainer, formed at the first use on the buffer's device."""
 
     def __init__(self, board: Board, rank: int, size: int) -> None:
-        self._board = board
-        self._rank = rank
-        self._size = size
+        self._board, self._rank, self._size = board, rank, size
         self._group: Any = None
         self._closed = False
         self._lock = threading.Lock()
@@ -88,9 +87,8 @@ class _Group:
             return within(self._board.timeout_s, lambda: self._form(device, phase))
         except TimeoutError:
             self.abort()
-            raise TransportError(
-                f"{phase}: no communicator with {', '.join(others)} within {self._board.timeout_s:g} s"
-            ) from None
+            told = f"{phase}: no communicator with {', '.join(others)} within {self._board.timeout_s:g} s"
+            raise TransportError(told) from None
         except RuntimeError:  # also TransportError
             self.abort()
             raise
@@ -100,7 +98,7 @@ class _Group:
         cuda.bind(device)
         with self._lock:
             self._opened(phase)
-            group = self._group = self._made()
+            group = self._group = _made(dist.PrefixStore("nccl", self._board.store), self._rank, self._size)
         stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=device)
@@ -114,13 +112,6 @@ class _Group:
             group.abort()
             raise TransportError(f"{phase}: closed")
         return group
-
-    def _made(self) -> Any:
-        with _environment(_QUIET):
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = WATCHDOG
-            store = dist.PrefixStore("nccl", self._board.store)
-            return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
 
     def finish(self, done: torch.cuda.Event, phase: str) -> None:
         """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
@@ -151,16 +142,28 @@ class _Group:
             group.abort()
 
 
-def warm_up(device: torch.device) -> None:
-    """Loads NCCL's kernels, by a communicator of this process alone. Raises TransportError when that can't be done."""
+def warm_up(device: torch.device, limit_s: float) -> None:
+    """Loads NCCL's kernels once, by a communicator of one. Raises TransportError unless that is done in `limit_s`."""
     try:
-        cuda.bind(device)
-        with _environment(_QUIET), torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
-            alone: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
-            alone.allreduce([torch.zeros(1, device=device)]).wait()
-            alone.abort()
-    except RuntimeError as error:
+        within(limit_s, lambda: _load(device))
+    except (RuntimeError, TimeoutError) as error:
         raise TransportError(f"open: NCCL can't be used on {device}: {first_line(error)}") from None
+
+
+@cache
+def _load(device: torch.device) -> None:
+    cuda.bind(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
+        alone = _made(dist.HashStore(), 0, 1)
+        alone.allreduce([torch.zeros(1, device=device)]).wait()
+        alone.abort()
+
+
+def _made(store: dist.Store, rank: int, size: int) -> Any:
+    with _environment(_QUIET):
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = WATCHDOG
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 class NcclSender:
@@ -231,9 +234,8 @@ class NcclReceiver:
         self._prepare(landing.device, max(bucket.nbytes for bucket in buckets))
         parts = self._strips_of(landing, buckets)
         with torch.cuda.stream(self._streams[0]):
-            self._sums.begin(
-                [from_buffer(part, bucket) for part, bucket in zip(parts, buckets, strict=True)], landing.device
-            )
+            kept = [from_buffer(part, bucket) for part, bucket in zip(parts, buckets, strict=True)]
+            self._sums.begin(kept, landing.device)
         landed: list[torch.cuda.Event] = []
         for i, bucket in enumerate(buckets):
             stream, staging = self._streams[i % 2], self._staging[i % 2]
@@ -288,13 +290,11 @@ def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """The process group reads these when it is made; the engine's own groups were made before."""
-    before = {name: os.environ.get(name) for name in values}
+    before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            os.environ.pop(name, None)
+        os.environ.update(before)

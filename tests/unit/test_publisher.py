@@ -68,6 +68,11 @@ class Run:
             self.generators[name] = FakeGenerator(self.endpoint, name, world_size, **options).start()
         return [self.generators[name] for name in names]
 
+    def surprises(self):
+        """What was ignored, but for hellos: on a busy machine a member is asked for one that is on its way."""
+        ignored = self.publisher._dispatch.roster.ignored
+        return {kind: count for kind, count in ignored.items() if not kind.endswith("Hello")}
+
     def publish(self, version):
         """Gives every parameter the version's value, so that bytes tell versions apart, and publishes."""
         with torch.no_grad():
@@ -144,7 +149,7 @@ def test_versions_reach_every_rank_of_every_generator_whole_and_in_order(run):
             (name, version) for name in ("g0", "g1") for version in (1, 2, 3)
         ]
         assert all(isinstance(s, Swap) and s.gap_s == 0.001 and s.running == 3 and s.ready_s > 0 for s in swaps)
-        assert (r.publisher.ignored, r.publisher.version) == (0, 3)
+        assert (r.surprises(), r.publisher.version) == ({}, 3)
         stats = r.publisher.stats()
         assert (stats["swaps"], stats["swaps_with_running"], stats["failures"]) == (6, 6, 0)
 
@@ -205,7 +210,7 @@ def test_a_rank_that_can_not_build_keeps_its_whole_generator_on_the_old_version(
         r.publish(3)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 3, "g1": 3}
-        assert r.publisher.ignored == 0
+        assert r.surprises() == {}
 
 
 def test_a_rank_that_can_not_begin_frees_the_others_and_gets_a_new_transport(run):

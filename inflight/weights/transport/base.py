@@ -7,9 +7,10 @@ did not answer. After an error the object is dead; a new one must be made.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from inflight.messages import BucketMeta
 
@@ -21,6 +22,15 @@ class TransportError(RuntimeError):
 def first_line(error: Exception) -> str:
     """What happened, without what libraries print beneath it."""
     return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def from_trainer() -> Any:
+    """torch's options of a broadcast from rank 0 that does not wait."""
+    how = dist.BroadcastOptions()
+    how.rootRank = 0
+    how.rootTensor = 0
+    how.asyncOp = True
+    return how
 
 
 class Sender(Protocol):

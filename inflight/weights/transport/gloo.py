@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from inflight.messages import BucketMeta
-from inflight.weights.transport.base import TransportError, first_line
+from inflight.weights.transport.base import TransportError, first_line, from_trainer
 from inflight.weights.transport.bounded import within
 from inflight.weights.transport.rendezvous import LOOPBACK, hosted, joined
 
@@ -60,7 +60,7 @@ class _Group:
                 for index, bucket in enumerate(buckets):
                     step = f"bucket {index} of {len(buckets)}"
                     self._require_open()
-                    work = group.broadcast([buffer[bucket.offset : bucket.offset + bucket.nbytes]], _from_trainer())
+                    work = group.broadcast([buffer[bucket.offset : bucket.offset + bucket.nbytes]], from_trainer())
                     work.wait(timedelta(seconds=self._timeout_s + _BACKSTOP_S))
             except (RuntimeError, OSError) as error:  # also DistStoreError and DistNetworkError
                 self._closed.set()
@@ -172,14 +172,6 @@ def _store_of_this_process() -> tuple[int, dist.Store]:
 def _connect(port: int, token: str, timeout_s: float) -> dist.Store:
     """A connection to the trainer's store, which is there for as long as the trainer; it sees one group's keys."""
     return dist.PrefixStore(token, joined(LOOPBACK, port, timeout_s))
-
-
-def _from_trainer() -> Any:
-    how = dist.BroadcastOptions()
-    how.rootRank = 0
-    how.rootTensor = 0
-    how.asyncOp = True
-    return how
 
 
 def _what(error: Exception) -> str:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
-from inflight.weights.transport.base import TransportError, first_line
+from inflight.weights.transport.base import TransportError, first_line, from_trainer
 from inflight.weights.transport.bounded import within
 from inflight.weights.transport.landing import Landing, Strip, by_bucket, from_buffer
 from inflight.weights.transport.rendezvous import Board
@@ -63,7 +63,7 @@ class _Group:
         with self._lock:
             group = self._opened(phase)
         try:
-            return (group or self._formed(tensor.device, phase)).broadcast([tensor], _from_trainer())
+            return (group or self._formed(tensor.device, phase)).broadcast([tensor], from_trainer())
         except TransportError:
             raise
         except RuntimeError as error:
@@ -102,10 +102,9 @@ class _Group:
         stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=device)
-            group.broadcast([one], _from_trainer()).wait()  # the stream waits, not this thread
+            group.broadcast([one], from_trainer()).wait()  # the stream waits, not this thread
             first.record(stream)
         first.synchronize()
-        del one
         with self._lock:
             late = self._closed
         if late:
@@ -272,13 +271,6 @@ class NcclReceiver:
         if self._parts is None or self._parts[0].strips != landing.strips:
             self._parts = (landing, by_bucket(landing.strips, buckets))
         return self._parts[1]
-
-
-def _from_trainer() -> Any:
-    how = dist.BroadcastOptions()
-    how.rootRank = 0
-    how.asyncOp = True
-    return how
 
 
 def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
 from serving import Serving
 from transactions import generator_killed, trainer_killed
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SHAPE = os.environ.get("INFLIGHT_SHAPE", "1.5b")
 
@@ -41,8 +41,9 @@ def gpu(number: int) -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(",")[number]
 
 
-def needs(gpus: int) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(torch.cuda.device_count() < gpus, reason=f"needs {gpus} GPUs")
+def last_gpu() -> str:
+    """That of a rank in this process: the sender's own, GPU 0, only where there is no other."""
+    return f"cuda:{torch.cuda.device_count() - 1}"
 
 
 # --- what is verified ------------------------------------------------------------
@@ -54,11 +55,13 @@ BUCKETS = [BucketMeta(offset=at, nbytes=min(32 << 20, NBYTES - at)) for at in ra
 class Sending:
     """The trainer's process: sends on order, and does harm to its buffer when told to."""
 
-    def __init__(self, transport: str) -> None:
-        code = f"from tests.gpu.test_faults_gpu import send; send({transport!r})"
+    def __init__(self, transport: str, size: int = 2, timeout_s: float = 20.0) -> None:
+        code = f"from tests.gpu.test_faults_gpu import send; send({transport!r}, {size}, {timeout_s})"
+        # NCCL takes two processes on one GPU on different hosts only.
+        alone = {"NCCL_HOSTID": "sender"} if torch.cuda.device_count() == 1 else {}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu(0)},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu(0), **alone},
         )  # fmt: skip
         self.rendezvous = self.answer()
 
@@ -74,16 +77,16 @@ class Sending:
         self.process.stdin.flush()
 
 
-def send(transport: str) -> None:
+def send(transport: str, size: int, timeout_s: float) -> None:
     """Orders: `sound`, `flip BYTE` (between the sums and the sending), `part N` (N buckets and no more), then
-    `overwrite` at any time."""
-    from inflight.weights.transport import make_sender
+    `overwrite` at any time; `again` closes the sender and makes one for two ranks."""
+    from inflight.weights.transport import TransportError, make_sender
     from inflight.weights.transport.sums import SenderSums
 
     torch.cuda.set_device(0)
     buffer = torch.randint(0, 256, (NBYTES,), dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    sender = make_sender(transport, 2, 20.0)
+    sender = make_sender(transport, size, timeout_s)
     post = SenderSums.post
     print(sender.rendezvous, flush=True)
     for line in sys.stdin:
@@ -104,8 +107,17 @@ def send(transport: str) -> None:
         if order == "watched":  # stays able to hear an order while the other side pulls
             threading.Thread(target=sender.send, args=(buffer, BUCKETS), daemon=True).start()
             continue
-        sender.send(buffer, BUCKETS[: int(at)] if order == "part" else BUCKETS)
-        print("sent", flush=True)
+        if order == "again":
+            sender.close()
+            sender = make_sender(transport, 2, timeout_s)
+            print(sender.rendezvous, flush=True)
+            continue
+        try:
+            sender.send(buffer, BUCKETS[: int(at)] if order == "part" else BUCKETS)
+        except TransportError as error:
+            print(error, flush=True)
+        else:
+            print("sent", flush=True)
 
 
 @pytest.fixture
@@ -116,11 +128,11 @@ def sending(request: pytest.FixtureRequest) -> Iterator[tuple[str, Sending]]:
     made.process.wait(20)
 
 
-def receiver_of(transport: str, rendezvous: str, *, verify: bool = True, timeout_s: float = 20.0) -> Any:
+def receiver_of(transport: str, rendezvous: str, *, size: int = 2, verify: bool = True, timeout_s: float = 20.0) -> Any:
     from inflight.weights.transport.ipc import IpcReceiver
     from inflight.weights.transport.nccl import NcclReceiver
 
-    return {"ipc": IpcReceiver, "nccl": NcclReceiver}[transport](rendezvous, 1, 2, timeout_s, verify=verify)
+    return {"ipc": IpcReceiver, "nccl": NcclReceiver}[transport](rendezvous, 1, size, timeout_s, verify=verify)
 
 
 def landing_of(target: torch.Tensor) -> Any:
@@ -136,13 +148,12 @@ def landing_of(target: torch.Tensor) -> Any:
     return Landing(target, target.device, strips)
 
 
-@needs(2)
 @pytest.mark.parametrize("sending", ["ipc", "nccl"], indirect=True)
 def test_harm_to_any_byte_that_a_rank_keeps_is_found_on_the_device(sending: tuple[str, Sending]) -> None:
     from inflight.weights.pack import ChecksumError
 
     transport, sender = sending
-    target = torch.zeros(200 << 20, dtype=torch.uint8, device="cuda:1")
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
     receiver, landing = receiver_of(transport, sender.rendezvous), landing_of(target)
     kept = [0, (100 << 20) - 1, (100 << 20) + 4095, (250 << 20) + 7167, (250 << 20) + 7168 + 2 * 3583 - 1]
     not_kept = [(100 << 20) + 4096, 299 << 20]
@@ -157,13 +168,12 @@ def test_harm_to_any_byte_that_a_rank_keeps_is_found_on_the_device(sending: tupl
     receiver.close()
 
 
-@needs(2)
 @pytest.mark.parametrize("sending", ["nccl"], indirect=True)
 def test_a_rank_whose_sender_dies_between_two_buckets_gives_up_in_time(sending: tuple[str, Sending]) -> None:
     from inflight.weights.transport.base import TransportError
 
     transport, sender = sending
-    target = torch.zeros(200 << 20, dtype=torch.uint8, device="cuda:1")
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
     receiver = receiver_of(transport, sender.rendezvous, timeout_s=4)
     sender.order("part 3")
     killer = threading.Thread(target=lambda: (sender.answer(), sender.process.kill()))
@@ -172,11 +182,46 @@ def test_a_rank_whose_sender_dies_between_two_buckets_gives_up_in_time(sending: 
     with pytest.raises(TransportError, match="receive: "):
         receiver.receive_into(landing_of(target), BUCKETS)
     assert time.monotonic() - started < 60, "communicator and all; the sender waits 20 s"
+    threads = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assert not [name for name in threads if name.startswith("pt_nccl")], "torch's would end an engine's process"
     killer.join(20)
     receiver.close()
 
 
-@needs(1)
+def test_a_rank_that_stops_while_a_communicator_forms_holds_up_neither_the_trainer_nor_another_rank() -> None:
+    """Within NCCL, where all but it are by then, the wait has no bound. Both processes form another one beside that."""
+    from inflight.weights.transport.base import TransportError
+    from inflight.weights.transport.rendezvous import Board
+    from inflight.weights.transport.sums import RankSums
+
+    sender, limit_s = Sending("nccl", size=3, timeout_s=5), 5.0
+    try:
+        landing = landing_of(torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu()))
+        receiver = receiver_of("nccl", sender.rendezvous, size=3, timeout_s=limit_s)
+        stopped = Board(sender.rendezvous, limit_s)
+        RankSums(stopped, 2, verify=False).begin([[]], torch.device("cpu"))
+        stopped.reply("here/2", b"", "the trainer", "receive")
+        sender.order("sound")
+        started = time.monotonic()
+        with pytest.raises(TransportError, match="receive: no communicator with the trainer within 5 s"):
+            receiver.receive_into(landing, BUCKETS)
+        assert sender.answer() == "send: no communicator with transport rank 1, transport rank 2 within 5 s"
+        assert time.monotonic() - started < 3 * limit_s
+        receiver.close()
+        sender.order("again")
+        receiver = receiver_of("nccl", sender.answer(), timeout_s=limit_s)
+        sender.order("sound")
+        receiver.receive_into(landing, BUCKETS)
+        assert sender.answer() == "sent"
+        receiver.close()
+        assert sender.process.stdin is not None
+        sender.process.stdin.close()
+        assert sender.process.wait(20) == 0, "what was left behind does not hold up its end"
+    finally:
+        sender.process.kill()
+        sender.process.wait(20)
+
+
 @pytest.mark.parametrize("sending", ["ipc"], indirect=True)
 def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
     sending: tuple[str, Sending], monkeypatch: pytest.MonkeyPatch
@@ -185,8 +230,7 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
     from inflight.weights.transport import cuda
 
     transport, sender = sending
-    device = f"cuda:{torch.cuda.device_count() - 1}"
-    target = torch.zeros(200 << 20, dtype=torch.uint8, device=device)
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
     receiver, landing, copy, pieces = receiver_of(transport, sender.rendezvous), landing_of(target), cuda.copy, [0]
 
     def overwriting(*args: Any) -> None:
@@ -204,7 +248,6 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
     receiver.close()
 
 
-@needs(1)
 def test_sums_are_those_of_a_cpu_and_what_they_cost() -> None:
     """15 GB as one parameter of each kind after another, on the device; printed, not judged."""
     from inflight.weights.transport.sums import Run, Summing
@@ -256,12 +299,15 @@ def model_folder(folder: Path) -> Path:
     return folder
 
 
-def placed(generators: int) -> dict[str, str]:
-    """Process name → CUDA_VISIBLE_DEVICES: a GPU for each, as long as there are enough. On one too few, g0 shares the
-    trainer's: the generator that gets killed shares with nobody."""
-    own = min(1, torch.cuda.device_count() - generators)
-    seen = {f"g{i}": dict.fromkeys([gpu(own + i), gpu(0)]) for i in range(generators)}
-    return {"trainer": gpu(0), **{name: ",".join(gpus) for name, gpus in seen.items()}}
+def placed(generators: int) -> dict[str, dict[str, str]]:
+    """Process name → its variables. A GPU for each, as long as there are enough; on too few the first generators share
+    the trainer's, the one that gets killed last. NCCL takes what shares a GPU on another host only."""
+    beside = max(0, generators + 1 - torch.cuda.device_count())
+    seen = {f"g{i}": dict.fromkeys([gpu(max(0, i + 1 - beside)), gpu(0)]) for i in range(generators)}
+    made = {name: {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for name, gpus in seen.items()}
+    for i in range(beside):
+        made[f"g{i}"]["NCCL_HOSTID"] = f"g{i}"
+    return {"trainer": {"CUDA_VISIBLE_DEVICES": gpu(0)}, **made}
 
 
 @pytest.fixture
@@ -283,11 +329,8 @@ def serve(tmp_path: Path) -> Iterator[Callable[[int], Serving]]:
                     bucket_bytes=(1 if SHAPE == "tiny" else 64) << 20, transfer_timeout_s=4, supersede_after_s=1
                 ),
             )
-            variables = {name: {"CUDA_VISIBLE_DEVICES": devices} for name, devices in placed(generators).items()}
-            if generators == torch.cuda.device_count():  # g0 beside the trainer, which NCCL allows on another host only
-                variables["g0"]["NCCL_HOSTID"] = "g0"
             stack.callback(print_logs, config.path)
-            return stack.enter_context(Serving(config, variables, ["-m", "tests.gpu.halting_generator"]))
+            return stack.enter_context(Serving(config, placed(generators), ["-m", "tests.gpu.halting_generator"]))
 
         yield start
 
@@ -299,7 +342,6 @@ def print_logs(folder: Path) -> None:
         print(f"--- {log.name}", *lines[-25:], sep="\n")
 
 
-@needs(2)
 def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Callable[[int], Serving]) -> None:
     """One engine lives through both deaths; each time a new trainer goes on."""
     serving = serve(1)
@@ -313,7 +355,6 @@ def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Callable[
     print(json.dumps(figures), flush=True)
 
 
-@needs(2)
 def test_one_of_two_generators_killed_in_the_middle_over_nccl_then_over_ipc(serve: Callable[[int], Serving]) -> None:
     serving = serve(2)
     serving.trainer(0, "nccl").committed(g0=0, g1=0)

@@ -1,10 +1,9 @@
 """Between processes that can't share memory: NCCL broadcasts of buckets, scattered from two staging buffers.
 
-The communicator is this transport's own: not the default group, not the engine's, with a store of its own. Its
-watchdog may not end the process (it would take a generator down with a dead trainer): this module watches each
-broadcast itself and aborts the communicator when it is late. It looks at events of its own on the streams, which come
-when the device is done and not before: NCCL's work calls itself completed when its watchdog has given it up, and
-waiting for it then raises nothing.
+The communicator is this transport's own: not the default group, not the engine's, with a store of its own, and without
+torch's watchdog. That would tell of a dead trainer to the process's first group, the engine's own, which ends the
+process for it minutes later. This module watches each broadcast itself and aborts the communicator when it is late. It
+looks at events of its own on the streams, which come when the device is done and not before.
 
 A broadcast whose sender has died keeps a kernel running, and some of what an engine does then waits for it: vLLM's
 first step with a new sequence may load a kernel. So a rank that waits asks again and again whether the trainer lives.
@@ -20,7 +19,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -38,13 +36,8 @@ from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 _POLL_S = 0.0002
 _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
-WATCHDOG = timedelta(days=1)
-"""NCCL's own timeout: out of the way of ours."""
-_QUIET = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-}
+_UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+"""No thread of torch's looks at what such a group does. Its works' wait() blocks; synchronize() is what does not."""
 
 
 class _Group:
@@ -102,7 +95,7 @@ class _Group:
         stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=device)
-            group.broadcast([one], from_trainer()).wait()  # the stream waits, not this thread
+            group.broadcast([one], from_trainer()).synchronize()  # the stream waits, not this thread
             first.record(stream)
         first.synchronize()
         with self._lock:
@@ -154,15 +147,13 @@ def _load(device: torch.device) -> None:
     cuda.bind(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
         alone = _made(dist.HashStore(), 0, 1)
-        alone.allreduce([torch.zeros(1, device=device)]).wait()
+        alone.allreduce([torch.zeros(1, device=device)]).synchronize()
         alone.abort()
 
 
 def _made(store: dist.Store, rank: int, size: int) -> Any:
-    with _environment(_QUIET):
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = WATCHDOG
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+    with _environment(_UNWATCHED):
+        return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
 
 class NcclSender:
@@ -221,7 +212,7 @@ class NcclReceiver:
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
             landed = []
             for index, work in enumerate(works):
-                work.wait()  # the stream waits, not this thread
+                work.synchronize()  # the stream waits, not this thread
                 self._sums.add(index, buffer)
                 landed.append(self._streams[0].record_event())
         self._finish(landed)
@@ -240,7 +231,7 @@ class NcclReceiver:
             stream, staging = self._streams[i % 2], self._staging[i % 2]
             with torch.cuda.stream(stream):
                 work = self._group.broadcast(staging[: bucket.nbytes])
-                work.wait()  # the stream waits, not this thread
+                work.synchronize()  # the stream waits, not this thread
                 cuda.copy(parts[i], staging.data_ptr(), landing.address, stream.cuda_stream)
                 self._sums.add(i, landing.target)
             landed.append(stream.record_event())
@@ -275,7 +266,7 @@ class NcclReceiver:
 
 def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event that comes when the work is done. The current stream is `stream`; it waits, not this thread."""
-    work.wait()
+    work.synchronize()
     return stream.record_event()
 
 

@@ -45,7 +45,7 @@ class FakeGroup:
             assert FakeGroup.let_go.wait(20)
         if self.aborted.is_set():
             raise RuntimeError("NCCL communicator was aborted")
-        return SimpleNamespace(synchronize=lambda: None)
+        return SimpleNamespace(block_current_stream=lambda: None)
 
     def abort(self):
         self.aborted.set()
@@ -92,7 +92,7 @@ def lonely(nccl, monkeypatch):
 
         def allreduce(self, tensors):
             asked.append([tensor.device for tensor in tensors])
-            return SimpleNamespace(synchronize=lambda: asked.append("waited"))
+            return SimpleNamespace(block_current_stream=lambda: asked.append("waited"))
 
     monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", Lonely, raising=False)
     monkeypatch.setattr(nccl.cuda, "bind", lambda device: asked.append(f"bound to {device}"))
@@ -122,7 +122,7 @@ def test_kernels_that_do_not_load_in_time_keep_no_rank_from_hearing_of_more(nccl
 
     def held_up(self, _):
         assert let_go.wait(20)
-        return SimpleNamespace(synchronize=lambda: None)
+        return SimpleNamespace(block_current_stream=lambda: None)
 
     monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", held_up)
     with pytest.raises(TransportError, match=r"open: NCCL can't be used on cpu: no answer within 0\.2 s"):

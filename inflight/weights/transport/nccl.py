@@ -37,7 +37,7 @@ _POLL_S = 0.0002
 _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-"""No thread of torch's looks at what such a group does. Its works' wait() blocks; synchronize() is what does not."""
+"""No thread of torch's looks at what such a group does. Its works' wait() blocks this thread: see that none is called."""
 
 
 class _Group:
@@ -95,7 +95,7 @@ class _Group:
         stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=device)
-            group.broadcast([one], from_trainer()).synchronize()  # the stream waits, not this thread
+            group.broadcast([one], from_trainer()).block_current_stream()
             first.record(stream)
         first.synchronize()
         with self._lock:
@@ -147,7 +147,7 @@ def _load(device: torch.device) -> None:
     cuda.bind(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
         alone = _made(dist.HashStore(), 0, 1)
-        alone.allreduce([torch.zeros(1, device=device)]).synchronize()
+        alone.allreduce([torch.zeros(1, device=device)]).block_current_stream()
         alone.abort()
 
 
@@ -212,7 +212,7 @@ class NcclReceiver:
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
             landed = []
             for index, work in enumerate(works):
-                work.synchronize()  # the stream waits, not this thread
+                work.block_current_stream()
                 self._sums.add(index, buffer)
                 landed.append(self._streams[0].record_event())
         self._finish(landed)
@@ -231,7 +231,7 @@ class NcclReceiver:
             stream, staging = self._streams[i % 2], self._staging[i % 2]
             with torch.cuda.stream(stream):
                 work = self._group.broadcast(staging[: bucket.nbytes])
-                work.synchronize()  # the stream waits, not this thread
+                work.block_current_stream()
                 cuda.copy(parts[i], staging.data_ptr(), landing.address, stream.cuda_stream)
                 self._sums.add(i, landing.target)
             landed.append(stream.record_event())
@@ -266,7 +266,7 @@ class NcclReceiver:
 
 def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
     """An event that comes when the work is done. The current stream is `stream`; it waits, not this thread."""
-    work.synchronize()
+    work.block_current_stream()
     return stream.record_event()
 
 

@@ -296,6 +296,13 @@ def test_a_rank_that_verifies_nothing_asks_for_nothing():
     assert not any(pair.boards[0].store.check([f"sums/{number}/1"]) for number in range(3)), "nothing piles up"
 
 
+def test_who_keeps_nothing_to_sum_asks_no_device():
+    """On CUDA it would load a kernel for it, and Triton, while the engine decodes."""
+    summing = sums.Summing([[], []], torch.device("cuda"))
+    summing.add(1, torch.zeros(4, dtype=torch.uint8))
+    assert summing.take() == []
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "what"),
     [

@@ -37,7 +37,7 @@ _POLL_S = 0.0002
 _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-"""No thread of torch's looks at what such a group does. Its works' wait() blocks this thread: see that none is called."""
+"""No thread of torch's looks at such a group. Its works are not waited for, which would block: the stream waits."""
 
 
 class _Group:

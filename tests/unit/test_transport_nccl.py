@@ -7,11 +7,14 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 from transports import board_elsewhere, without_cuda
 
+from inflight.messages import BucketMeta
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.landing import Landing, Strip
 from inflight.weights.transport.rendezvous import Board
 
 
@@ -146,6 +149,29 @@ def test_a_communicators_settings_are_those_of_the_moment_that_it_is_made(nccl, 
     assert (seen, os.environ.get(name)) == (["1"], own), "torch's watchdog looks at none"
 
 
+def test_two_communicators_made_at_a_time_leave_nothing_in_the_environment(nccl, monkeypatch):
+    """As those with two generators. Left there, the setting would make the waits of the trainer's own groups block."""
+    name, seen, left = "TORCH_NCCL_BLOCKING_WAIT", [], threading.Event()
+    monkeypatch.delenv(name, raising=False)
+    inside = [threading.Event(), threading.Event()]
+
+    def made(_, store, rank, size, options):
+        inside[rank].set()
+        if rank == 0:
+            second.start()
+            inside[1].wait(0.3)  # for ever, where one waits for the other
+        else:
+            assert left.wait(10)
+        seen.append(os.environ.get(name))
+
+    monkeypatch.setattr(FakeGroup, "__init__", made)
+    second = threading.Thread(target=nccl._made, args=(None, 1, 2), daemon=True)
+    nccl._made(None, 0, 2)
+    left.set()
+    second.join(10)
+    assert (seen, os.environ.get(name)) == (["1", "1"], None)
+
+
 def test_one_communicator_serves_all_broadcasts(group):
     for _ in range(3):
         group.broadcast(torch.zeros(4))
@@ -225,6 +251,45 @@ def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
     sending.join(10)
     assert raised == ["send: NCCL communicator was aborted"]
     assert len(FakeGroup.made) == 1
+
+
+BUCKETS = [BucketMeta(offset=0, nbytes=4), BucketMeta(offset=4, nbytes=4)]
+
+
+def sends(nccl, buffer):
+    sender = nccl.NcclSender(2, 5.0)
+    for key, value in {"here/1": b"", "runs/1": msgspec.msgpack.encode([])}.items():
+        sender._board.put(key, value)
+    sender.send(buffer, BUCKETS)
+
+
+def receives(nccl, buffer):
+    with board_elsewhere() as (_, address):
+        nccl.NcclReceiver(address, 1, 2, 5.0).receive(buffer, BUCKETS)
+
+
+def receives_into(nccl, buffer):
+    with board_elsewhere() as (_, address):
+        landing = Landing(buffer, buffer.device, (Strip(0, 0, 8),))
+        nccl.NcclReceiver(address, 1, 2, 5.0).receive_into(landing, BUCKETS)
+
+
+@pytest.mark.parametrize(
+    ("transfer", "each"),
+    [(sends, ["held", "event"]), (receives, ["held", "event"]), (receives_into, ["held", "copied", "event"])],
+)
+def test_streams_are_held_up_until_each_broadcast_is_done_and_threads_are_not(nccl, monkeypatch, transfer, each):
+    """What comes behind it would read or report bytes that are not there yet; a work's `wait` would block."""
+    queued = []
+    come = SimpleNamespace(query=lambda: True)
+    stream = SimpleNamespace(record_event=lambda: queued.append("event") or come, cuda_stream=0)
+    work = SimpleNamespace(block_current_stream=lambda: queued.append("held"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(Event, "record", lambda self, stream: queued.append("formed"))
+    monkeypatch.setattr(FakeGroup, "broadcast", lambda self, tensors, how: work)
+    monkeypatch.setattr(nccl.cuda, "copy", lambda *_: queued.append("copied"))
+    transfer(nccl, torch.zeros(8, dtype=torch.uint8))
+    assert queued == ["held", "formed", *each, *each]
 
 
 class Never:

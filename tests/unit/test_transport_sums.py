@@ -303,6 +303,12 @@ def test_who_keeps_nothing_to_sum_asks_no_device():
     assert summing.take() == []
 
 
+def test_a_rank_that_verifies_but_keeps_nothing_waits_for_no_sums():
+    """The sender tells it none."""
+    pair = Pair([[], []], timeout_s=0.5)
+    pair.transfer(random_bytes())
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "what"),
     [

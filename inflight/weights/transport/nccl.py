@@ -38,6 +38,8 @@ _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """No thread of torch's looks at such a group. Its works are not waited for, which would block: the stream waits."""
+_making = threading.Lock()
+"""One at a time: what two threads put into the environment and take out of it would stay there, or lack."""
 
 
 class _Group:
@@ -152,7 +154,7 @@ def _load(device: torch.device) -> None:
 
 
 def _made(store: dist.Store, rank: int, size: int) -> Any:
-    with _environment(_UNWATCHED):
+    with _making, _environment(_UNWATCHED):
         return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 import time
@@ -113,7 +114,8 @@ class WeightReceiver:
         self._closing.set()
         self._rank_state.close()
         if (transport := self._transport) is not None:
-            transport.close()
+            with contextlib.suppress(TransportError):
+                transport.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
         self._link.close()
@@ -130,7 +132,8 @@ class WeightReceiver:
                 self._rank_state.fail(reason_of(error))
                 log.error("%s receives no more weights: %s", self._name, self.error)
         finally:
-            self._drop_transport()
+            with contextlib.suppress(TransportError):
+                self._drop_transport()
             self._link.close()  # the publisher finds this rank lost
 
     def _step(self) -> None:
@@ -285,6 +288,7 @@ class WeightReceiver:
         self._tell(Failed(version=version, phase="commit", reason=self.error or "torn weights", poisoned=True))
 
     def _drop_transport(self) -> None:
+        """Raises TransportError when the old one may still write: the rank then receives no more."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()

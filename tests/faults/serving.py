@@ -100,6 +100,10 @@ class TrainerProcess:
         found: dict[str, Any] = until(there, f"{versions} committed: {self.ask('state')}")
         return found
 
+    def lost(self, name: str, timeout_s: float) -> None:
+        """Waits until the publisher counts that generator as gone."""
+        until(lambda: name not in self.ask("state")["committed"], f"the loss of {name}", timeout_s)
+
     def publish(self, version: int, **halt: int) -> None:
         self.ask("publish", version=version, halt=halt)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_generator import BUS, FakeShadow, eventually
 
-from inflight.bus import Link, Listener, Received
+from inflight.bus import Link, Listener, Lost, Received
 from inflight.messages import Abort, Aborted, Enquire, Failed, Prepare, RankHello, Ready, Refused, Welcome
 from inflight.types import ParamMeta
 from inflight.weights.pack import ChecksumError, checksums, content_digest
@@ -30,7 +30,7 @@ class FakeTransport:
 
     def __init__(self, events):
         self.events, self.source, self.closed = events, None, False
-        self.gate = threading.Event()
+        self.gate, self.stuck = threading.Event(), False
 
     def receive(self, buffer, buckets):
         self.events.append("receive")
@@ -43,6 +43,8 @@ class FakeTransport:
     def close(self):
         self.closed = True
         self.gate.set()
+        if self.stuck:
+            raise TransportError("close: the device still copies")
 
 
 class Publisher:
@@ -197,6 +199,29 @@ def test_a_broken_transfer_is_reported_and_a_new_welcome_heals_it(publisher, rec
     eventually(lambda: len(publisher.transports) == 2)
     publisher.prepare(3)
     expect_ready(publisher, 3)
+
+
+def test_a_transport_that_may_still_write_is_the_last(publisher, receiver):
+    """The next one would fill the same shadow. The engine lives on, and its trainer finds the rank lost."""
+    publisher.welcome()
+    eventually(lambda: publisher.transports, "joining")
+    publisher.transports[0].stuck = True
+    publisher.prepare(1, source=False)
+    eventually(lambda: receiver.state is State.FAILED)
+    assert "still copies" in receiver.error
+    assert isinstance(publisher.listener.receive(10), Lost)
+    assert len(publisher.transports) == 1
+    with pytest.raises(SwapRefused, match="still copies"):
+        receiver.swap(1)
+
+
+def test_a_transport_that_may_still_write_keeps_no_rank_from_ending(publisher, receiver):
+    publisher.welcome()
+    eventually(lambda: publisher.transports, "joining")
+    publisher.transports[0].stuck = True
+    receiver.close()
+    assert not receiver._thread.is_alive()
+    assert isinstance(publisher.listener.receive(10), Lost)
 
 
 def test_bytes_that_are_not_those_sent_are_never_built(publisher, receiver):

@@ -292,6 +292,42 @@ def test_streams_are_held_up_until_each_broadcast_is_done_and_threads_are_not(nc
     assert queued == ["held", "formed", *each, *each]
 
 
+@pytest.fixture
+def receiver(nccl, monkeypatch):
+    """One that has received, and whose streams are `busy` so many times more when they are asked."""
+    stream = SimpleNamespace(record_event=lambda: SimpleNamespace(query=lambda: True), cuda_stream=0, busy=0)
+
+    def query():
+        assert FakeGroup.made[0].aborted.is_set(), "what is queued behind a broadcast ends with the communicator"
+        stream.busy -= 1
+        return stream.busy < 0
+
+    stream.query = query
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(nccl.cuda, "copy", lambda *_: None)
+    buffer = torch.zeros(8, dtype=torch.uint8)
+    with board_elsewhere() as (_, address):
+        made = nccl.NcclReceiver(address, 1, 2, 0.5)
+        made.receive_into(Landing(buffer, buffer.device, (Strip(0, 0, 8),)), BUCKETS)
+        made.stream = stream
+        yield made
+
+
+def test_what_copies_to_the_shadow_has_ended_when_a_receiver_is_closed(receiver):
+    """The next transport fills the same shadow."""
+    receiver.stream.busy = 3
+    receiver.close()
+    assert receiver.stream.busy < 0
+    assert receiver._staging == []
+
+
+def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_version(receiver):
+    receiver.stream.busy = 10**9
+    with pytest.raises(TransportError, match=r"close: the device still copies after 0\.5 s"):
+        receiver.close()
+    assert len(receiver._staging) == 2
+
+
 class Never:
     """An event that does not come."""
 

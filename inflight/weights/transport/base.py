@@ -59,4 +59,5 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Frees sockets and memory; never waits for a peer. From any thread, also while a transfer runs: it ends with a
-        TransportError, at once or, where that can't be done, within the timeout."""
+        TransportError, at once or, where that can't be done, within the timeout. Raises TransportError itself when the
+        device may still write to where bytes land: they are not to be received there again."""

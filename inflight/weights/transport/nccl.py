@@ -249,9 +249,18 @@ class NcclReceiver:
             self._sums.check(number)
 
     def close(self) -> None:
-        """Ends a wait for the trainer, aborts the communicator and frees the staging buffers."""
+        """Ends a wait for the trainer, aborts the communicator and frees the staging buffers.
+
+        Raises TransportError when copies behind a broadcast have not ended in time: they write to the shadow, which is
+        not to be filled again before.
+        """
         self._board.close()
         self._group.abort()
+        deadline = time.monotonic() + self._board.timeout_s
+        while not all(stream.query() for stream in self._streams):
+            if time.monotonic() > deadline:
+                raise TransportError(f"close: the device still copies after {self._board.timeout_s:g} s")
+            time.sleep(_POLL_S)
         self._staging.clear()
 
     def _prepare(self, device: torch.device, staging_bytes: int) -> None:

@@ -204,8 +204,7 @@ class WeightReceiver:
         if message.attempt <= self._attempt:
             log.warning("%s: attempt %d comes too late", self._name, message.attempt)
             return
-        self._attempt = message.attempt
-        phase = "prepare"
+        self._attempt, phase = message.attempt, "prepare"
         try:
             manifest, transport = self._require(message)
             self._rank_state.enter(State.RECEIVING, message)

@@ -321,11 +321,13 @@ def test_what_copies_to_the_shadow_has_ended_when_a_receiver_is_closed(receiver)
     assert receiver._staging == []
 
 
-def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_version(receiver):
+def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_version(nccl, receiver, monkeypatch):
+    monkeypatch.setattr(nccl, "_unfinished", [])
     receiver.stream.busy = 10**9
     with pytest.raises(TransportError, match=r"close: the device still copies after 0\.5 s"):
         receiver.close()
     assert len(receiver._staging) == 2
+    assert nccl._unfinished == [receiver._staging], "also when nobody holds the receiver any more"
 
 
 class Never:

@@ -38,6 +38,8 @@ _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """No thread of torch's looks at such a group. Its works are not waited for, which would block: the stream waits."""
+_unfinished: list[list[torch.Tensor]] = []
+"""Staging buffers of closed receivers that the device may still use: never freed."""
 _making = threading.Lock()
 """One at a time: what two threads put into the environment and take out of it would stay there, or lack."""
 
@@ -259,6 +261,7 @@ class NcclReceiver:
         deadline = time.monotonic() + self._board.timeout_s
         while not all(stream.query() for stream in self._streams):
             if time.monotonic() > deadline:
+                _unfinished.append(self._staging)
                 raise TransportError(f"close: the device still copies after {self._board.timeout_s:g} s")
             time.sleep(_POLL_S)
         self._staging.clear()

@@ -205,9 +205,11 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if welcome.manifest.checksum == "sum64":
             warm_up(self.device)
         if welcome.transport == "nccl":
-            from inflight.weights.transport import nccl  # as make_receiver: an absent one does no harm
+            from inflight.weights.transport.communicator import (
+                load_kernels,
+            )  # as make_receiver: absent, it does no harm
 
-            nccl.warm_up(self.device, welcome.timeout_s)
+            load_kernels(self.device, welcome.timeout_s)
         inner = make_receiver(welcome)
         self.inflight_shadow.direct = hasattr(inner, "receive_into")
         return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner

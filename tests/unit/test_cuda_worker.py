@@ -229,8 +229,10 @@ def test_what_a_first_version_would_wait_for_is_done_when_the_rank_joins(
     worker: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch, transport: str, checksum: str, warmed: list[str]
 ) -> None:
     done: list[str] = []
-    nccl = importlib.import_module("inflight.weights.transport.nccl")
-    monkeypatch.setattr(nccl, "warm_up", lambda *args: done.append("NCCL" if args == (worker.device, 7.0) else "other"))
+    communicator = importlib.import_module("inflight.weights.transport.communicator")
+    monkeypatch.setattr(
+        communicator, "load_kernels", lambda *args: done.append("NCCL" if args == (worker.device, 7.0) else "other")
+    )
     monkeypatch.setattr(module, "warm_up", lambda _: done.append("sums"))
     monkeypatch.setattr(module, "make_receiver", lambda _: done.append("joined"))
     worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), direct=False)

@@ -1,5 +1,6 @@
 """The order of what a NCCL transport does, without NCCL: communicators are made of lists here."""
 
+import importlib
 import os
 import signal as signals
 import threading
@@ -59,8 +60,8 @@ FakeGroup.Options = SimpleNamespace
 
 @pytest.fixture
 def nccl(monkeypatch):
-    with without_cuda(monkeypatch, "nccl") as nccl:
-        monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", FakeGroup, raising=False)
+    with without_cuda(monkeypatch, "nccl", "communicator") as nccl:
+        monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", FakeGroup, raising=False)
         monkeypatch.setattr(FakeGroup, "made", [])
         monkeypatch.setattr(FakeGroup, "let_go", None)
         monkeypatch.setattr(nccl.cuda, "bind", lambda device: None)
@@ -79,8 +80,14 @@ def board(timeout_s=5.0):
 
 
 @pytest.fixture
-def group(nccl):
-    return nccl._Group(board(), 0, 2)
+def communicator(nccl):
+    """The module beneath."""
+    return importlib.import_module("inflight.weights.transport.communicator")
+
+
+@pytest.fixture
+def group(communicator):
+    return communicator.Communicator(board(), 0, 2)
 
 
 @pytest.fixture
@@ -97,59 +104,59 @@ def lonely(nccl, monkeypatch):
             asked.append([tensor.device for tensor in tensors])
             return SimpleNamespace(block_current_stream=lambda: asked.append("waited"))
 
-    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", Lonely, raising=False)
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Lonely, raising=False)
     monkeypatch.setattr(nccl.cuda, "bind", lambda device: asked.append(f"bound to {device}"))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(asked.append(stream)))
     return asked
 
 
-def test_kernels_are_loaded_once_by_a_communicator_of_one_that_is_gone_afterwards(nccl, lonely):
+def test_kernels_are_loaded_once_by_a_communicator_of_one_that_is_gone_afterwards(communicator, lonely):
     for _ in range(2):  # a rank joins again where its trainer was started again: it decodes then
-        nccl.warm_up(torch.device("cpu"), 5.0)
+        communicator.load_kernels(torch.device("cpu"), 5.0)
     assert lonely == ["bound to cpu", "stream of cpu", (0, 1), [torch.device("cpu")], "waited"]
     assert [made.aborted.is_set() for made in FakeGroup.made] == [True]
 
 
-def test_a_device_that_nccl_cant_use_is_named(nccl, lonely, monkeypatch):
+def test_a_device_that_nccl_cant_use_is_named(communicator, lonely, monkeypatch):
     def fails(*_):
         raise RuntimeError("no kernel image is available\nmore")
 
-    monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", fails)
+    monkeypatch.setattr(torch.distributed.ProcessGroupNCCL, "allreduce", fails)
     with pytest.raises(TransportError, match=r"open: NCCL can't be used on cpu: no kernel image is available$"):
-        nccl.warm_up(torch.device("cpu"), 5.0)
+        communicator.load_kernels(torch.device("cpu"), 5.0)
 
 
-def test_kernels_that_do_not_load_in_time_keep_no_rank_from_hearing_of_more(nccl, lonely, monkeypatch):
+def test_kernels_that_do_not_load_in_time_keep_no_rank_from_hearing_of_more(communicator, lonely, monkeypatch):
     let_go, before = threading.Event(), dict(os.environ)
 
     def held_up(self, _):
         assert let_go.wait(20)
         return SimpleNamespace(block_current_stream=lambda: None)
 
-    monkeypatch.setattr(nccl.dist.ProcessGroupNCCL, "allreduce", held_up)
+    monkeypatch.setattr(torch.distributed.ProcessGroupNCCL, "allreduce", held_up)
     with pytest.raises(TransportError, match=r"open: NCCL can't be used on cpu: no answer within 0\.2 s"):
-        nccl.warm_up(torch.device("cpu"), 0.2)
+        communicator.load_kernels(torch.device("cpu"), 0.2)
     assert dict(os.environ) == before, "what the engine makes meanwhile is made as ever"
     let_go.set()
     assert FakeGroup.made[0].aborted.wait(10)
 
 
 @pytest.mark.parametrize("own", [None, "0"])
-def test_a_communicators_settings_are_those_of_the_moment_that_it_is_made(nccl, lonely, monkeypatch, own):
+def test_a_communicators_settings_are_those_of_the_moment_that_it_is_made(communicator, lonely, monkeypatch, own):
     name, seen = "TORCH_NCCL_BLOCKING_WAIT", []
     monkeypatch.delenv(name, raising=False)
     if own:
         monkeypatch.setenv(name, own)
-    made = nccl.dist.ProcessGroupNCCL.__init__
+    made = torch.distributed.ProcessGroupNCCL.__init__
     monkeypatch.setattr(
-        nccl.dist.ProcessGroupNCCL, "__init__", lambda *args: (seen.append(os.environ[name]), made(*args))[1]
+        torch.distributed.ProcessGroupNCCL, "__init__", lambda *args: (seen.append(os.environ[name]), made(*args))[1]
     )
-    nccl.warm_up(torch.device("cpu"), 5.0)
+    communicator.load_kernels(torch.device("cpu"), 5.0)
     assert (seen, os.environ.get(name)) == (["1"], own), "torch's watchdog looks at none"
 
 
-def test_two_communicators_made_at_a_time_leave_nothing_in_the_environment(nccl, monkeypatch):
+def test_two_communicators_made_at_a_time_leave_nothing_in_the_environment(communicator, monkeypatch):
     """As those with two generators. Left there, the setting would make the waits of the trainer's own groups block."""
     name, seen, left = "TORCH_NCCL_BLOCKING_WAIT", [], threading.Event()
     monkeypatch.delenv(name, raising=False)
@@ -165,8 +172,8 @@ def test_two_communicators_made_at_a_time_leave_nothing_in_the_environment(nccl,
         seen.append(os.environ.get(name))
 
     monkeypatch.setattr(FakeGroup, "__init__", made)
-    second = threading.Thread(target=nccl._made, args=(None, 1, 2), daemon=True)
-    nccl._made(None, 0, 2)
+    second = threading.Thread(target=communicator._made, args=(None, 1, 2), daemon=True)
+    communicator._made(None, 0, 2)
     left.set()
     second.join(10)
     assert (seen, os.environ.get(name)) == (["1", "1"], None)
@@ -178,10 +185,10 @@ def test_one_communicator_serves_all_broadcasts(group):
     assert [made.broadcasts for made in FakeGroup.made] == [4], "one forms it"
 
 
-def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_has_formed(nccl):
+def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_has_formed(communicator):
     """NCCL waits for ever for a rank that is stopped just then. Nothing is broadcast with it later."""
     FakeGroup.let_go = threading.Event()
-    group = nccl._Group(board(0.2), 0, 2)
+    group = communicator.Communicator(board(0.2), 0, 2)
     with pytest.raises(TransportError, match=r"send: no communicator with transport rank 1 within 0\.2 s"):
         group.broadcast(torch.zeros(4))
     (made,) = FakeGroup.made
@@ -195,27 +202,27 @@ def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_
     assert len(FakeGroup.made) == 1
 
 
-def test_a_rank_that_does_not_come_is_named(nccl):
+def test_a_rank_that_does_not_come_is_named(communicator):
     lonely = Board("", 0.3)
     lonely.put("here/1", b"")
     with pytest.raises(TransportError, match=r"send: transport rank 2 did not answer within 0\.3 s"):
-        nccl._Group(lonely, 0, 3).broadcast(torch.zeros(4))
+        communicator.Communicator(lonely, 0, 3).broadcast(torch.zeros(4))
     assert FakeGroup.made == []
 
 
-def test_who_is_closed_before_the_ranks_are_there_makes_no_communicator(nccl):
+def test_who_is_closed_before_the_ranks_are_there_makes_no_communicator(communicator):
     closing = board()
-    group = nccl._Group(closing, 0, 2)
+    group = communicator.Communicator(closing, 0, 2)
     closing.take = lambda *_: group.abort()
     with pytest.raises(TransportError, match="send: closed"):
         group.broadcast(torch.zeros(4))
     assert FakeGroup.made == []
 
 
-def test_a_rank_tells_that_it_is_there_before_it_forms_a_communicator(nccl):
+def test_a_rank_tells_that_it_is_there_before_it_forms_a_communicator(communicator):
     with board_elsewhere() as (_, address):
         there = Board(address, 5.0)
-        nccl._Group(there, 1, 2).broadcast(torch.zeros(4))
+        communicator.Communicator(there, 1, 2).broadcast(torch.zeros(4))
         assert there.take("here/1", "rank 1", "test") == b""
 
 
@@ -251,6 +258,26 @@ def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
     sending.join(10)
     assert raised == ["send: NCCL communicator was aborted"]
     assert len(FakeGroup.made) == 1
+
+
+def test_a_communicator_that_nccl_does_not_end_is_left_behind(communicator, group, monkeypatch, caplog):
+    """Who closes it is the publisher's thread, which serves all generators."""
+    let_go, ended = threading.Event(), threading.Event()
+
+    def held_up(self):
+        assert let_go.wait(20)
+        ended.set()
+
+    monkeypatch.setattr(communicator, "_END_S", 0.1)
+    monkeypatch.setattr(FakeGroup, "abort", held_up)
+    group.broadcast(torch.zeros(4))
+    group.abort()
+    assert not ended.is_set()
+    assert caplog.messages == ["transport rank 0: NCCL has not ended a communicator within 0.1 s"]
+    with pytest.raises(TransportError, match="send: closed"):
+        group.broadcast(torch.zeros(4))
+    let_go.set()
+    assert ended.wait(10), "it goes on being ended"
 
 
 BUCKETS = [BucketMeta(offset=0, nbytes=4), BucketMeta(offset=4, nbytes=4)]
@@ -344,10 +371,10 @@ class Never:
         ("SIGSTOP", 1.0, "receive: the trainer did not answer within 0"),
     ],
 )
-def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(nccl, signal, timeout_s, said):
+def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, signal, timeout_s, said):
     """Killed: at once, long before the bound. Stopped: within the bound."""
     with board_elsewhere() as (sender, address):
-        group = nccl._Group(Board(address, timeout_s), 1, 2)
+        group = communicator.Communicator(Board(address, timeout_s), 1, 2)
         group.broadcast(torch.zeros(4))
         sender.send_signal(getattr(signals, signal))
         with pytest.raises(TransportError, match=said):
@@ -357,31 +384,31 @@ def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(nccl, signal, timeo
         group.broadcast(torch.zeros(4))
 
 
-def test_a_sender_that_waits_asks_nobody(nccl):
+def test_a_sender_that_waits_asks_nobody(communicator):
     """Its board is its own; it is told of a rank's death by the link."""
-    group = nccl._Group(board(0.2), 0, 2)
+    group = communicator.Communicator(board(0.2), 0, 2)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
         group.finish(Never(), "send")
 
 
-def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(nccl):
+def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(communicator):
     """The last question too gets the time of an answer."""
     limits = []
     living = board(0.3)
     living.confirm = lambda who, phase, limit_s: limits.append(limit_s)
-    group = nccl._Group(living, 1, 2)
+    group = communicator.Communicator(living, 1, 2)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"receive: a broadcast did not end within 0\.3 s"):
         group.finish(Never(), "receive")
     assert limits
-    assert min(limits) >= nccl._LOOK_S
+    assert min(limits) >= communicator._LOOK_S
 
 
 @pytest.mark.parametrize("rank, phase", [(0, "send"), (1, "receive")])
-def test_a_broadcast_that_was_aborted_is_not_taken_for_one_that_ended(nccl, rank, phase):
+def test_a_broadcast_that_was_aborted_is_not_taken_for_one_that_ended(communicator, rank, phase):
     """Its event comes when the kernel has ended, of whatever."""
-    group = nccl._Group(board(20.0), rank, 2)
+    group = communicator.Communicator(board(20.0), rank, 2)
     group.broadcast(torch.zeros(4))
     event = SimpleNamespace(query=FakeGroup.made[0].aborted.is_set)
     threading.Timer(0.02, group.abort).start()

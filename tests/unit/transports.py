@@ -25,15 +25,15 @@ sys.stdin.read()
 
 
 @contextmanager
-def without_cuda(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[ModuleType]:
-    """A transport's module, imported with an empty driver; forgotten afterwards."""
+def without_cuda(monkeypatch: pytest.MonkeyPatch, name: str, *beneath: str) -> Iterator[ModuleType]:
+    """A transport's module, imported with an empty driver; forgotten afterwards, as are those `beneath` it."""
     for module in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
         monkeypatch.setitem(sys.modules, module, types.ModuleType(module))
     sys.modules["cuda.bindings"].driver = SimpleNamespace(CUDA_MEMCPY2D=object)  # type: ignore[attr-defined]
-    for module in ("cuda", name):
+    for module in ("cuda", *beneath, name):
         monkeypatch.delitem(sys.modules, f"{PACKAGE}.{module}", raising=False)
     yield importlib.import_module(f"{PACKAGE}.{name}")
-    for module in ("cuda", name):
+    for module in ("cuda", *beneath, name):
         sys.modules.pop(f"{PACKAGE}.{module}", None)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The rest belongs to the subcommand, which has its own --help.
         commands.add_parser(name, help=summary, add_help=False)
     command = parser.parse_args(arguments[:1]).command
-    return _COMMANDS[command][1](arguments[1:])
+    try:
+        code = _COMMANDS[command][1](arguments[1:])
+        sys.stdout.flush()
+    except BrokenPipeError:  # `inflight report RUN | head`: the reader has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _launch(arguments: list[str]) -> int:
@@ -50,6 +58,8 @@ def _report(arguments: list[str]) -> int:
         with summary.damage_named(folder):
             versions = staleness.table(staleness.by_version(lines), "version")
         print(summary.table(summary.summarize(folder)))
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         print(f"inflight report: {error}", file=sys.stderr)
         return 2

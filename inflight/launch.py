@@ -24,7 +24,7 @@ from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
 from inflight.preflight import ready_to_start
-from inflight.processes import Command, Ended, Processes, environment, last_lines
+from inflight.processes import Command, Ended, Processes, environment, last_words
 from inflight.progress import Progress, View
 from inflight.restarts import Restarts
 from inflight.run_folder import LaunchError, RunFolder
@@ -188,6 +188,7 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
                 if planned is None:
                     return Outcome(failed=ended, note=restarts.given_up(ended.command.name))
                 view.tell(f"inflight launch: {planned}")
+                view.progress.forget(ended.command.name)
                 processes.kill_orphans()  # a generator's engine, say, that would keep memory and ports
             elif ended.command.kind == "trainer":
                 return Outcome()
@@ -224,7 +225,7 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         _summarize(config)
     if outcome.failed is not None:
         command = outcome.failed.command
-        for line in last_lines(command.log, LOG_LINES):
+        for line in last_words(command.log, LOG_LINES):
             print(f"  {command.name} | {line}", file=sys.stderr)
         print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
     if outcome.code and (checkpoint := checkpoints.newest(config.path)) is not None:

@@ -60,6 +60,10 @@ class Progress:
         if source == "trainer" and isinstance(step, int) and step > 0 and _is_finite(reward):
             self._rewards[step] = float(reward)
 
+    def forget(self, source: str) -> None:
+        """What a process said before it ended is no news of the one that takes its place."""
+        self._latest.pop(source, None)
+
     def line(self) -> str:
         """One line of plain text."""
         return f"{self._elapsed()} · {self.news()}"
@@ -67,7 +71,7 @@ class Progress:
     def news(self) -> str:
         """The line without the time."""
         trainer = self._of("trainer")
-        parts = [f"step {trainer.get('step', 0)}/{self._config.trainer.steps}"]
+        parts = [f"step {self._step()}/{self._config.trainer.steps}"]
         parts += self._trainer_parts(trainer) or [str(trainer.get("phase", "starting"))]
         for name in self._config.generator_names():
             parts.append(f"{name} {self._generator_text(name)}")
@@ -76,7 +80,7 @@ class Progress:
     def render(self) -> Group:
         """The live view."""
         trainer = self._of("trainer")
-        step, steps = trainer.get("step", 0), self._config.trainer.steps
+        step, steps = self._step(), self._config.trainer.steps
         title = Text.assemble(("inflight", "bold"), f"  {self._config.path.name}  {self._elapsed()}")
         rows = Table.grid(padding=(0, 2))
         rows.add_row(f"step {step}/{steps}", ProgressBar(steps, step if _is_finite(step) else 0, width=SPARK_WIDTH))
@@ -89,6 +93,10 @@ class Progress:
         for name in sorted(name for name in self._latest if name.startswith("a")):
             rows.add_row(name, self._actor_text(name))
         return Group(title, rows)
+
+    def _step(self) -> Value:
+        """The trainer's, or the one that the run goes on from."""
+        return self._of("trainer").get("step", self._config.start_version)
 
     def _of(self, source: str) -> dict[str, Value]:
         return self._latest.get(source, {})

@@ -24,7 +24,7 @@ from inflight.compose import compose
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
 from inflight.launch import LaunchError, launch, usual_commands
 from inflight.messages import Status
-from inflight.processes import Command, last_lines
+from inflight.processes import Command, last_lines, last_words
 from inflight.progress import Progress, View
 from inflight.restarts import Restarts
 
@@ -423,7 +423,9 @@ sys.exit(CODE)
 """
 
 
-def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(config, capfd):
+def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(config, capfd, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(launching.Progress, "forget", lambda _, name: forgotten.append(name))
     settings = dataclasses.replace(config.launch, restarts=2, restart_delay_s=0.1)
     config = dataclasses.replace(config, launch=settings)
     commands = [
@@ -436,6 +438,23 @@ def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(co
     assert "g0 ended with code 1; it is started again in 0.2 s (2 of 2)" in error
     assert "g0 ended with code 1, after 2 restarts (launch.restarts=2); its log: " in error
     assert last_lines(config.path / "logs" / "g0.log", 9).count("was here") == 3
+    assert forgotten == ["g0", "g0"], "what it said is not shown while another one starts"
+
+
+def test_of_a_process_that_failed_the_errors_are_shown_without_where_they_came_through(tmp_path):
+    """An engine that did not start tells its reason in each of its processes, above a screen of frames."""
+    log = tmp_path / "g0.log"
+    frames = [
+        "Traceback (most recent call last):",
+        *['  File "core.py", line 9, in run', "    go()", "    ^^^^"] * 30,
+        "",
+    ]
+    engine = "(EngineCore pid=7) ERROR 11-29 02:21:45 [core.py:1545] "
+    said = ["INFO loading", f"{engine}ValueError: no memory", "RuntimeError: no engine", "inflight generator g0: gone"]
+    log.write_text("\n".join([said[0], *(engine + frame for frame in frames), said[1], *frames, *said[2:]]))
+    assert last_words(log, 20) == said
+    assert last_words(log, 2) == said[-2:]
+    assert last_words(tmp_path / "none.log", 2) == []
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(1)", HEARD_THEN_FAILS.replace("CODE", "2")])

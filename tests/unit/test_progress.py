@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 
 import pytest
@@ -34,6 +35,23 @@ def test_sparkline_spans_its_values():
 def test_before_any_news_everybody_is_starting(progress):
     assert "step 0/8 · starting · g0 starting · g1 starting" in progress.line()
     assert "starting" in rendered(progress)
+
+
+def test_a_run_that_goes_on_does_so_from_its_step(tmp_path):
+    config = compose("tiny", [f"run_dir={tmp_path}/night", *SHAPE])
+    progress = Progress(dataclasses.replace(config, checkpoint="night/step-5"))
+    assert "step 5/8 · starting" in progress.line()
+    assert "step 5/8" in rendered(progress)
+    progress.update("trainer", {"step": 6})
+    assert "step 6/8" in progress.line()
+
+
+def test_what_a_process_said_before_it_ended_is_shown_no_more(progress):
+    for name in ("g0", "g1"):
+        progress.update(name, {"version": 3, "running": 4})
+    progress.forget("g0")
+    progress.forget("a0")  # ended before it said anything
+    assert "g0 starting · g1 version 3, 4 running" in progress.line()
 
 
 def test_phases_show_until_numbers_come(progress):

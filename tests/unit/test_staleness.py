@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import signal
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -78,22 +81,36 @@ def test_a_step_without_a_finite_figure_is_counted_and_spoils_no_mean(tmp_path):
     assert "not finite" not in table(by_lag(LINES), "lag")
 
 
+COMMON = {
+    "reward": 0.5, "time_s": 1.0, "wait_s": 0.1, "train_s": 0.1, "publish_wait_s": 0.0, "pack_s": 0.0,
+    "tokens_trained": 3, "tokens_masked": 1,
+}  # fmt: skip
+
+
 def test_the_report_of_a_run(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path} has no metrics.jsonl" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 2
     assert capsys.readouterr().err == f"inflight report: there is no folder {tmp_path}/none\n"
-    common = {
-        "reward": 0.5, "time_s": 1.0, "wait_s": 0.1, "train_s": 0.1, "publish_wait_s": 0.0, "pack_s": 0.0,
-        "tokens_trained": 3, "tokens_masked": 1,
-    }  # fmt: skip
     with JsonLines(tmp_path / METRICS_FILE) as file:
         for number, line in enumerate(LINES, start=1):
-            file.write({"step": number, **common, **line})
+            file.write({"step": number, **COMMON, **line})
     assert main(["report", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert table(by_lag(LINES), "lag") in printed
     assert table(by_version(LINES), "version") in printed
+
+
+@pytest.mark.parametrize("steps", [1, 400])  # within Python's buffer of the output, and beyond it
+def test_a_reader_that_has_what_it_wants_is_no_fault(tmp_path, steps):
+    with JsonLines(tmp_path / METRICS_FILE) as file:
+        for number in range(1, steps + 1):
+            file.write({"step": number, **COMMON, **LINES[0], "version": number})
+    program = [sys.executable, "-m", "inflight.cli", "report", str(tmp_path)]
+    report = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    report.stdout.close()
+    assert report.stderr.read() == ""
+    assert report.wait(20) == 128 + signal.SIGPIPE
 
 
 WITHOUT_VERSION = {name: value for name, value in LINES[0].items() if name != "version"}

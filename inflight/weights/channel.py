@@ -33,7 +33,7 @@ class Channel:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Frees the sender as soon as nothing is in it; never waits."""
+        """Frees the sender as soon as nothing is in it; waits for nobody, but for NCCL up to its bound."""
         self._closed.set()
         self._jobs.put(None)
         self._sender.close()

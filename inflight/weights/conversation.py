@@ -277,10 +277,10 @@ class Conversation:
 
     def _abort(self, delivery: Delivery, reason: str, *, broken: bool) -> None:
         """→ ABORTING, and on to IDLE when every rank has let go."""
-        now = self._clock()
         delivery.broken |= broken
         if broken and delivery.channel is not None:
             delivery.channel.close()  # lets the other ranks go at once
+        now = self._clock()  # a transport that is late to close is no fault of the ranks
         delivery.enter(State.ABORTING, now, reason, due=now + ABORT_S)
         if delivery.digest is None:
             delivery.let_go.update(delivery.ranks)

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import re
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,8 +35,8 @@ from inflight.messages import (
     Welcome,
 )
 from inflight.types import Routes
-from inflight.weights import roster
-from inflight.weights.delivery import Failure, State, Superseded, Swap
+from inflight.weights import conversation, roster
+from inflight.weights.delivery import Delivery, Failure, State, Superseded, Swap
 from inflight.weights.finite import NotFinite
 from inflight.weights.pack import unpack
 from inflight.weights.publisher import Publisher, PublishError
@@ -229,6 +230,38 @@ def test_a_rank_that_can_not_begin_frees_the_others_and_gets_a_new_transport(run
             r.publish(version)
             r.publisher.flush(20)
             assert r.publisher.committed == {"g0": version}
+
+
+def test_a_transport_that_is_late_to_close_is_not_laid_on_ranks_that_were_not_asked_yet(run, monkeypatch):
+    """They are told to abort when it is closed; NCCL may take its time over that."""
+    entered, enter, late_s = [], Delivery.enter, [0.0]
+    monkeypatch.setattr(
+        Delivery, "enter", lambda self, state, *a, **k: (entered.append(state), enter(self, state, *a, **k))
+    )
+    with run(g0=2) as r:
+        (g0,) = r.join("g0")
+        r.publisher.wait_joined(20)
+        dispatch = r.publisher._dispatch
+        dispatch.conversation._clock = lambda: time.monotonic() + late_s[0]
+        channel = dispatch.roster.deliveries["g0"].channel
+        close = channel.close
+
+        def closed_late():
+            late_s[0] += 2 * conversation.ABORT_S
+            close()
+
+        channel.close = closed_late
+        g0.shadows[0].fail["begin"] = MemoryError("no room")
+        r.publish(1)
+        r.publisher.flush(20)
+        assert late_s[0] > 0
+        g0.shadows[0].fail.clear()
+        r.publish(2)
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 2}
+        assert State.ABORTING in entered
+        assert State.STALLED not in entered
+        assert [f.phase for f in r.failures()] == ["prepare"]
 
 
 def test_a_rank_that_does_not_answer_is_named_left_alone_and_taken_back_when_it_does(run):

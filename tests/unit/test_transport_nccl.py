@@ -14,6 +14,7 @@ import torch
 from transports import board_elsewhere, without_cuda
 
 from inflight.messages import BucketMeta
+from inflight.weights.transport import bounded
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.landing import Landing, Strip
 from inflight.weights.transport.rendezvous import Board
@@ -30,6 +31,13 @@ class Event:
 
     def synchronize(self):
         pass
+
+
+class Never:
+    """An event that does not come."""
+
+    def query(self):
+        return False
 
 
 class FakeGroup:
@@ -268,16 +276,77 @@ def test_a_communicator_that_nccl_does_not_end_is_left_behind(communicator, grou
         assert let_go.wait(20)
         ended.set()
 
-    monkeypatch.setattr(communicator, "_END_S", 0.1)
+    monkeypatch.setattr(communicator, "_END_S", 0.3)
     monkeypatch.setattr(FakeGroup, "abort", held_up)
     group.broadcast(torch.zeros(4))
-    group.abort()
-    assert not ended.is_set()
-    assert caplog.messages == ["transport rank 0: NCCL has not ended a communicator within 0.1 s"]
+    assert group.ended
+    closing = threading.Thread(target=group.abort, daemon=True)
+    closing.start()
+    while not group._closed or group.ended:
+        pass
     with pytest.raises(TransportError, match="send: closed"):
         group.broadcast(torch.zeros(4))
+    group.abort()
+    assert closing.is_alive(), "nobody else waits"
+    closing.join(10)
+    assert not ended.is_set()
+    assert not group.ended
+    assert caplog.messages == ["transport rank 0: NCCL has not ended a communicator within 0.3 s"]
     let_go.set()
     assert ended.wait(10), "it goes on being ended"
+    while not group.ended:
+        pass
+
+
+def test_what_nccl_raises_over_an_end_is_told_and_is_nobody_elses_error(group, monkeypatch, caplog):
+    """The publisher's thread would end with it, and all generators with that."""
+
+    def fails(self):
+        raise RuntimeError("unhandled system error\nmore")
+
+    monkeypatch.setattr(FakeGroup, "abort", fails)
+    group.broadcast(torch.zeros(4))
+    with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
+        group._board.timeout_s = 0.2
+        group.finish(Never(), "send")
+    assert caplog.messages == ["transport rank 0: NCCL can't end a communicator: unhandled system error"]
+    assert group.ended
+    group.abort()
+    assert len(caplog.messages) == 1, "once"
+
+
+def test_where_no_thread_can_be_started_a_communicator_is_ended_all_the_same(group, monkeypatch):
+    """As while the interpreter ends, from Python 3.12 on."""
+    group.broadcast(torch.zeros(4))
+
+    def none_left(*_):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bounded._thread, "start_new_thread", none_left)
+        group.abort()
+    assert FakeGroup.made[0].aborted.is_set()
+    assert group.ended
+
+
+def test_one_that_is_not_even_made_in_time_keeps_nobody(communicator, monkeypatch):
+    let_go = threading.Event()
+
+    class Slow(FakeGroup):
+        def __init__(self, *args):
+            super().__init__(*args)
+            assert let_go.wait(20)
+
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Slow)
+    group = communicator.Communicator(board(0.2), 0, 2)
+    with pytest.raises(TransportError, match=r"send: no communicator with transport rank 1 within 0\.2 s"):
+        group.broadcast(torch.zeros(4))
+    group.abort()
+    (made,) = FakeGroup.made
+    assert not made.aborted.is_set()
+    let_go.set()
+    assert made.aborted.wait(10)
+    assert made.broadcasts == 0
 
 
 BUCKETS = [BucketMeta(offset=0, nbytes=4), BucketMeta(offset=4, nbytes=4)]
@@ -348,6 +417,19 @@ def test_what_copies_to_the_shadow_has_ended_when_a_receiver_is_closed(receiver)
     assert receiver._staging == []
 
 
+def test_what_nccl_may_still_write_keeps_its_memory_too(nccl, communicator, receiver, monkeypatch):
+    """No stream is behind a broadcast of which that was not said yet."""
+    monkeypatch.setattr(nccl, "_unfinished", [])
+    monkeypatch.setattr(communicator, "_END_S", 0.1)
+    let_go = threading.Event()
+    abort = FakeGroup.abort
+    monkeypatch.setattr(FakeGroup, "abort", lambda self: (abort(self), let_go.wait(20)))
+    with pytest.raises(TransportError, match=r"close: NCCL has not ended a communicator after 0\.5 s"):
+        receiver.close()
+    assert nccl._unfinished == [receiver._staging]
+    let_go.set()
+
+
 def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_version(nccl, receiver, monkeypatch):
     monkeypatch.setattr(nccl, "_unfinished", [])
     receiver.stream.busy = 10**9
@@ -355,13 +437,6 @@ def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_
         receiver.close()
     assert len(receiver._staging) == 2
     assert nccl._unfinished == [receiver._staging], "also when nobody holds the receiver any more"
-
-
-class Never:
-    """An event that does not come."""
-
-    def query(self):
-        return False
 
 
 @pytest.mark.parametrize(

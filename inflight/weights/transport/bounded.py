@@ -1,4 +1,5 @@
-"""A bound for calls that have none: torch's TCPStore waits for its host for ever when that is stopped, not dead."""
+"""A bound for calls that have none: torch's TCPStore waits for its host for ever when that is stopped, not dead; NCCL
+waits for ever for a rank that is stopped while a communicator forms, and may while one ends."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ T = TypeVar("T")
 def within(limit_s: float, call: Callable[[], T]) -> T:
     """What `call` returns or raises; TimeoutError when that takes longer than `limit_s` seconds.
 
-    It runs in a thread of its own, which is left behind when it is late: what it still does must harm nobody.
+    It runs in a thread of its own, which is left behind when it is late: what it still does must harm nobody. Raises
+    RuntimeError where no thread can be started, as at the interpreter's end. Python ends a process by SIGABRT whose
+    interpreter has ended when a thread comes back from such a call: ours end by `processes.leave`.
     """
     answers: list[T] = []
     errors: list[BaseException] = []

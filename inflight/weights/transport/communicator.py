@@ -1,4 +1,4 @@
-"""An NCCL communicator that forms, serves and ends within bounds, and that nobody else watches.
+"""An NCCL communicator that forms and ends within bounds, and whose broadcasts nobody else watches.
 
 It is not the default group, not the engine's, has a store of its own, and is without torch's watchdog. That would tell
 of a dead trainer to the process's first group, the engine's own, which ends the process for it minutes later. This
@@ -36,8 +36,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.0002
 _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
-_END_S = 5.0
-"""How long anyone waits for NCCL to end a communicator, which has no bound of its own: a publisher has more to do."""
+_END_S = 2.0
+"""How long anyone waits for NCCL to end a communicator, which has no bound of its own: a publisher has more to do. It
+takes half a second where bytes go through sockets, and milliseconds where they do not."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """No thread of torch's looks at such a group. Its works are not waited for, which would block: the stream waits."""
 _making = threading.Lock()
@@ -52,6 +53,13 @@ class Communicator:
         self._group: Any = None
         self._closed = False
         self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._ended.set()
+
+    @property
+    def ended(self) -> bool:
+        """Whether NCCL has come back from ending a communicator, if there was one to end."""
+        return self._ended.is_set()
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
         """Queues one broadcast from rank 0, after what the current stream holds; returns its work. Raises
@@ -95,19 +103,26 @@ class Communicator:
         cuda.bind(device)
         with self._lock:
             self._opened(phase)
-            group = self._group = _made(dist.PrefixStore("nccl", self._board.store), self._rank, self._size)
+        group = _made(dist.PrefixStore("nccl", self._board.store), self._rank, self._size)
+        self._keep(group, phase)
         stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=device)
             group.broadcast([one], from_trainer()).block_current_stream()
             first.record(stream)
         first.synchronize()
+        self._keep(group, phase)
+        return group
+
+    def _keep(self, group: Any, phase: str) -> None:
+        """Where this side was closed meanwhile, nobody else ends it."""
         with self._lock:
             late = self._closed
+            if not late:
+                self._group = group
         if late:
             group.abort()
             raise TransportError(f"{phase}: closed")
-        return group
 
     def finish(self, done: torch.cuda.Event, phase: str) -> None:
         """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
@@ -131,16 +146,28 @@ class Communicator:
 
     def abort(self) -> None:
         """Ends the communicator without waiting for anyone; there will be no other. Where NCCL is late with that, a
-        thread is left behind in it."""
+        thread is left behind in it, and `ended` tells when it has come back. What NCCL raises is logged."""
         with self._lock:
             self._closed = True
             group, self._group = self._group, None
         if group is None:
             return
+
+        def end() -> None:
+            try:
+                group.abort()
+            except RuntimeError as error:
+                log.warning("transport rank %d: NCCL can't end a communicator: %s", self._rank, first_line(error))
+            finally:
+                self._ended.set()
+
+        self._ended.clear()
         try:
-            within(_END_S, group.abort)
+            within(_END_S, end)
         except TimeoutError:
             log.warning("transport rank %d: NCCL has not ended a communicator within %g s", self._rank, _END_S)
+        except RuntimeError:  # no thread can be started, as while the interpreter ends
+            end()
 
 
 def load_kernels(device: torch.device, limit_s: float) -> None:

@@ -115,16 +115,17 @@ class NcclReceiver:
     def close(self) -> None:
         """Ends a wait for the trainer, aborts the communicator and frees the staging buffers.
 
-        Raises TransportError when copies behind a broadcast have not ended in time: they write to the shadow, which is
-        not to be filled again before.
+        Raises TransportError when NCCL, or copies behind a broadcast, have not ended in time: they write to the staging
+        buffers and the shadow, which are not to be filled again before.
         """
         self._board.close()
         self._group.abort()
         deadline = time.monotonic() + self._board.timeout_s
-        while not all(stream.query() for stream in self._streams):
+        while not ((ended := self._group.ended) and all(stream.query() for stream in self._streams)):
             if time.monotonic() > deadline:
                 _unfinished.append(self._staging)
-                raise TransportError(f"close: the device still copies after {self._board.timeout_s:g} s")
+                what = "the device still copies" if ended else "NCCL has not ended a communicator"
+                raise TransportError(f"close: {what} after {self._board.timeout_s:g} s")
             time.sleep(POLL_S)
         self._staging.clear()
 

@@ -11,6 +11,7 @@ from typing import ClassVar
 import msgspec
 import pytest
 import torch
+from fake_generator import eventually
 from transports import board_elsewhere, without_cuda
 
 from inflight.messages import BucketMeta
@@ -282,8 +283,7 @@ def test_a_communicator_that_nccl_does_not_end_is_left_behind(communicator, grou
     assert group.ended
     closing = threading.Thread(target=group.abort, daemon=True)
     closing.start()
-    while not group._closed or group.ended:
-        pass
+    eventually(lambda: group._closed and not group.ended, "the end's beginning")
     with pytest.raises(TransportError, match="send: closed"):
         group.broadcast(torch.zeros(4))
     group.abort()
@@ -294,8 +294,7 @@ def test_a_communicator_that_nccl_does_not_end_is_left_behind(communicator, grou
     assert caplog.messages == ["transport rank 0: NCCL has not ended a communicator within 0.3 s"]
     let_go.set()
     assert ended.wait(10), "it goes on being ended"
-    while not group.ended:
-        pass
+    eventually(lambda: group.ended, "the end")
 
 
 def test_what_nccl_raises_over_an_end_is_told_and_is_nobody_elses_error(group, monkeypatch, caplog):

@@ -202,14 +202,19 @@ class Serving:
 
         return found
 
-    def steps(self, name: str, begin: float, end: float) -> dict[str, float]:
-        """Milliseconds between the moments at which a generator's engine had tokens, within a window; and how many
-        seconds after `begin` the longest of them ended."""
-        lines = (self.config.path / f"{name}.steps").read_text().splitlines()
-        times = [float(line.split()[0]) for line in lines]
-        steps = [(b - a, b) for a, b in pairwise(times) if begin <= b <= end]
-        ended = {"longest_ended_s": round(max(steps)[1] - begin, 3)} if steps else {}
-        return spread([length for length, _ in steps]) | ended
+    def steps(self, name: str, begin: float, end: float) -> dict[str, Any]:
+        """Milliseconds between the moments at which a generator's engine had tokens, within a window; how many seconds
+        after `begin` the longest of them ended, and how many sequences had tokens at its two ends: where they all
+        ended together, the engine had nothing to do until their clients asked again."""
+        lines = [line.split() for line in (self.config.path / f"{name}.steps").read_text().splitlines()]
+        moments = [(float(at), int(sequences)) for at, sequences in lines]
+        steps = [(b - a, b, [m, n]) for (a, m), (b, n) in pairwise(moments) if begin <= b <= end]
+        if not steps:
+            return spread([])
+        _, ended, sequences = max(steps)
+        return spread([step[0] for step in steps]) | {
+            "longest_ended_s": round(ended - begin, 3), "longest_sequences": sequences,
+        }  # fmt: skip
 
     def says(self, url: str) -> list[Any]:
         """Greedy tokens and log-probabilities, one prompt at a time: equal when all bytes of the weights are."""

@@ -142,9 +142,9 @@ class Dispatch:
                             self.conversation.hear(peer, message)
                     self.conversation.expire()
                     wanted = routes(self.conversation.version, self.roster.deliveries.values(), self._config.max_behind)
+                    if self._routes_file is not None:  # before anyone sees what changed: he may look into the file
+                        self._routes_file.write(wanted)
                     self.changed.notify_all()
-                if self._routes_file is not None:
-                    self._routes_file.write(wanted)
         except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer by whatever it waits in
             with self.changed:
                 self.error = error

@@ -40,7 +40,7 @@ from inflight.weights.delivery import Delivery, Failure, State, Superseded, Swap
 from inflight.weights.finite import NotFinite
 from inflight.weights.pack import unpack
 from inflight.weights.publisher import Publisher, PublishError
-from inflight.weights.routes import routes
+from inflight.weights.routes import RoutesFile, routes
 from inflight.weights.source import SourceError, WeightSource
 from inflight.weights.transport import make_receiver
 
@@ -762,4 +762,31 @@ def test_the_routes_are_in_the_file(tmp_path):
         eventually(lambda: read().version == 1 and read().generators["g0"].version == 1)
         generator.close()
         eventually(lambda: not read().generators, "its leaving")
+        publisher.close()
+
+
+def test_who_waits_for_a_generator_finds_its_route_when_it_has_joined(tmp_path, monkeypatch):
+    file, write, routed = tmp_path / "bus" / "routes.json", RoutesFile.write, []
+
+    def slow(self, wanted):
+        if wanted.generators and not routed:
+            time.sleep(0.3)
+        write(self, wanted)
+
+    monkeypatch.setattr(RoutesFile, "write", slow)
+    with Listener(f"ipc://{tmp_path}/w", BUS) as listener:
+        source = WeightSource(nn.Linear(16, 16), "float32")
+        publisher = Publisher(source, listener, QUICK, version=0, ranks={"g0": 1}, routes_file=file)
+
+        def wait():
+            publisher.wait_joined(20)
+            routed.extend(msgspec.json.decode(file.read_bytes(), type=Routes).generators)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        eventually(file.exists)
+        generator = FakeGenerator(listener.endpoint).start()
+        waiting.join(20)
+        assert routed == ["g0"]
+        generator.close()
         publisher.close()

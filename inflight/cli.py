@@ -57,13 +57,11 @@ def _report(arguments: list[str]) -> int:
             raise ValueError(f"{folder} has no {METRICS_FILE}, or nothing is in it yet")
         with summary.damage_named(folder):
             versions = staleness.table(staleness.by_version(lines), "version")
-        print(summary.table(summary.summarize(folder)))
-    except BrokenPipeError:
-        raise
+        whole = summary.table(summary.summarize(folder))
     except (ValueError, OSError) as error:
         print(f"inflight report: {error}", file=sys.stderr)
         return 2
-    print(versions)
+    print(whole, versions, sep="\n")
     return 0
 
 

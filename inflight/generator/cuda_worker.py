@@ -205,9 +205,8 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if welcome.manifest.checksum == "sum64":
             warm_up(self.device)
         if welcome.transport == "nccl":
-            from inflight.weights.transport.communicator import (
-                load_kernels,
-            )  # as make_receiver: absent, it does no harm
+            # As make_receiver does: an absent NCCL does no harm.
+            from inflight.weights.transport.communicator import load_kernels
 
             load_kernels(self.device, welcome.timeout_s)
         inner = make_receiver(welcome)

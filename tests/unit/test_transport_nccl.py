@@ -297,6 +297,25 @@ def test_a_communicator_that_nccl_does_not_end_is_left_behind(communicator, grou
     eventually(lambda: group.ended, "the end")
 
 
+def test_who_finds_a_communicator_closed_finds_that_it_has_not_ended(group):
+    """A receiver that closes while its transfer gives up would free what NCCL may still write."""
+    seen, lock = [], group._lock
+
+    class Watched:
+        def __enter__(self):
+            lock.acquire()
+
+        def __exit__(self, *_):
+            seen.append((group._closed, group.ended))
+            lock.release()
+
+    group.broadcast(torch.zeros(4))
+    group._lock = Watched()
+    group.abort()
+    assert seen == [(True, False)]
+    assert group.ended
+
+
 def test_what_nccl_raises_over_an_end_is_told_and_is_nobody_elses_error(group, monkeypatch, caplog):
     """The publisher's thread would end with it, and all generators with that."""
 

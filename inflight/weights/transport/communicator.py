@@ -150,8 +150,9 @@ class Communicator:
         with self._lock:
             self._closed = True
             group, self._group = self._group, None
-        if group is None:
-            return
+            if group is None:
+                return
+            self._ended.clear()  # before another closer can look
 
         def end() -> None:
             try:
@@ -161,7 +162,6 @@ class Communicator:
             finally:
                 self._ended.set()
 
-        self._ended.clear()
         try:
             within(_END_S, end)
         except TimeoutError:

@@ -191,10 +191,10 @@ async def _watch(engine: Any) -> None:
 
 
 async def _report(status: Link, name: str, agent: EngineAgent) -> None:
-    """Sends a Status about once a second. A launcher that does not listen is no reason to stop."""
-    tokens, at = _generated_tokens(), time.monotonic()
+    """Sends a Status at once, by which the launcher knows that this process works, and then about once a second. A
+    launcher that does not listen is no reason to stop."""
+    tokens, at = _generated_tokens(), time.monotonic() - STATUS_EVERY_S
     while True:
-        await asyncio.sleep(STATUS_EVERY_S)
         tokens_now, now = _generated_tokens(), time.monotonic()
         commits = agent.commits
         values: dict[str, float | int | str] = {
@@ -208,6 +208,7 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
         tokens, at = tokens_now, now
         with contextlib.suppress(BusError):
             status.send(Status(source=name, values=values))
+        await asyncio.sleep(STATUS_EVERY_S)
 
 
 def _generated_tokens() -> float:

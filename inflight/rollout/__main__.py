@@ -119,16 +119,17 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
 
 
 async def report(link: Link, source: str, values: Callable[[], dict[str, float | int | str]]) -> None:
-    """Sends a Status once a second, with tokens per second over the last one; ends by cancellation."""
-    before, then = 0.0, time.monotonic()
+    """Sends a Status at once, by which the launcher knows that this process works, and then once a second, with tokens
+    per second over the last one; ends by cancellation."""
+    before, then = 0.0, time.monotonic() - STATUS_EVERY_S
     while True:
-        await asyncio.sleep(STATUS_EVERY_S)
         now, snapshot = time.monotonic(), values()
         tokens = float(snapshot.get("tokens", 0))
         snapshot["tokens_per_s"] = round((tokens - before) / (now - then), 1)
         before, then = tokens, now
         with contextlib.suppress(BusError):  # nobody watches
             link.send(Status(source=source, values=snapshot))
+        await asyncio.sleep(STATUS_EVERY_S)
 
 
 def _check_name(name: str) -> None:

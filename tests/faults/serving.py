@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -18,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 import psutil
 
@@ -28,6 +26,7 @@ from inflight.config import RunConfig
 from inflight.types import Routes
 
 PUBLISHING = str(Path(__file__).parent / "publishing.py")
+DECODING = str(Path(__file__).parent / "decoding.py")
 START_S = 300.0
 ANSWER_S = 120.0
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
@@ -240,52 +239,27 @@ class Serving:
 
 
 class Streams:
-    """Sequences that decode all the time; notes when each token comes and what ended badly."""
+    """Sequences that decode all the time, in a process of their own (decoding.py); once stopped, what it saw."""
 
     def __init__(self, url: str, many: int, tokens: int) -> None:
-        self._url, self._many, self._tokens = url, many, tokens
         self.gaps: list[tuple[float, float]] = []
         """(when, seconds since the token before) of each token."""
         self.errors: list[str] = []
         self.finished: list[str] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._thread.start()
-
-    async def _run(self) -> None:
-        async with aiohttp.ClientSession() as session:
-            await asyncio.gather(*(self._decode(session, number) for number in range(self._many)))
-
-    async def _decode(self, session: aiohttp.ClientSession, number: int) -> None:
-        body = {
-            "prompt": [3 + number % 10, 4, 5], "max_tokens": self._tokens, "temperature": 1.0, "seed": number,
-            "ignore_eos": True, "stream": True, "return_token_ids": True,
-        }  # fmt: skip
-        while not self._stop.is_set():
-            last = 0.0
-            try:
-                async with session.post(f"{self._url}/v1/completions", json=body) as reply:
-                    reply.raise_for_status()
-                    async for line in reply.content:
-                        if self._stop.is_set():
-                            return
-                        if not line.startswith(b"data: {"):
-                            continue
-                        choice = json.loads(line[6:])["choices"][0]
-                        now = time.monotonic()
-                        if last and choice.get("token_ids"):
-                            self.gaps.append((now, now - last))
-                        last = now
-                        if choice["finish_reason"]:
-                            self.finished.append(choice["finish_reason"])
-            except (aiohttp.ClientError, TimeoutError) as error:
-                self.errors.append(f"{type(error).__name__}: {error}")
-                return
+        self._process = subprocess.Popen(
+            [sys.executable, DECODING, url, str(many), str(tokens)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
-        assert not self._thread.is_alive()
+        """Raises subprocess.TimeoutExpired when a sequence hears nothing."""
+        try:
+            said, _ = self._process.communicate(timeout=30)
+        finally:
+            self._process.kill()
+        assert self._process.returncode == 0, said
+        seen = json.loads(said)
+        self.gaps, self.errors, self.finished = seen["gaps"], seen["errors"], seen["finished"]
 
     def end_well(self) -> None:
         """Stops them; none was aborted or failed."""

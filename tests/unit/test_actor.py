@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import aiohttp
 import msgspec
@@ -753,3 +754,16 @@ def test_the_models_own_tokenizer_is_used():
     ids = tokens.encode(item.prompt)
     assert len(ids) == len(item.prompt)
     assert tokens.decode([*ids, 1]) == item.prompt, "special tokens are no text"
+
+
+def test_the_launcher_hears_at_once_that_the_process_works():
+    """What dies within its first second is started again, too."""
+    sent = []
+
+    async def begin():
+        reporting = asyncio.create_task(entry.report(SimpleNamespace(send=sent.append), "a0", lambda: {"tokens": 5}))
+        await asyncio.sleep(0)
+        reporting.cancel()
+
+    asyncio.run(begin())
+    assert [message.values for message in sent] == [{"tokens": 5, "tokens_per_s": 5.0}]

@@ -2,7 +2,8 @@
 
 A process of its own: neither the libraries that a test has loaded, which a collection of garbage walks through, nor the
 test's threads hold up a token's clock. Prints what it saw as one JSON object: `gaps` [[when (time.monotonic), seconds
-since the token before], …], `errors` and `finished`.
+since the token before], …], `late` [[when, by how many seconds it woke too late], …], `errors` and `finished`. A gap
+together with such a lateness is the machine's, which gave this process no core.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import time
 
 import aiohttp
 
+BEAT_S = 0.01
 gaps: list[tuple[float, float]] = []
+late: list[tuple[float, float]] = []
 errors: list[str] = []
 finished: list[str] = []
 stopped = threading.Event()
@@ -50,9 +53,17 @@ async def decode(session: aiohttp.ClientSession, url: str, number: int, tokens: 
             return
 
 
+async def beat() -> None:
+    """Notes how late this process is."""
+    while not stopped.is_set():
+        due = time.monotonic() + BEAT_S
+        await asyncio.sleep(BEAT_S)
+        late.append((now := time.monotonic(), now - due))
+
+
 async def main(url: str, many: int, tokens: int) -> None:
     async with aiohttp.ClientSession() as session:
-        await asyncio.gather(*(decode(session, url, number, tokens) for number in range(many)))
+        await asyncio.gather(beat(), *(decode(session, url, number, tokens) for number in range(many)))
 
 
 def wait_for_end() -> None:
@@ -64,4 +75,4 @@ if __name__ == "__main__":
     gc.freeze()
     threading.Thread(target=wait_for_end, daemon=True).start()
     asyncio.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
-    json.dump({"gaps": gaps, "errors": errors, "finished": finished}, sys.stdout)
+    json.dump({"gaps": gaps, "late": late, "errors": errors, "finished": finished}, sys.stdout)

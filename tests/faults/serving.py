@@ -244,6 +244,8 @@ class Streams:
     def __init__(self, url: str, many: int, tokens: int) -> None:
         self.gaps: list[tuple[float, float]] = []
         """(when, seconds since the token before) of each token."""
+        self.late: list[tuple[float, float]] = []
+        """(when, seconds that the clients' process woke too late), a hundred times a second."""
         self.errors: list[str] = []
         self.finished: list[str] = []
         self._process = subprocess.Popen(
@@ -259,7 +261,8 @@ class Streams:
             self._process.kill()
         assert self._process.returncode == 0, said
         seen = json.loads(said)
-        self.gaps, self.errors, self.finished = seen["gaps"], seen["errors"], seen["finished"]
+        self.gaps, self.late = seen["gaps"], seen["late"]
+        self.errors, self.finished = seen["errors"], seen["finished"]
 
     def end_well(self) -> None:
         """Stops them; none was aborted or failed."""
@@ -268,8 +271,10 @@ class Streams:
         assert set(self.finished) <= {"length"}
 
     def during(self, begin: float, end: float) -> dict[str, float]:
-        """Milliseconds between tokens of a sequence that came within a window."""
-        return spread([gap for at, gap in self.gaps if begin <= at <= end])
+        """Milliseconds between tokens of a sequence that came within a window; how late their clients woke at most."""
+        latest = max((late for at, late in self.late if begin <= at <= end), default=0.0)
+        gaps = [gap for at, gap in self.gaps if begin <= at <= end]
+        return spread(gaps) | {"client_late": round(1e3 * latest, 2)}
 
 
 def spread(seconds: list[float]) -> dict[str, float]:

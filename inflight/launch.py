@@ -182,7 +182,11 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
     while True:
         if interrupt.received is not None:
             return Outcome(interrupted=interrupt.received)
-        for ended in processes.ended():
+        lately = processes.ended()
+        # What they said before counts, also where a busy launcher comes to read it afterwards only.
+        known = [*processes.running(), *(ended.command.name for ended in lately)]
+        _read_status(listener, view, restarts, known)
+        for ended in lately:
             if ended.code != 0:
                 planned = restarts.failed(ended)
                 if planned is None:
@@ -199,7 +203,6 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
         for command in restarts.due():
             processes.start(command)
             restarts.started(command)
-        _read_status(listener, view, restarts, processes.running())
         view.refresh()
 
 

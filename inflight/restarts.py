@@ -21,7 +21,8 @@ class _Record:
     failures: int = 0
     worked: bool = False
     """Whether it was ever heard of: one that never was would not do better the next time."""
-    started: float = 0.0
+    up: float | None = None
+    """When it was first heard of since its last start."""
 
 
 class Restarts:
@@ -34,16 +35,18 @@ class Restarts:
 
     def started(self, command: Command) -> None:
         """A process was started."""
-        self._of(command.name).started = time.monotonic()
+        self._of(command.name).up = None
 
     def heard(self, name: str) -> None:
         """A process reports that it works."""
-        self._of(name).worked = True
+        record = self._of(name)
+        record.worked = True
+        record.up = time.monotonic() if record.up is None else record.up
 
     def failed(self, ended: Ended) -> str | None:
         """Plans the next start of a process that failed and says so in one line; None when it is given up."""
         record, command = self._of(ended.command.name), ended.command
-        if time.monotonic() - record.started > FORGET_AFTER_S:
+        if record.up is not None and time.monotonic() - record.up > FORGET_AFTER_S:
             record.failures = 0
         record.failures += 1
         hopeless = command.kind not in KINDS or ended.code == BAD_INPUT or not record.worked

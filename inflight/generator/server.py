@@ -191,10 +191,13 @@ async def _watch(engine: Any) -> None:
 
 
 async def _report(status: Link, name: str, agent: EngineAgent) -> None:
-    """Sends a Status at once, by which the launcher knows that this process works, and then about once a second. A
-    launcher that does not listen is no reason to stop."""
-    tokens, at = _generated_tokens(), time.monotonic() - STATUS_EVERY_S
+    """Sends a Status about once a second. A launcher that does not listen is no reason to stop.
+
+    Not at once: the launcher starts again what it has heard of; whom the trainer refuses at its hello would be refused
+    again."""
+    tokens, at = _generated_tokens(), time.monotonic()
     while True:
+        await asyncio.sleep(STATUS_EVERY_S)
         tokens_now, now = _generated_tokens(), time.monotonic()
         commits = agent.commits
         values: dict[str, float | int | str] = {
@@ -208,7 +211,6 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
         tokens, at = tokens_now, now
         with contextlib.suppress(BusError):
             status.send(Status(source=name, values=values))
-        await asyncio.sleep(STATUS_EVERY_S)
 
 
 def _generated_tokens() -> float:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05
 """How late a deadline may be noticed; messages are handled at once."""
+HEARD_AT_ONCE = 100
+"""Messages between two looks at the deadlines."""
 CLOSE_S = 5.0
 
 
@@ -130,16 +132,24 @@ class Dispatch:
 
     # --- hearing: the dispatch's thread ------------------------------------------------------------------------------
 
+    def _hear(self, got: Received | Lost | None) -> None:
+        """Also what came meanwhile: who has answered in time is not late because this thread was busy."""
+        heard = 0
+        while got is not None:
+            match got:
+                case Lost(peer=peer):
+                    self.conversation.lost(peer)
+                case Received(peer=peer, message=message):
+                    self.conversation.hear(peer, message)
+            heard += 1
+            got = self._listener.receive(0) if heard < HEARD_AT_ONCE else None
+
     def _run(self) -> None:
         try:
             while not self._closing.is_set():
                 got = self._listener.receive(POLL_S)
                 with self.changed:
-                    match got:
-                        case Lost(peer=peer):
-                            self.conversation.lost(peer)
-                        case Received(peer=peer, message=message):
-                            self.conversation.hear(peer, message)
+                    self._hear(got)
                     self.conversation.expire()
                     wanted = routes(self.conversation.version, self.roster.deliveries.values(), self._config.max_behind)
                     if self._routes_file is not None:  # before anyone sees what changed: he may look into the file

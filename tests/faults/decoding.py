@@ -1,9 +1,10 @@
 """Clients that decode all the time, until standard input ends: `python decoding.py URL MANY TOKENS` (not a test file).
 
 A process of its own: neither the libraries that a test has loaded, which a collection of garbage walks through, nor the
-test's threads hold up a token's clock. Prints what it saw as one JSON object: `gaps` [[when (time.monotonic), seconds
-since the token before], …], `late` [[when, by how many seconds it woke too late], …], `errors` and `finished`. A gap
-together with such a lateness is the machine's, which gave this process no core.
+test's threads hold up a token's clock. Prints `decoding` when each sequence has had a token, and in the end one JSON
+object: `gaps` [[when (time.monotonic), seconds since the token before], …], `late` [[when, by how many seconds this
+process woke too late], …], `errors` and `finished`. A gap together with such a lateness is this process's: it had no core,
+or more to read than it can.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ gaps: list[tuple[float, float]] = []
 late: list[tuple[float, float]] = []
 errors: list[str] = []
 finished: list[str] = []
+begun: set[int] = set()
 stopped = threading.Event()
 
 
-async def decode(session: aiohttp.ClientSession, url: str, number: int, tokens: int) -> None:
+async def decode(session: aiohttp.ClientSession, url: str, number: int, many: int, tokens: int) -> None:
     """One sequence after another."""
     body = {
         "prompt": [3 + number % 10, 4, 5], "max_tokens": tokens, "temperature": 1.0, "seed": number,
@@ -46,6 +48,10 @@ async def decode(session: aiohttp.ClientSession, url: str, number: int, tokens: 
                     if last and choice.get("token_ids"):
                         gaps.append((now, now - last))
                     last = now
+                    if len(begun) < many:
+                        begun.add(number)
+                        if len(begun) == many:
+                            print("decoding", flush=True)
                     if choice["finish_reason"]:
                         finished.append(choice["finish_reason"])
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -63,7 +69,7 @@ async def beat() -> None:
 
 async def main(url: str, many: int, tokens: int) -> None:
     async with aiohttp.ClientSession() as session:
-        await asyncio.gather(beat(), *(decode(session, url, number, tokens) for number in range(many)))
+        await asyncio.gather(beat(), *(decode(session, url, number, many, tokens) for number in range(many)))
 
 
 def wait_for_end() -> None:

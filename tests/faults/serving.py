@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import select
 import signal
 import subprocess
 import sys
@@ -252,6 +253,11 @@ class Streams:
             [sys.executable, DECODING, url, str(many), str(tokens)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        assert self._process.stdout is not None
+        begun = select.select([self._process.stdout], [], [], ANSWER_S)[0] and self._process.stdout.readline()
+        if begun != "decoding\n":
+            self._process.kill()
+            raise AssertionError(f"not all {many} sequences of {url} began within {ANSWER_S} s")
 
     def stop(self) -> None:
         """Raises subprocess.TimeoutExpired when a sequence hears nothing."""
@@ -259,6 +265,7 @@ class Streams:
             said, _ = self._process.communicate(timeout=30)
         finally:
             self._process.kill()
+            self._process.wait(20)
         assert self._process.returncode == 0, said
         seen = json.loads(said)
         self.gaps, self.late = seen["gaps"], seen["late"]
@@ -267,12 +274,13 @@ class Streams:
     def end_well(self) -> None:
         """Stops them; none was aborted or failed."""
         self.stop()
+        assert self.gaps, "tokens came"
         assert self.errors == []
         assert set(self.finished) <= {"length"}
 
     def during(self, begin: float, end: float) -> dict[str, float]:
         """Milliseconds between tokens of a sequence that came within a window; how late their clients woke at most."""
-        latest = max((late for at, late in self.late if begin <= at <= end), default=0.0)
+        latest = max((late for at, late in self.late if at >= begin and at - late <= end), default=0.0)
         gaps = [gap for at, gap in self.gaps if begin <= at <= end]
         return spread(gaps) | {"client_late": round(1e3 * latest, 2)}
 

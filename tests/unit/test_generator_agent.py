@@ -14,20 +14,8 @@ import pytest
 
 from inflight.bus import Link, Listener, PeerLost, Received
 from inflight.config import BusConfig
-from inflight.generator import server
-from inflight.generator.agent import Commits, EngineAgent, GeneratorEnded
-from inflight.messages import (
-    AnyMessage,
-    Commit,
-    Committed,
-    EngineHello,
-    Enquire,
-    Failed,
-    Finish,
-    Ready,
-    Refused,
-    Status,
-)
+from inflight.generator.agent import EngineAgent, GeneratorEnded
+from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Ready, Refused
 
 BUS = BusConfig(heartbeat_s=0.05, dead_after_s=0.5)
 HELLO = EngineHello(generator="g0", world_size=2, version=3, url="http://127.0.0.1:1")
@@ -192,20 +180,3 @@ def test_silence_ends_the_generator(tmp_path: Path) -> None:
 
     with Link(listener.endpoint, "g0.engine", BUS) as link:
         asyncio.run(talk(link))
-
-
-def test_the_launcher_hears_at_once_that_the_generator_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dies within its first second is started again, too."""
-    sent: list[Status] = []
-    monkeypatch.setattr(server, "_generated_tokens", lambda: 7.0)
-    agent: Any = SimpleNamespace(engine=FakeEngine(None), commits=Commits(3))
-
-    async def begin() -> None:
-        link: Any = SimpleNamespace(send=sent.append)
-        reporting = asyncio.create_task(server._report(link, "g0", agent))
-        await asyncio.sleep(0)
-        reporting.cancel()
-
-    asyncio.run(begin())
-    values = {"version": 3, "swaps": 0, "running": 5, "gap_ms": 0.0, "max_gap_ms": 0.0, "tokens_per_s": 0.0}
-    assert sent == [Status(source="g0", values=values)]

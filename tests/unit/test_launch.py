@@ -19,12 +19,13 @@ from fake_generator import eventually
 
 from inflight import launch as launching
 from inflight import preflight, processes, run_folder
+from inflight import restarts as restarting
 from inflight.bus import BusError, Link, Listener
 from inflight.compose import compose
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
 from inflight.launch import LaunchError, launch, usual_commands
 from inflight.messages import Status
-from inflight.processes import Command, last_lines, last_words
+from inflight.processes import Command, Ended, last_lines, last_words
 from inflight.progress import Progress, View
 from inflight.restarts import Restarts
 
@@ -455,6 +456,48 @@ def test_of_a_process_that_failed_the_errors_are_shown_without_where_they_came_t
     assert last_words(log, 20) == said
     assert last_words(log, 2) == said[-2:]
     assert last_words(tmp_path / "none.log", 2) == []
+
+
+def test_what_a_process_said_before_it_died_counts_for_a_launcher_that_was_busy(config, capfd, monkeypatch):
+    """Its word and its death are both there when the launcher comes to look."""
+    read, ended, heard = launching._read_status, launching.Processes.ended, []
+
+    def late(processes):
+        found = ended(processes)
+        heard.extend(found)
+        return found
+
+    def busy(*arguments):
+        read(*arguments) if heard else time.sleep(0.02)
+
+    monkeypatch.setattr(launching.Processes, "ended", late)
+    monkeypatch.setattr(launching, "_read_status", busy)
+    settings = dataclasses.replace(config.launch, restarts=1, restart_delay_s=0.1)
+    config = dataclasses.replace(config, launch=settings)
+    commands = [
+        command(config, "trainer", LIVE_FOREVER),
+        command(config, "g0", HEARD_THEN_FAILS.replace("CODE", "1"), "generator"),
+    ]
+    assert launch(config, commands) == 1
+    assert "g0 ended with code 1; it is started again in 0.1 s (1 of 1)" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("loads_s", "works_s", "forgiven"), [(700, 1, False), (1, 599, False), (1, 601, True)])
+def test_failures_are_forgiven_for_working_long_not_for_loading_long(config, monkeypatch, loads_s, works_s, forgiven):
+    now = 1000.0
+    monkeypatch.setattr(restarting.time, "monotonic", lambda: now)
+    restarts = Restarts(dataclasses.replace(config.launch, restarts=2))
+    g0 = command(config, "g0", "", "generator")
+    told = []
+    for _ in range(4):
+        restarts.started(g0)
+        now += loads_s
+        restarts.heard("g0")
+        now += works_s / 2
+        restarts.heard("g0")
+        now += works_s / 2
+        told.append(restarts.failed(Ended(g0, 1)) is not None)
+    assert told == [True, True, forgiven, forgiven]
 
 
 @pytest.mark.parametrize("code", ["import sys; sys.exit(1)", HEARD_THEN_FAILS.replace("CODE", "2")])

@@ -287,6 +287,24 @@ def test_a_rank_that_does_not_answer_is_named_left_alone_and_taken_back_when_it_
         assert g0.heard == [Commit(version=2), Commit(version=3)]
 
 
+def test_who_answers_in_time_is_not_late_because_the_publisher_was_busy(run):
+    """Their answers wait; the deadline has passed when it comes to read them."""
+    with run(IMPATIENT, g0=1, g1=1) as r:
+        shadows = [generator.shadows[0] for generator in r.join("g0", "g1")]
+        r.publisher.wait_joined(20)
+        for shadow in shadows:
+            shadow.hold["build"] = threading.Event()
+        r.publish(1)
+        eventually(lambda: all("build" in shadow.events for shadow in shadows), "the transfers")
+        with r.publisher._dispatch.changed:
+            for shadow in shadows:
+                shadow.hold["build"].set()
+            time.sleep(IMPATIENT.transfer_timeout_s + 0.5)
+        r.publisher.flush(20)
+        assert r.failures() == []
+        assert r.publisher.committed == {"g0": 1, "g1": 1}
+
+
 def test_an_engine_that_does_not_answer_is_claimed_for_nothing_until_it_does(run):
     with run(IMPATIENT) as r:
         (g0,) = r.join("g0")

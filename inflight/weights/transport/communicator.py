@@ -166,7 +166,7 @@ class Communicator:
             within(_END_S, end)
         except TimeoutError:
             log.warning("transport rank %d: NCCL has not ended a communicator within %g s", self._rank, _END_S)
-        except RuntimeError:  # no thread can be started, as while the interpreter ends
+        except RuntimeError:  # no thread can be started, as while the interpreter ends: here without a bound
             end()
 
 

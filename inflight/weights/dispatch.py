@@ -86,8 +86,8 @@ class Dispatch:
             self.roster.tell(engines, Finish(reason=reason))
 
     def close(self) -> None:
-        """Aborts what is not being committed yet and ends all threads; waits for none longer than CLOSE_S, and up to 2 s
-        for each NCCL communicator that is not ended at once."""
+        """Aborts what is not being committed yet and ends all threads; waits for none longer than CLOSE_S, and up to
+        2 s for each NCCL communicator that is not ended at once."""
         if self._closing.is_set():
             return
         self._closing.set()

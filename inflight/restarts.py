@@ -41,7 +41,8 @@ class Restarts:
         """A process reports that it works."""
         record = self._of(name)
         record.worked = True
-        record.up = time.monotonic() if record.up is None else record.up
+        if record.up is None:
+            record.up = time.monotonic()
 
     def failed(self, ended: Ended) -> str | None:
         """Plans the next start of a process that failed and says so in one line; None when it is given up."""

@@ -257,6 +257,7 @@ class Streams:
         begun = select.select([self._process.stdout], [], [], ANSWER_S)[0] and self._process.stdout.readline()
         if begun != "decoding\n":
             self._process.kill()
+            self._process.wait(20)
             raise AssertionError(f"not all {many} sequences of {url} began within {ANSWER_S} s")
 
     def stop(self) -> None:

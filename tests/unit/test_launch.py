@@ -424,16 +424,20 @@ sys.exit(CODE)
 """
 
 
-def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(config, capfd, monkeypatch):
-    forgotten = []
-    monkeypatch.setattr(launching.Progress, "forget", lambda _, name: forgotten.append(name))
-    settings = dataclasses.replace(config.launch, restarts=2, restart_delay_s=0.1)
-    config = dataclasses.replace(config, launch=settings)
+def launch_failing(config: RunConfig, restarts: int) -> int:
+    """A run whose generator works and fails, each time; its exit code."""
+    settings = dataclasses.replace(config.launch, restarts=restarts, restart_delay_s=0.1)
     commands = [
         command(config, "trainer", LIVE_FOREVER),
         command(config, "g0", HEARD_THEN_FAILS.replace("CODE", "1"), "generator"),
     ]
-    assert launch(config, commands) == 1
+    return launch(dataclasses.replace(config, launch=settings), commands)
+
+
+def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(config, capfd, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(launching.Progress, "forget", lambda _, name: forgotten.append(name))
+    assert launch_failing(config, restarts=2) == 1
     error = capfd.readouterr().err
     assert "g0 ended with code 1; it is started again in 0.1 s (1 of 2)" in error
     assert "g0 ended with code 1; it is started again in 0.2 s (2 of 2)" in error
@@ -472,13 +476,7 @@ def test_what_a_process_said_before_it_died_counts_for_a_launcher_that_was_busy(
 
     monkeypatch.setattr(launching.Processes, "ended", late)
     monkeypatch.setattr(launching, "_read_status", busy)
-    settings = dataclasses.replace(config.launch, restarts=1, restart_delay_s=0.1)
-    config = dataclasses.replace(config, launch=settings)
-    commands = [
-        command(config, "trainer", LIVE_FOREVER),
-        command(config, "g0", HEARD_THEN_FAILS.replace("CODE", "1"), "generator"),
-    ]
-    assert launch(config, commands) == 1
+    assert launch_failing(config, restarts=1) == 1
     assert "g0 ended with code 1; it is started again in 0.1 s (1 of 1)" in capfd.readouterr().err
 
 

@@ -30,7 +30,7 @@ $(READY): pyproject.toml scripts/setup.sh $(wildcard patches/*)
 setup: $(READY)
 
 demo: $(READY)
-	@$(PY) -m inflight.launch --config-name $(DEMO) machine=$(MACHINE) $(ARGS)
+	@$(PY) -m inflight.launcher --config-name $(DEMO) machine=$(MACHINE) $(ARGS)
 
 test: $(READY)
 	$(PY) -m pytest $(ARGS)

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from inflight.generator.arena import Arena
+from inflight.generator.shadow.arena import Arena
 
 SLOWEST = 5
 PAUSE_S = 0.003

@@ -16,7 +16,7 @@ import torch
 from bench.gpu_shapes import random_model, randomize
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
-from inflight.weights.publisher import Publisher
+from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 
 

@@ -25,7 +25,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from bench.learning_report import DONE_FILE, Curve, read_curve, write_report
-from inflight.summary import SUMMARY_FILE
+from inflight.report.summary import SUMMARY_FILE
 
 STOP_S = 60.0
 """A run that is asked to end is killed after as long."""
@@ -38,7 +38,7 @@ def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> str:
     if folder.exists():
         folder.rename(folder.with_name(f"{folder.name}.failed-{int(time.time())}"))
     command = [
-        sys.executable, "-m", "inflight.launch", "--config-name", config.base, *config.common, *config.cells[name],
+        sys.executable, "-m", "inflight.launcher", "--config-name", config.base, *config.common, *config.cells[name],
         f"seed={seed}", f"run_dir={folder.resolve()}",
     ]  # fmt: skip
     log = folder.with_name(f"{folder.name}.log")

@@ -10,8 +10,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from inflight import summary
 from inflight.metrics import METRICS_FILE, read_lines
+from inflight.report import summary
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
 

@@ -23,9 +23,9 @@ from torch import nn
 from inflight.bus import Link, Listener
 from inflight.config import BusConfig, PublishConfig
 from inflight.messages import Commit, Committed, EngineHello, Manifest, RankHello
-from inflight.weights.delivery import Failure, Swap
-from inflight.weights.publisher import Publisher, PublishReport
-from inflight.weights.receiver import WeightReceiver
+from inflight.weights.publish.delivery import Failure, Swap
+from inflight.weights.publish.publisher import Publisher, PublishReport
+from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.source import WeightSource
 
 BUS = BusConfig(heartbeat_s=1.0, dead_after_s=60.0)

@@ -24,7 +24,7 @@ from inflight.config import BusConfig, PublishConfig
 from inflight.generator.settings import Settings
 from inflight.messages import Commit, Committed, EngineHello, Finish
 from inflight.models import prepare
-from inflight.weights.rank_state import State
+from inflight.weights.receive.rank_state import State
 
 BUS = BusConfig(heartbeat_s=1.0, dead_after_s=60.0)
 BATCH = 8
@@ -52,7 +52,7 @@ def publish(name: str, endpoint: str, versions: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.publish.publisher import Publisher
     from inflight.weights.source import WeightSource
 
     torch.set_num_threads(1)

@@ -18,9 +18,9 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from inflight.generator.cuda_worker import InflightCUDAWorker
-from inflight.generator.graph_shadow import GraphSetsShadow
-from inflight.weights.receiver import WeightReceiver
+from inflight.generator.shadow.graph_shadow import GraphSetsShadow
+from inflight.generator.worker.cuda import InflightCUDAWorker
+from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.ipc import IpcReceiver
 from inflight.weights.transport.rendezvous import Board
 from inflight.weights.transport.sums import RankSums

@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
-    from inflight import launch
+    from inflight.launcher import launch
 
     return launch.main(arguments)
 
@@ -43,8 +43,8 @@ def _audit(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    from inflight import staleness, summary
     from inflight.metrics import METRICS_FILE, read_lines
+    from inflight.report import staleness, summary
 
     parser = argparse.ArgumentParser(prog="inflight report", description="What a run came to, and what age did to it.")
     parser.add_argument("run_dir", type=Path)

@@ -95,7 +95,7 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
     usage = UsageContext.OPENAI_API_SERVER
     vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(usage)
     if current_platform.is_cpu():
-        from inflight.generator.template import refuse_config
+        from inflight.generator.shadow.template import refuse_config
 
         refuse_config(vllm_config)  # the workers would too, but their reasons drown in vLLM's tracebacks
     try:

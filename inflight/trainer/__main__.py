@@ -20,8 +20,8 @@ from inflight.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from inflight.rollout.buffer import Buffer
-    from inflight.weights.guard import ReadGuard
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.publish.guard import ReadGuard
+    from inflight.weights.publish.publisher import Publisher
     from inflight.weights.source import WeightSource
 
 
@@ -73,7 +73,7 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.report import Reporter
     from inflight.trainer.rewind import begin
     from inflight.trainer.sharding import TeamSource, assembled
-    from inflight.weights.guard import ReadGuard
+    from inflight.weights.publish.guard import ReadGuard
 
     stop = Stop()
     watch = _Watch(stop)
@@ -146,7 +146,7 @@ class _Watch:
 def _publisher(
     config: RunConfig, source: WeightSource, listener: Listener, guard: ReadGuard, version: int
 ) -> Publisher:
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.publish.publisher import Publisher
 
     ranks, routes = _ranks(config), config.routes_file
     return Publisher(source, listener, config.publish, version=version, ranks=ranks, guard=guard, routes_file=routes)

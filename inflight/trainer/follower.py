@@ -24,7 +24,7 @@ from inflight.trainer.learner import Learner
 from inflight.trainer.parcel import pack, unpack
 from inflight.trainer.policy import load_policy, reference
 from inflight.trainer.sharding import form_group
-from inflight.weights.guard import ReadGuard
+from inflight.weights.publish.guard import ReadGuard
 from inflight.weights.source import WeightSource
 from inflight.weights.transport.rendezvous import Board
 

@@ -16,7 +16,7 @@ from inflight.trainer.learner import Learner, LearnError, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.stop import Stop
 from inflight.trainer.team import TeamError
-from inflight.weights.publisher import Publisher, PublishReport
+from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
 
 FINISH_S = 10.0

@@ -29,8 +29,8 @@ from inflight.rollout.gate import GatedGroup
 from inflight.rollout.questions import index_of
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import Stats
-from inflight.weights.delivery import Event, Failure, Superseded, Swap
-from inflight.weights.publisher import Publisher, PublishReport
+from inflight.weights.publish.delivery import Event, Failure, Superseded, Swap
+from inflight.weights.publish.publisher import Publisher, PublishReport
 
 _TICK_S = 0.2
 _STATUS_S = 1.0

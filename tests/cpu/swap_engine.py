@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import bench.in_process  # noqa: F401 - before anything of vLLM
 
-WORKER = "inflight.generator.worker.InflightCPUWorker"
+WORKER = "inflight.generator.worker.cpu.InflightCPUWorker"
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 LENGTH = 12
 

@@ -10,9 +10,9 @@ import torch
 from rollout_requests import ServedModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from inflight.actor.client import complete, sampling
 from inflight.config import GateConfig, RolloutConfig, TaskConfig
 from inflight.models import prepare
-from inflight.rollout.client import complete, sampling
 from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
 from inflight.tasks import make

@@ -27,7 +27,7 @@ from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConf
 from inflight.messages import Status
 from inflight.models import prepare
 from inflight.types import Route, Routes
-from inflight.weights.publisher import Publisher
+from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inflight import summary
 from inflight.metrics import METRICS_FILE, read_lines
+from inflight.report import summary
 
 pytestmark = pytest.mark.vllm
 
@@ -32,7 +32,7 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     # As a user would: tests that run an engine in this process have set vLLM's variables for it.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "inflight.launch", "--config-name", "tiny", f"run_dir={run_dir}", *SLOW_MACHINE,
+        [sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}", *SLOW_MACHINE,
          *overrides],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**environment, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip

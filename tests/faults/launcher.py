@@ -8,10 +8,10 @@ from pathlib import Path
 
 from inflight import models
 from inflight.bus import BusError
-from inflight.compose import compose
 from inflight.config import ConfigError
-from inflight.launch import launch, usual_commands
-from inflight.run_folder import LaunchError
+from inflight.launcher.compose import compose
+from inflight.launcher.launch import launch, usual_commands
+from inflight.launcher.run_folder import LaunchError
 from inflight.trainer.checkpoints import CheckpointError
 
 STAND_IN = Path(__file__).parent / "stand_in.py"

@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 from inflight import config as configuration
 from inflight.bus import Listener
 from inflight.models import prepare
-from inflight.weights import roster
-from inflight.weights.publisher import Publisher
+from inflight.weights.publish import roster
+from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 from inflight.weights.transport.base import Sender
 

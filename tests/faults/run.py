@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from inflight import summary
 from inflight.metrics import METRICS_FILE, read_lines
+from inflight.report import summary
 from inflight.rollout.books import Books
 from inflight.rollout.questions import index_of
 from inflight.rollout.stream import Reader
@@ -53,7 +53,7 @@ class Run:
 
     def __init__(self, folder: Path, *overrides: str, vllm: bool = False) -> None:
         self.folder = folder
-        self._command = ["-m", "inflight.launch", "--config-name", "tiny"] if vllm else [str(LAUNCHER)]
+        self._command = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(LAUNCHER)]
         self._overrides = [f"run_dir={folder}", *ALWAYS, *overrides]
         self._launcher: subprocess.Popen[str] | None = None
         self.output = ""

@@ -26,9 +26,9 @@ from torch import nn
 
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
-from inflight.weights.delivery import Failure, State
-from inflight.weights.publisher import Publisher
-from inflight.weights.routes import routes
+from inflight.weights.publish.delivery import Failure, State
+from inflight.weights.publish.publisher import Publisher
+from inflight.weights.publish.routes import routes
 from inflight.weights.source import WeightSource
 
 pytestmark = pytest.mark.faults

@@ -20,7 +20,8 @@ from safetensors.torch import save
 from torch import nn
 
 from inflight import config as configuration
-from inflight import summary
+from inflight.actor.__main__ import routed_url
+from inflight.actor.client import Retry, Unpatched, parse_turn
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
 from inflight.config import ConfigError
@@ -39,9 +40,8 @@ from inflight.messages import (
     encode,
 )
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
-from inflight.rollout.__main__ import routed_url
+from inflight.report import summary
 from inflight.rollout.books import NO_BOOKS
-from inflight.rollout.client import Retry, Unpatched, parse_turn
 from inflight.rollout.ledger import defect
 from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
 from inflight.trainer import checkpoints, randomness

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from inflight.generator.cuda_worker import InflightCUDAWorker
+from inflight.generator.worker.cuda import InflightCUDAWorker
 from inflight.weights.transport import cuda
 from inflight.weights.transport.landing import Strip
 

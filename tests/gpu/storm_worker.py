@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from inflight.generator.cuda_worker import InflightCUDAWorker
+from inflight.generator.worker.cuda import InflightCUDAWorker
 
 
 class StormWorker(InflightCUDAWorker):

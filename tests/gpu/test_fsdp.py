@@ -21,9 +21,9 @@ from bench.gpu_shapes import random_model
 from inflight.config import ModelConfig, RunConfig, TaskConfig, TrainerConfig, save
 from inflight.trainer.keep import model_tensors
 from inflight.trainer.policy import load_model
-from inflight.weights.guard import ReadGuard
 from inflight.weights.pack import Packer, pack
 from inflight.weights.plan import plan
+from inflight.weights.publish.guard import ReadGuard
 from inflight.weights.source import WeightSource
 
 pytestmark = pytest.mark.gpu

@@ -24,9 +24,9 @@ from inflight.trainer.keep import model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
 from inflight.trainer.policy import load_policy
 from inflight.trainer.sharding import TeamSource, assembled
-from inflight.weights.guard import ReadGuard
 from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
+from inflight.weights.publish.guard import ReadGuard
 
 SEQUENCES, LENGTH, PROMPT = 16, 96, 16
 

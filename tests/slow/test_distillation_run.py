@@ -52,7 +52,7 @@ def test_the_student_comes_closer_to_its_teacher(tmp_path, route):
 
 def launch(run_dir: Path, *overrides: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
-    command = [sys.executable, "-m", "inflight.launch", "--config-name", "tiny", f"run_dir={run_dir}", *overrides]
+    command = [sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}", *overrides]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**environment, "HF_HUB_OFFLINE": "1"},
         check=False,

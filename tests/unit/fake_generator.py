@@ -10,7 +10,7 @@ from inflight.bus import Link, PeerLost
 from inflight.config import BusConfig
 from inflight.messages import Commit, Committed, EngineHello, Enquire, Failed, RankHello
 from inflight.weights.pack import unpack
-from inflight.weights.receiver import WeightReceiver
+from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport import make_receiver
 
 BUS = BusConfig(heartbeat_s=0.05, dead_after_s=3.0)

@@ -17,7 +17,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.platforms import current_platform
 
-from inflight.generator.cuda_plan import Region
+from inflight.generator.shadow.cuda_plan import Region
 
 SIZES = (4, 2)
 

@@ -17,17 +17,17 @@ from rollout_samples import make_config
 
 from inflight import config as configuration
 from inflight import messages
+from inflight.actor import __main__ as entry
+from inflight.actor import loop as actor_module
+from inflight.actor import pool as pool_module
+from inflight.actor.loop import Actor, ActorError
+from inflight.actor.pool import NoGenerator, Pool
+from inflight.actor.sampler import Sampler
 from inflight.bus import Link, Listener, PeerLost
 from inflight.config import TaskConfig
 from inflight.messages import ActorBye, ActorHello, Finish, Grant, GroupAck, GroupDone, Refused, Status
-from inflight.rollout import __main__ as entry
-from inflight.rollout import actor as actor_module
 from inflight.rollout import ledger as ledger_module
-from inflight.rollout import pool as pool_module
-from inflight.rollout.actor import Actor, ActorError
 from inflight.rollout.buffer import Buffer
-from inflight.rollout.pool import NoGenerator, Pool
-from inflight.rollout.sampler import Sampler
 from inflight.tasks.addition import Addition
 from inflight.types import Route, Routes
 
@@ -578,7 +578,7 @@ def test_the_pool_names_who_is_missing_and_picks_the_least_loaded(tmp_path):
 
 
 def test_a_generator_whose_route_is_withdrawn_gets_no_new_requests_until_it_is_back(monkeypatch):
-    monkeypatch.setattr("inflight.rollout.pool.PROBE_EVERY_S", 0.02)
+    monkeypatch.setattr("inflight.actor.pool.PROBE_EVERY_S", 0.02)
 
     async def main():
         async with Server() as server, Server() as moved, aiohttp.ClientSession() as session:

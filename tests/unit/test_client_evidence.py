@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from openai_server import choice
 
+from inflight.actor.client import Retry, parse_turn, sampling
 from inflight.config import RolloutConfig
 from inflight.messages import GroupDone, decode, encode
-from inflight.rollout.client import Retry, parse_turn, sampling
 from inflight.rollout.stream import Reader, Writer
 from inflight.types import Rollout, RolloutGroup, StepReward
 

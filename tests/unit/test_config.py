@@ -8,7 +8,6 @@ import re
 import pytest
 
 from inflight import config
-from inflight.compose import compose
 from inflight.config import (
     BusConfig,
     ConfigError,
@@ -19,6 +18,7 @@ from inflight.config import (
     RolloutConfig,
     TrainerConfig,
 )
+from inflight.launcher.compose import compose
 from inflight.resources import folder
 
 SHIPPED = sorted(path.stem for path in folder("configs").glob("*.yaml"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
+from inflight.generator.shadow.limits import hook_forward, hook_logits, refuse_unsupported
 
 
 def engine(**changes: Any) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.generator.cuda_plan import Plan, PlanError, Region, make_plan, redirected
+from inflight.generator.shadow.cuda_plan import Plan, PlanError, Region, make_plan, redirected
 from inflight.messages import BucketMeta, Manifest, Slot
 from inflight.types import ParamMeta
 from inflight.weights.transport.landing import Strip, by_bucket, clip, split

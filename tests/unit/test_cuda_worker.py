@@ -14,7 +14,7 @@ import pytest
 import torch
 import vllm.v1.worker.gpu_worker  # noqa: F401 - before there are stand-ins for CUDA's bindings
 
-from inflight.generator.layout import lay_out
+from inflight.generator.shadow.layout import lay_out
 from tests.unit.graphs import Runner
 
 GIB = 2**30
@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def module(cuda: Any) -> ModuleType:
-    return importlib.import_module("inflight.generator.cuda_worker")
+    return importlib.import_module("inflight.generator.worker.cuda")
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inflight import devices
-from inflight.compose import compose
 from inflight.config import ConfigError
-from inflight.devices import assign, available, require_gpu
+from inflight.launcher import devices
+from inflight.launcher.compose import compose
+from inflight.launcher.devices import assign, available, require_gpu
 
 
 def run(count: int = 1, ranks: int = 1):

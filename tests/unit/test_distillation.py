@@ -12,8 +12,8 @@ from openai_server import Tokens, choice
 from rollout_samples import make_config
 from transformers import AutoModelForCausalLM
 
+from inflight.actor.sampler import GroupLost, Sampler
 from inflight.config import ConfigError, TaskConfig
-from inflight.rollout.sampler import GroupLost, Sampler
 from inflight.tasks import Score, make
 from inflight.tasks.base import Item
 from inflight.tasks.distillation import TeacherError
@@ -147,7 +147,7 @@ def sample(tmp_path, monkeypatch, score_):
         async def __aexit__(self, *_):
             pass
 
-    monkeypatch.setattr("inflight.rollout.sampler.complete", complete)
+    monkeypatch.setattr("inflight.actor.sampler.complete", complete)
     config = make_config(tmp_path).rollout
     sampler = Sampler(config, 0, Steps(score_), Tokens(), None, OneGenerator())
     return asyncio.run(sampler.group("g", 0)).rollouts[0]

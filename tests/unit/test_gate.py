@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_samples import make_group, make_rollout
 
-from inflight.compose import compose
 from inflight.config import ConfigError, GateConfig, load, save
+from inflight.launcher.compose import compose
 from inflight.rollout.gate import GatedGroup, GatedRollout, GroupDrop, SequenceDrop, gate_group, rules_of
 from inflight.rollout.rules import RULES, drop_members
 from inflight.types import RolloutGroup, versions_of_tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from inflight.generator.coverage import CoverageError, check_coverage
+from inflight.generator.shadow.coverage import CoverageError, check_coverage
 from inflight.messages import Manifest
 from inflight.types import ParamMeta
 from inflight.weights.plan import plan

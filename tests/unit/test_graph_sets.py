@@ -17,7 +17,7 @@ from vllm.compilation.decorators import support_torch_compile
 from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import set_forward_context
 
-from inflight.generator.graph_sets import GraphSets, NoSecondGraphs, graph_holders, graphs_in
+from inflight.generator.shadow.graph_sets import GraphSets, NoSecondGraphs, graph_holders, graphs_in
 from tests.unit.graphs import SIZES, Graph, Runner, layout_of
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.generator.layout import move_into
-from inflight.weights.shadow import TornWeights
+from inflight.generator.shadow.layout import move_into
+from inflight.weights.receive.shadow import TornWeights
 from tests.unit.graphs import SIZES, Graph, Runner, layout_of
 
 GIB = 2**30
@@ -33,7 +33,7 @@ def shadow(cuda: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -
     live, other = torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)
     move_into(layout, live)
     arena = SimpleNamespace(live=live, shadow=other, add_shadow=lambda: None)
-    module = importlib.import_module("inflight.generator.graph_shadow")
+    module = importlib.import_module("inflight.generator.shadow.graph_shadow")
     return module.GraphSetsShadow(arena, layout, lambda _: None, whole=True)
 
 
@@ -190,7 +190,7 @@ def test_a_second_capture_that_fails_half_way_ends_the_start(
 
     runner.capture_model = short  # type: ignore[method-assign]
     shadow.hook(runner, bool, required=False)
-    half = importlib.import_module("inflight.generator.graph_shadow").HalfCaptured
+    half = importlib.import_module("inflight.generator.shadow.graph_shadow").HalfCaptured
     with pytest.raises(half, match=r"use generator.swap=remap: OutOfMemoryError: CUDA out of memory"):
         runner.capture_model()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.weights.guard import ReadGuard
+from inflight.weights.publish.guard import ReadGuard
 
 
 class Event:

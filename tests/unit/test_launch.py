@@ -17,17 +17,18 @@ import psutil
 import pytest
 from fake_generator import eventually
 
-from inflight import launch as launching
-from inflight import preflight, processes, run_folder
-from inflight import restarts as restarting
+from inflight import processes
 from inflight.bus import BusError, Link, Listener
-from inflight.compose import compose
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
-from inflight.launch import LaunchError, launch, usual_commands
+from inflight.launcher import launch as launching
+from inflight.launcher import preflight, run_folder
+from inflight.launcher import restarts as restarting
+from inflight.launcher.compose import compose
+from inflight.launcher.launch import LaunchError, launch, usual_commands
+from inflight.launcher.progress import Progress, View
+from inflight.launcher.restarts import Restarts
 from inflight.messages import Status
 from inflight.processes import Command, Ended, last_lines, last_words
-from inflight.progress import Progress, View
-from inflight.restarts import Restarts
 
 LIVE_FOREVER = "import time; time.sleep(600)"
 IGNORES_TERM = (
@@ -126,8 +127,8 @@ def test_what_ignores_sigterm_is_killed_and_named(config, capfd):
 LAUNCHER = """
 import sys
 from pathlib import Path
-from inflight.compose import compose
-from inflight.launch import launch
+from inflight.launcher.compose import compose
+from inflight.launcher.launch import launch
 from inflight.processes import Command
 
 run_dir, trainer, generator = sys.argv[1:]
@@ -264,7 +265,7 @@ def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path):
 
 LAUNCHED_ON_A_FULL_DISK = """
 import resource, sys
-from inflight import launch
+from inflight.launcher import launch
 launch.ready_to_start = lambda config: config
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
 sys.exit(launch.main(["--config-name", "tiny", *sys.argv[2:]]))
@@ -298,7 +299,7 @@ def test_the_usual_processes(tmp_path):
     assert list(commands) == ["trainer", "g0", "g1", "a0"]
     assert commands["g1"].argv[1:] == ["-m", "inflight.generator", "--run-dir", config.run_dir, "--name", "g1"]
     assert commands["trainer"].argv[1:] == ["-m", "inflight.trainer", "--run-dir", config.run_dir]
-    assert commands["a0"].argv[1:] == ["-m", "inflight.rollout", "--run-dir", config.run_dir, "--name", "a0"]
+    assert commands["a0"].argv[1:] == ["-m", "inflight.actor", "--run-dir", config.run_dir, "--name", "a0"]
     assert [commands[name].cores for name in ("trainer", "g0", "g1")] == [(), (0,), (1,)]
     assert commands["g0"].environment["OMP_NUM_THREADS"] == "1"
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.generator.cuda_plan import PlanError
-from inflight.generator.layout import lay_out, move_into
+from inflight.generator.shadow.cuda_plan import PlanError
+from inflight.generator.shadow.layout import lay_out, move_into
 
 
 @pytest.fixture(autouse=True)

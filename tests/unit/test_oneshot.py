@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from inflight.generator import oneshot
-from inflight.generator.oneshot import NoCompiler, NotMoved, OneShot
+from inflight.generator.shadow import oneshot
+from inflight.generator.shadow.oneshot import NoCompiler, NotMoved, OneShot
 
 RANGE, BYTES, HANDLE, DEVICE = 0x7_0000_0000, 15 << 30, 0x1234_5678_9ABC, 3
 WAITS = ("cuCtxSynchronize", "cuEventSynchronize")

@@ -63,7 +63,7 @@ import model_hosting_container_standards.sagemaker  # as vLLM's server does
 from inflight.generator import plugin
 assert logging.getLogger().level == logging.ERROR, "no longer needed"
 plugin.register()
-logging.getLogger("inflight.weights.receiver").warning("version 2 failed in receive")
+logging.getLogger("inflight.weights.receive.receiver").warning("version 2 failed in receive")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert "version 2 failed in receive" in done.stderr

@@ -8,8 +8,8 @@ import io
 import pytest
 from rich.console import Console
 
-from inflight.compose import compose
-from inflight.progress import Progress, View, sparkline
+from inflight.launcher.compose import compose
+from inflight.launcher.progress import Progress, View, sparkline
 
 SHAPE = ["trainer.steps=8", "trainer.groups_per_step=2", "gate.max_lag=4"]
 

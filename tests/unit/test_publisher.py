@@ -18,9 +18,9 @@ import torch
 from fake_generator import BUS, FakeGenerator, eventually
 from torch import nn
 
-from inflight import launch
 from inflight.bus import Link, Listener
 from inflight.config import PublishConfig, load
+from inflight.launcher import launch
 from inflight.messages import (
     Abort,
     Aborted,
@@ -35,12 +35,12 @@ from inflight.messages import (
     Welcome,
 )
 from inflight.types import Routes
-from inflight.weights import conversation, roster
-from inflight.weights.delivery import Delivery, Failure, State, Superseded, Swap
-from inflight.weights.finite import NotFinite
 from inflight.weights.pack import unpack
-from inflight.weights.publisher import Publisher, PublishError
-from inflight.weights.routes import RoutesFile, routes
+from inflight.weights.publish import conversation, roster
+from inflight.weights.publish.delivery import Delivery, Failure, State, Superseded, Swap
+from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.publisher import Publisher, PublishError
+from inflight.weights.publish.routes import RoutesFile, routes
 from inflight.weights.source import SourceError, WeightSource
 from inflight.weights.transport import make_receiver
 

@@ -12,9 +12,9 @@ from inflight.messages import Abort, Aborted, Enquire, Failed, Prepare, RankHell
 from inflight.types import ParamMeta
 from inflight.weights.pack import ChecksumError, checksums, content_digest
 from inflight.weights.plan import digest, plan
-from inflight.weights.rank_state import State
-from inflight.weights.receiver import SwapRefused, WeightReceiver
-from inflight.weights.shadow import TornWeights
+from inflight.weights.receive.rank_state import State
+from inflight.weights.receive.receiver import SwapRefused, WeightReceiver
+from inflight.weights.receive.shadow import TornWeights
 from inflight.weights.transport.base import TransportError
 
 MANIFEST = plan([ParamMeta(name="w", shape=(300,), dtype="float32")], {}, 500, "crc32")

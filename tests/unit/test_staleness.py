@@ -14,7 +14,7 @@ from batches import make_batch
 
 from inflight.cli import main
 from inflight.metrics import METRICS_FILE, JsonLines, read_lines
-from inflight.staleness import by_lag, by_version, table
+from inflight.report.staleness import by_lag, by_version, table
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.loss import Loss
 from inflight.trainer.objectives.ppo import ppo

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from inflight import summary
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
+from inflight.report import summary
+from inflight.report.summary import Spread, summarize
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
-from inflight.summary import Spread, summarize
 from inflight.types import Rollout, RolloutGroup, Turn, VersionSpan
 
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from test_trainer_run import FakeActor, Run
 
 from inflight.bus import Listener
-from inflight.compose import compose
 from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
-from inflight.devices import assign
-from inflight.launch import usual_commands
+from inflight.launcher.compose import compose
+from inflight.launcher.devices import assign
+from inflight.launcher.launch import usual_commands
 from inflight.trainer import checkpoints
 from inflight.trainer.__main__ import STOPPED, main
 

@@ -19,12 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inflight import summary
 from inflight.bus import Link, Listener, Received
 from inflight.config import AuditConfig, GateConfig, ModelConfig, PublishConfig, TrainerConfig, save
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.processes import say_why
+from inflight.report import summary
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import newest_version
 from inflight.rollout.rules import drop_members
@@ -250,7 +250,7 @@ def test_the_order_of_things(make_run, monkeypatch):
     events = []
     from inflight.rollout.buffer import Buffer
     from inflight.trainer import loop
-    from inflight.weights.publisher import Publisher
+    from inflight.weights.publish.publisher import Publisher
 
     keep, publish = loop.keep_version, Publisher.publish
     monkeypatch.setattr(loop, "keep_version", lambda s, v, path: (keep(s, v, path), events.append(("keep", v))))

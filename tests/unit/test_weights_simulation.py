@@ -26,14 +26,14 @@ from inflight.config import PublishConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
 from inflight.messages import Abort, Commit, EngineHello, RankHello, Ready
 from inflight.types import ParamMeta
-from inflight.weights.conversation import Conversation, Offer
-from inflight.weights.delivery import UNSETTLED, Failure, Swap
 from inflight.weights.pack import checksums
 from inflight.weights.plan import plan
-from inflight.weights.rank_state import State
-from inflight.weights.receiver import WeightReceiver
-from inflight.weights.roster import Roster
-from inflight.weights.routes import routes
+from inflight.weights.publish.conversation import Conversation, Offer
+from inflight.weights.publish.delivery import UNSETTLED, Failure, Swap
+from inflight.weights.publish.roster import Roster
+from inflight.weights.publish.routes import routes
+from inflight.weights.receive.rank_state import State
+from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.base import TransportError
 
 MANIFEST = plan([ParamMeta(name="w", shape=(40,), dtype="float32")], {}, 100, "crc32")

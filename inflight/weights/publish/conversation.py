@@ -23,10 +23,10 @@ from inflight.messages import (
     RankHello,
     Ready,
 )
-from inflight.weights.channel import Channel
-from inflight.weights.delivery import GONE, UNSETTLED, Delivery, State
 from inflight.weights.pack import content_digest
-from inflight.weights.roster import Roster
+from inflight.weights.publish.channel import Channel
+from inflight.weights.publish.delivery import GONE, UNSETTLED, Delivery, State
+from inflight.weights.publish.roster import Roster
 
 ABORT_S = 2.0
 """What ranks get to let go of an attempt before they are left behind; how often Abort and Commit are repeated then."""

@@ -9,7 +9,7 @@ import enum
 from dataclasses import dataclass, field
 
 from inflight.messages import Ready
-from inflight.weights.channel import Channel
+from inflight.weights.publish.channel import Channel
 
 
 class State(enum.Enum):

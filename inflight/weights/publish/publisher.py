@@ -12,14 +12,14 @@ from pathlib import Path
 from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.messages import Manifest
-from inflight.weights.conversation import Offer
-from inflight.weights.delivery import Event, Failure, State, Superseded, Swap
-from inflight.weights.dispatch import Dispatch
-from inflight.weights.finite import NotFinite, require_finite
-from inflight.weights.guard import ReadGuard
 from inflight.weights.pack import Packer, checksums
 from inflight.weights.plan import plan
-from inflight.weights.routes import RoutesFile
+from inflight.weights.publish.conversation import Offer
+from inflight.weights.publish.delivery import Event, Failure, State, Superseded, Swap
+from inflight.weights.publish.dispatch import Dispatch
+from inflight.weights.publish.finite import NotFinite, require_finite
+from inflight.weights.publish.guard import ReadGuard
+from inflight.weights.publish.routes import RoutesFile
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer, resolve
 from inflight.weights.transport.sums import warm_up
@@ -42,7 +42,7 @@ class PublishReport:
     pack_s: float
     """Casting and copying into the send buffer; on CUDA with a guard that holds an optimizer: queueing that."""
     guard_s: float
-    """In the optimizer steps since the publish before, until the parameters were read (weights/guard.py)."""
+    """In the optimizer steps since the publish before, until the parameters were read (weights/publish/guard.py)."""
 
 
 class Publisher:

@@ -15,8 +15,8 @@ from inflight.config import PublishConfig
 from inflight.messages import Abort, AnyMessage, EngineHello, Enquire, Manifest, RankHello, Refused, Welcome
 from inflight.messages.base import MAX_REASON
 from inflight.weights import plan
-from inflight.weights.channel import Channel
-from inflight.weights.delivery import GONE, Delivery, Event, Failure, State, Superseded
+from inflight.weights.publish.channel import Channel
+from inflight.weights.publish.delivery import GONE, Delivery, Event, Failure, State, Superseded
 from inflight.weights.transport.base import Sender, TransportError
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from inflight.generator.layout import Layout
+    from inflight.generator.shadow.layout import Layout
 
 Holder = tuple[Any, str]
 """An object of vLLM's, and the attribute in which it keeps captured graphs: a dictionary by shape."""

@@ -1,4 +1,4 @@
-"""Starts a run and watches over it: `python -m inflight.launch --config-name demo trainer.steps=10`.
+"""Starts a run and watches over it: `python -m inflight.launcher --config-name demo trainer.steps=10`.
 
 The run ends when the trainer is done (exit code 0), when any process fails (its code and the end of its log are shown)
 or on Ctrl-C or SIGTERM. In every case all processes, and theirs, are gone when this one returns.
@@ -18,16 +18,16 @@ from types import FrameType
 from omegaconf import OmegaConf
 
 from inflight import config as configuration
-from inflight import devices
 from inflight.bus import BusError, Listener, Received
-from inflight.compose import compose
 from inflight.config import ConfigError, RunConfig
+from inflight.launcher import devices
+from inflight.launcher.compose import compose
+from inflight.launcher.preflight import ready_to_start
+from inflight.launcher.progress import Progress, View
+from inflight.launcher.restarts import Restarts
+from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
-from inflight.preflight import ready_to_start
 from inflight.processes import Command, Ended, Processes, environment, last_words
-from inflight.progress import Progress, View
-from inflight.restarts import Restarts
-from inflight.run_folder import LaunchError, RunFolder
 from inflight.trainer import checkpoints
 from inflight.trainer.checkpoints import CheckpointError
 
@@ -148,7 +148,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
         command("trainer", "trainer", ["trainer"], trainer),
         *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
         *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
-        command("a0", "actor", ["rollout", "--name", "a0"], 1),
+        command("a0", "actor", ["actor", "--name", "a0"], 1),
     ]
 
 
@@ -239,7 +239,7 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
 
 def _summarize(config: RunConfig) -> None:
     """Says so when it can't: a run that failed may have left damaged files, and why it failed must still be told."""
-    from inflight import summary
+    from inflight.report import summary
 
     try:
         result = summary.summarize(config.path)
@@ -247,7 +247,3 @@ def _summarize(config: RunConfig) -> None:
         print(summary.table(result), flush=True)
     except (ValueError, OSError) as error:
         print(f"inflight launch: no summary: {error}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

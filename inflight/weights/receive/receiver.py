@@ -28,8 +28,8 @@ from inflight.messages import (
 from inflight.messages.base import reason_of
 from inflight.weights import plan
 from inflight.weights.pack import ChecksumError, verify
-from inflight.weights.rank_state import RankState, State
-from inflight.weights.shadow import Shadow, TornWeights
+from inflight.weights.receive.rank_state import RankState, State
+from inflight.weights.receive.shadow import Shadow, TornWeights
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver, TransportError
 

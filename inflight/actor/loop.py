@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from inflight.actor.client import Unpatched
+from inflight.actor.sampler import GroupLost, Sampler
 from inflight.bus import BusError, Link
 from inflight.messages import (
     ActorBye,
@@ -30,10 +32,8 @@ from inflight.messages import (
     Refused,
     WireError,
 )
-from inflight.rollout.client import Unpatched
 from inflight.rollout.ledger import ACTOR_STOPPED, RUN_FINISHED
 from inflight.rollout.questions import group_id
-from inflight.rollout.sampler import GroupLost, Sampler
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""`python -m inflight.rollout --run-dir RUN --name a0`: one actor of a run."""
+"""`python -m inflight.actor --run-dir RUN --name a0`: one actor of a run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import aiohttp
 import msgspec
 
 from inflight import config as configuration
+from inflight.actor.loop import Actor, ActorError
+from inflight.actor.pool import NoGenerator, Pool
+from inflight.actor.sampler import Sampler, Tokens
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
 from inflight.models import ModelError, prepare
-from inflight.rollout.actor import Actor, ActorError
 from inflight.rollout.ledger import ACTOR_STOPPED
-from inflight.rollout.pool import NoGenerator, Pool
-from inflight.rollout.sampler import Sampler, Tokens
 from inflight.tasks import make
 from inflight.types import Routes
 
@@ -139,7 +139,7 @@ def _check_name(name: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when the run is over, 1 when the actor can't go on, 2 for bad input, STOPPED for SIGTERM."""
-    parser = argparse.ArgumentParser(prog="python -m inflight.rollout", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m inflight.actor", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="a0, a1, …")
     arguments = parser.parse_args(argv)

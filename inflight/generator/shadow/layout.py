@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from inflight.generator.cuda_plan import PlanError, Region
+from inflight.generator.shadow.cuda_plan import PlanError, Region
 
 ALIGNMENT = 256
 """Bytes between starts of parameters in the arena, as torch's own allocator aligns them."""

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.generator.settings import INCARNATION, Settings
-from inflight.weights.shadow import Shadow
+from inflight.weights.receive.shadow import Shadow
 
 if TYPE_CHECKING:
     from inflight.messages import Welcome
-    from inflight.weights.receiver import WeightReceiver
+    from inflight.weights.receive.receiver import WeightReceiver
     from inflight.weights.transport.base import Receiver
 
 
@@ -69,7 +69,7 @@ class InflightWorkerMixin:
         # Late, so that offline use needs neither sockets nor a transport.
         from inflight.bus import Link
         from inflight.messages import RankHello
-        from inflight.weights.receiver import WeightReceiver
+        from inflight.weights.receive.receiver import WeightReceiver
 
         link = Link(settings.endpoint, f"{settings.generator}.r{self.rank}", settings.bus)
         hello = RankHello(

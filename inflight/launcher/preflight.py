@@ -9,11 +9,11 @@ import tempfile
 from dataclasses import replace
 
 from inflight import config as configuration
-from inflight import devices
 from inflight.config import ConfigError, RunConfig
 from inflight.generator.engine_args import require_extra
+from inflight.launcher import devices
+from inflight.launcher.run_folder import LaunchError
 from inflight.processes import environment
-from inflight.run_folder import LaunchError
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.objectives import OBJECTIVES
 

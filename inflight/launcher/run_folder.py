@@ -23,8 +23,8 @@ from typing import Self
 from inflight import config as configuration
 from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
+from inflight.launcher.run_lock import holders, kill_left_behind, left_behind, sign
 from inflight.processes import KILL_WAIT_S, describe
-from inflight.run_lock import holders, kill_left_behind, left_behind, sign
 from inflight.trainer import checkpoints
 
 MAX_SOCKET_PATH = 107

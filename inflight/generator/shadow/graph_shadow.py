@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from inflight.generator.arena import Arena
-from inflight.generator.cuda_plan import LoadWeights
-from inflight.generator.graph_sets import GraphSets, Holder, NoSecondGraphs, graph_holders
-from inflight.generator.layout import Layout
-from inflight.generator.remap import ArenaShadow, CudaShadow, RemapShadow
+from inflight.generator.shadow.arena import Arena
+from inflight.generator.shadow.cuda_plan import LoadWeights
+from inflight.generator.shadow.graph_sets import GraphSets, Holder, NoSecondGraphs, graph_holders
+from inflight.generator.shadow.layout import Layout
+from inflight.generator.shadow.remap import ArenaShadow, CudaShadow, RemapShadow
 from inflight.messages.base import reason_of
 from inflight.weights.transport import cuda
 

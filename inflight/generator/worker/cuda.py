@@ -1,4 +1,4 @@
-"""The worker that vLLM is told to use on CUDA: `worker_cls="inflight.generator.cuda_worker.InflightCUDAWorker"`.
+"""The worker that vLLM is told to use on CUDA: `worker_cls="inflight.generator.worker.cuda.InflightCUDAWorker"`.
 
 Beside what the mixin does, it moves the parameters into an arena while the model is loaded (before anything is compiled
 or captured), tells vLLM's memory planning about the second set of weights, and hooks the head of the forward pass, so
@@ -18,14 +18,14 @@ import torch
 from vllm.distributed import get_world_group
 from vllm.v1.worker.gpu_worker import Worker
 
-from inflight.generator import arena as arenas
-from inflight.generator.cuda_limits import hook_forward, hook_logits, refuse_unsupported
-from inflight.generator.cuda_plan import PlanError
-from inflight.generator.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
-from inflight.generator.layout import Layout, lay_out, move_into
-from inflight.generator.remap import CopyShadow, CudaShadow, DirectTransport, RemapShadow
 from inflight.generator.settings import Settings
-from inflight.generator.worker_base import InflightWorkerMixin
+from inflight.generator.shadow import arena as arenas
+from inflight.generator.shadow.cuda_plan import PlanError
+from inflight.generator.shadow.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
+from inflight.generator.shadow.layout import Layout, lay_out, move_into
+from inflight.generator.shadow.limits import hook_forward, hook_logits, refuse_unsupported
+from inflight.generator.shadow.remap import CopyShadow, CudaShadow, DirectTransport, RemapShadow
+from inflight.generator.worker.base import InflightWorkerMixin
 from inflight.messages import Welcome
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver

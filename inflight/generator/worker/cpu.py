@@ -1,17 +1,17 @@
-"""The worker that vLLM is told to use on CPU: `worker_cls="inflight.generator.worker.InflightCPUWorker"`."""
+"""The worker that vLLM is told to use on CPU: `worker_cls="inflight.generator.worker.cpu.InflightCPUWorker"`."""
 
 from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from inflight.generator.worker_base import InflightWorkerMixin
-from inflight.weights.shadow import Shadow
+from inflight.generator.worker.base import InflightWorkerMixin
+from inflight.weights.receive.shadow import Shadow
 
 
 class InflightCPUWorker(InflightWorkerMixin, CPUWorker):
     """vLLM's CPU worker with a shadow whose swap rebinds packed layers (see rebind.py)."""
 
     def make_shadow(self) -> Shadow:
-        from inflight.generator.rebind import RebindShadow
+        from inflight.generator.shadow.rebind import RebindShadow
 
         return RebindShadow(self.model_runner.get_model(), self.vllm_config)

@@ -17,12 +17,12 @@ import torch
 from inflight.bus import Listener, Lost, Received
 from inflight.config import PublishConfig
 from inflight.messages import Finish, Manifest
-from inflight.weights.channel import Channel
-from inflight.weights.conversation import Conversation, Offer
-from inflight.weights.delivery import Delivery, State
-from inflight.weights.finite import NotFinite
-from inflight.weights.roster import Roster
-from inflight.weights.routes import RoutesFile, routes
+from inflight.weights.publish.channel import Channel
+from inflight.weights.publish.conversation import Conversation, Offer
+from inflight.weights.publish.delivery import Delivery, State
+from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.roster import Roster
+from inflight.weights.publish.routes import RoutesFile, routes
 from inflight.weights.transport import make_sender
 from inflight.weights.transport.base import Sender, TransportError
 from inflight.weights.transport.sums import BufferSums

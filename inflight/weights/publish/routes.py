@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.types import Route, Routes
-from inflight.weights.delivery import Delivery, State
+from inflight.weights.publish.delivery import Delivery, State
 
 log = logging.getLogger(__name__)
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from inflight import staleness
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.report import staleness
+from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
-from inflight.staleness import Row, by_lag
 from inflight.types import Rollout
 
 SUMMARY_FILE = "summary.json"

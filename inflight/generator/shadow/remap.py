@@ -18,12 +18,12 @@ import time
 
 import torch
 
-from inflight.generator.arena import Arena
-from inflight.generator.cuda_plan import LoadWeights, Plan, PlanError, make_plan, redirected
-from inflight.generator.layout import Layout
-from inflight.generator.oneshot import Moved
+from inflight.generator.shadow.arena import Arena
+from inflight.generator.shadow.cuda_plan import LoadWeights, Plan, PlanError, make_plan, redirected
+from inflight.generator.shadow.layout import Layout
+from inflight.generator.shadow.oneshot import Moved
 from inflight.messages import BucketMeta, Manifest
-from inflight.weights.shadow import TornWeights
+from inflight.weights.receive.shadow import TornWeights
 from inflight.weights.transport import cuda
 from inflight.weights.transport.landing import DirectReceiver, Landing
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from cuda.bindings import driver
 
-from inflight.generator.oneshot import Moved, NoCompiler, NotMoved, OneShot
+from inflight.generator.shadow.oneshot import Moved, NoCompiler, NotMoved, OneShot
 from inflight.weights.transport.cuda import CudaError, check
 
 logger = logging.getLogger("vllm.inflight")

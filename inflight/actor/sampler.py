@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
+from inflight.actor.client import Rejected, Retry, complete, sampling
+from inflight.actor.pool import NoGenerator, Pool
 from inflight.config import RolloutConfig
-from inflight.rollout.client import Rejected, Retry, complete, sampling
 from inflight.rollout.ledger import LARGEST, is_usable
-from inflight.rollout.pool import NoGenerator, Pool
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-from inflight.generator.coverage import check_coverage
-from inflight.generator.template import (
+from inflight.generator.shadow.coverage import check_coverage
+from inflight.generator.shadow.template import (
     UnsupportedModel,
     like,
     make_template,

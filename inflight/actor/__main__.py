@@ -24,8 +24,8 @@ from inflight.actor.sampler import Sampler, Tokens
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
 from inflight.messages import Status
+from inflight.messages.reasons import ACTOR_STOPPED
 from inflight.models import ModelError, prepare
-from inflight.rollout.ledger import ACTOR_STOPPED
 from inflight.tasks import make
 from inflight.types import Routes
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from inflight.actor.client import Unpatched
 from inflight.actor.sampler import GroupLost, Sampler
 from inflight.bus import BusError, Link
+from inflight.groups import group_id
 from inflight.messages import (
     ActorBye,
     ActorHello,
@@ -32,8 +33,7 @@ from inflight.messages import (
     Refused,
     WireError,
 )
-from inflight.rollout.ledger import ACTOR_STOPPED, RUN_FINISHED
-from inflight.rollout.questions import group_id
+from inflight.messages.reasons import ACTOR_STOPPED, RUN_FINISHED
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import aiohttp
 from inflight.actor.client import Rejected, Retry, complete, sampling
 from inflight.actor.pool import NoGenerator, Pool
 from inflight.config import RolloutConfig
-from inflight.rollout.ledger import LARGEST, is_usable
+from inflight.groups import LARGEST, is_usable
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 

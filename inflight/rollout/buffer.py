@@ -21,10 +21,12 @@ from collections.abc import Sequence
 
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import RunConfig
+from inflight.groups import MAX_VOCABULARY
 from inflight.messages import ActorBye, ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed
+from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.ledger import ACTOR_LOST, MAX_VOCABULARY, Ledger
+from inflight.rollout.ledger import Ledger
 from inflight.rollout.stream import Writer
 from inflight.types import RolloutGroup
 

@@ -18,23 +18,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inflight.config import GateConfig, RunConfig
+from inflight.groups import MAX_VOCABULARY, defect, index_of
 from inflight.messages import GroupDone, GroupFailed
+from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup, gate_group
-from inflight.rollout.questions import Questions, index_of
+from inflight.rollout.questions import Questions
 from inflight.rollout.stream import encode_frame
-from inflight.types import Rollout, RolloutGroup, versions_of_tokens
+from inflight.types import RolloutGroup
 
-ACTOR_LOST = "actor lost"
-ACTOR_STOPPED = "actor stopped"
-RUN_FINISHED = "run finished"
 UNDELIVERED = "not delivered before the buffer closed"
 MAX_REASONS = 64
 """Distinct reasons counted by name; further ones are counted as `other`."""
-MAX_VOCABULARY = 1 << 24
-"""No model has more tokens."""
-LARGEST = 1e18
-"""Of a reward or a log-probability: they are learnt from in float32, which holds its square."""
 MAX_TRIES = 5
 """Failed attempts at a question, without fault of its own, after which it is given up."""
 
@@ -46,55 +41,6 @@ class _Account:
     incarnation: str
     in_flight: set[int] = field(default_factory=set)
     """Questions granted and not settled."""
-
-
-def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
-    """Why a received group can't be used, as a reason to count it by; None when it is sound.
-
-    What it lets pass is written to the run folder and trained on, there and by a run that goes on: nothing that a model
-    of `vocabulary` tokens can't take may pass.
-    """
-    rollouts = group.rollouts
-    if len(rollouts) != group_size or len({rollout.rollout_id for rollout in rollouts}) != group_size:
-        return "malformed: group size"
-    if any(rollout.group_id != group.group_id for rollout in rollouts):
-        return "malformed: group id"
-    if any(rollout.prompt_ids != rollouts[0].prompt_ids for rollout in rollouts):
-        return "malformed: prompts differ"
-    if not rollouts[0].prompt_ids:
-        return "malformed: prompt"
-    for rollout in rollouts:
-        turn = rollout.turn
-        if any(max(ids, default=0) >= vocabulary for ids in (rollout.prompt_ids, turn.token_ids, *(turn.kept or ()))):
-            return "malformed: token ids"
-        if len(turn.logprobs) != len(turn.token_ids) or not all(map(is_usable, turn.logprobs)):
-            return "malformed: logprobs"
-        if not is_usable(rollout.reward):
-            return "malformed: reward"
-        if not _evidence_fits(rollout):
-            return "malformed: evidence"
-        try:
-            versions_of_tokens(turn.token_versions, len(turn.token_ids))
-        except ValueError:
-            return "malformed: versions"
-    return None
-
-
-def is_usable(number: float) -> bool:
-    """Whether a number can be learnt from: neither NaN nor infinite, nor of a size that computing makes so."""
-    return abs(number) <= LARGEST
-
-
-def _evidence_fits(rollout: Rollout) -> bool:
-    """Whether what was recorded beside the tokens has their number, and finite values."""
-    length, turn = len(rollout.turn.token_ids), rollout.turn
-    steps, teacher = rollout.step_rewards, rollout.teacher_logprobs
-    return (
-        (turn.kept is None or len(turn.kept) == length)
-        and (turn.routed_experts is None or turn.routed_experts.shape[0] <= len(rollout.prompt_ids) + length)
-        and all(step.index < length and is_usable(step.reward) for step in steps)
-        and (teacher is None or (len(teacher) == length and all(map(is_usable, teacher))))
-    )
 
 
 class Ledger:

@@ -8,21 +8,7 @@ attempt at it is lost, under the same name and so with the same sampling seeds: 
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Iterable
-
-_GROUP_ID = re.compile(r"q(0|[1-9][0-9]{0,17})")
-
-
-def group_id(index: int) -> str:
-    """Name of the group that answers the index-th question."""
-    return f"q{index}"
-
-
-def index_of(name: str) -> int | None:
-    """The question of a group; None when the name is none that `group_id` gives."""
-    match = _GROUP_ID.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 class Indices:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from inflight.groups import index_of
 from inflight.rollout.books import Books
-from inflight.rollout.questions import index_of
 from inflight.rollout.stream import Reader, Writer
 from inflight.types import RolloutGroup
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from inflight.bus import BusError, Link
 from inflight.config import RunConfig
+from inflight.groups import index_of
 from inflight.messages import Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.books import Counts
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.questions import index_of
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import Stats
 from inflight.weights.publish.delivery import Event, Failure, Superseded, Swap

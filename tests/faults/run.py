@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from inflight.groups import index_of
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import summary
 from inflight.rollout.books import Books
-from inflight.rollout.questions import index_of
 from inflight.rollout.stream import Reader
 from inflight.trainer import checkpoints
 from inflight.types import Route, Routes

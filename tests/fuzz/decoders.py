@@ -25,6 +25,7 @@ from inflight.actor.client import Retry, Unpatched, parse_turn
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
 from inflight.config import ConfigError
+from inflight.groups import defect
 from inflight.messages import (
     ActorHello,
     Commit,
@@ -42,7 +43,6 @@ from inflight.messages import (
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import summary
 from inflight.rollout.books import NO_BOOKS
-from inflight.rollout.ledger import defect
 from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
 from inflight.trainer import checkpoints, randomness
 from inflight.trainer.checkpoints import CheckpointError, Saved

@@ -9,10 +9,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rollout_samples import make_config, make_group, make_rollout
 
+from inflight.groups import defect, group_id, index_of
 from inflight.messages import GroupDone, GroupFailed
+from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout import ledger as ledger_module
-from inflight.rollout.ledger import ACTOR_LOST, MAX_TRIES, UNDELIVERED, Ledger, defect
-from inflight.rollout.questions import Indices, Questions, group_id, index_of
+from inflight.rollout.ledger import MAX_TRIES, UNDELIVERED, Ledger
+from inflight.rollout.questions import Indices, Questions
 from inflight.rollout.restore import newest_version
 from inflight.types import RolloutGroup, RoutedExperts, StepReward
 

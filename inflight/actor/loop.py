@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from inflight.actor.client import Unpatched
 from inflight.actor.sampler import GroupLost, Sampler
 from inflight.bus import BusError, Link
+from inflight.completions import Unpatched
 from inflight.groups import group_id
 from inflight.messages import (
     ActorBye,

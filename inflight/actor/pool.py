@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from inflight.actor.client import healthy
+from inflight.completions import healthy
 
 PROBE_EVERY_S = 0.5
 PROBE_TIMEOUT_S = 5.0

@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
-from inflight.actor.client import Rejected, Retry, complete, sampling
 from inflight.actor.pool import NoGenerator, Pool
+from inflight.completions import Rejected, Retry, complete, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import LARGEST, is_usable
 from inflight.tasks.base import Item, Score, Task, TurnScorer

@@ -110,7 +110,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(generator.kv_cache_gib * (1 << 30)),
         "enable_prefix_caching": generator.prefix_caching,
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
-        "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # what the actor asks for (actor/client.py)
+        "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # what the actor asks for (completions.py)
         "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
         "worker_cls": worker,
         "additional_config": settings.as_additional_config(),

@@ -10,7 +10,7 @@ import torch
 from rollout_requests import ServedModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from inflight.actor.client import complete, sampling
+from inflight.completions import complete, sampling
 from inflight.config import GateConfig, RolloutConfig, TaskConfig
 from inflight.models import prepare
 from inflight.rollout.gate import gate_group

@@ -21,9 +21,9 @@ from torch import nn
 
 from inflight import config as configuration
 from inflight.actor.__main__ import routed_url
-from inflight.actor.client import Retry, Unpatched, parse_turn
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
+from inflight.completions import Retry, Unpatched, parse_turn
 from inflight.config import ConfigError
 from inflight.groups import defect
 from inflight.messages import (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from openai_server import choice
 
-from inflight.actor.client import Retry, parse_turn, sampling
+from inflight.completions import Retry, parse_turn, sampling
 from inflight.config import RolloutConfig
 from inflight.messages import GroupDone, decode, encode
 from inflight.rollout.stream import Reader, Writer

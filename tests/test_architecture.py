@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "metrics": set(),
     "completions": {"types", "config"},
     "processes": set(),
+    "exits": set(),
     "models": set(),
     "groups": {"types"},
     "messages": {"types"},
@@ -40,6 +41,7 @@ MAY_IMPORT = {
     "actor": {
         "types",
         "config",
+        "exits",
         "groups",
         "messages",
         "bus",
@@ -50,10 +52,11 @@ MAY_IMPORT = {
         "processes",
         "completions",
     },
-    "generator": {"types", "config", "messages", "bus", "models", "processes", "weights"},
+    "generator": {"types", "config", "exits", "messages", "bus", "models", "processes", "weights"},
     "trainer": {
         "types",
         "config",
+        "exits",
         "completions",
         "groups",
         "messages",

@@ -23,6 +23,7 @@ from inflight.actor.pool import NoGenerator, Pool
 from inflight.actor.sampler import Sampler, Tokens
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
 from inflight.models import ModelError, prepare
@@ -30,8 +31,6 @@ from inflight.tasks import make
 from inflight.types import Routes
 
 STATUS_EVERY_S = 1.0
-STOPPED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM: the run is not over."""
 
 
 class _ModelTokens:
@@ -138,7 +137,7 @@ def _check_name(name: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when the run is over, 1 when the actor can't go on, 2 for bad input, STOPPED for SIGTERM."""
+    """Exit code: one of exits.py."""
     parser = argparse.ArgumentParser(prog="python -m inflight.actor", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="a0, a1, …")
@@ -151,12 +150,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         tokens = _ModelTokens(config.model.name)
         over = asyncio.run(work(config, name, tokens))
     except (ConfigError, ModelError) as error:
-        return _end(name, error, 2)
+        return _end(name, error, BAD_INPUT)
     except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no tokenizer, a full disk
-        return _end(name, error, 1)
+        return _end(name, error, GIVEN_UP)
     except KeyboardInterrupt:
         return _end(name, "interrupted", 130)
-    return 0 if over else STOPPED
+    return DONE if over else STOPPED
 
 
 def _end(name: str, error: object, code: int) -> int:

@@ -10,17 +10,15 @@ from collections.abc import Sequence
 from types import FrameType
 
 from inflight.config import ConfigError, RunConfig, load
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
 from inflight.processes import guard_group, leave, say_why
 
-STOPPED = 128 + signal.SIGTERM
-"""Exit code after a signal: the run is not over."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when the run is over, 1 when the generator had to stop, 2 for bad input, STOPPED for SIGTERM."""
+    """Exit code: one of exits.py."""
     parser = argparse.ArgumentParser(prog="python -m inflight.generator", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="g0, g1, …")
@@ -33,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.update(environment(config))
         return _run(config, arguments.name)
     except (ConfigError, ModelError) as error:
-        return say_why(f"generator {arguments.name}", error, 2)
+        return say_why(f"generator {arguments.name}", error, BAD_INPUT)
     except SystemExit as stop:  # SIGTERM while nothing was started yet
         return int(stop.code or 0)
 
@@ -49,10 +47,10 @@ def _run(config: RunConfig, name: str) -> int:
         server.end_children()
         return STOPPED
     except (GeneratorEnded, BusError, ValueError, OSError) as error:
-        return say_why(f"generator {name}", error, 1)
+        return say_why(f"generator {name}", error, GIVEN_UP)
     except RuntimeError as error:  # vLLM's word for a core that did not start; its log tells why
-        return say_why(f"generator {name}", error, 1)
-    return 0 if over else STOPPED
+        return say_why(f"generator {name}", error, GIVEN_UP)
+    return DONE if over else STOPPED
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:

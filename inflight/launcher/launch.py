@@ -1,7 +1,8 @@
 """Starts a run and watches over it: `python -m inflight.launcher --config-name demo trainer.steps=10`.
 
-The run ends when the trainer is done (exit code 0), when any process fails (its code and the end of its log are shown)
-or on Ctrl-C or SIGTERM. In every case all processes, and theirs, are gone when this one returns.
+The run ends with the trainer, when any process fails for good (its code and the end of its log are shown) or on Ctrl-C
+or SIGTERM; the exit code says which (exits.py). In every case all processes, and theirs, are gone when this one
+returns.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from inflight import config as configuration
 from inflight.bus import BusError, Listener, Received
 from inflight.config import ConfigError, RunConfig
+from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import devices
 from inflight.launcher.compose import compose
 from inflight.launcher.preflight import ready_to_start
@@ -33,14 +35,18 @@ from inflight.trainer.checkpoints import CheckpointError
 
 POLL_S = 0.2
 LOG_LINES = 20
+ENDS_A_RUN = (DONE, DATA_ENDED, STOPPED)
+"""With these codes a trainer has ended the run by itself; with any other one it has failed."""
 FAREWELL_S = 30.0
 """How long others may be gone before the trainer, which has told them that the run is over, follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: by the trainer (no field), by a process that failed, or by a signal."""
+    """How a run ended: by the trainer, by a process that failed, or by a signal."""
 
+    trainer: Ended | None = None
+    """Where it ended the run by itself: all is done, the data has ended, or it was asked to stop."""
     failed: Ended | None = None
     note: str = ""
     """What else is to be said about the process that failed."""
@@ -51,11 +57,13 @@ class Outcome:
         """Exit code of the launcher."""
         if self.interrupted is not None:
             return 128 + self.interrupted
-        return 0 if self.failed is None else 1
+        if self.failed is not None:
+            return BAD_INPUT if self.failed.code == BAD_INPUT else GIVEN_UP
+        return DONE if self.trainer is None else self.trainer.code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Returns 0, 1 for a failed run, 2 for bad input, 128 + signal when interrupted."""
+    """The command line. Returns one of exits.py, or 128 + signal when interrupted."""
     parser = argparse.ArgumentParser(prog="inflight launch", description=__doc__.split("\n")[0])
     parser.add_argument("--config-name", required=True, metavar="NAME", help="a file of the configuration folder")
     parser.add_argument("--config-dir", type=Path, help="your own configuration folder (default: the one shipped)")
@@ -66,14 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
         if arguments.print:
             print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
-            return 0
+            return DONE
         return launch(config)
     except (ConfigError, LaunchError, CheckpointError, BusError) as error:
         print(f"inflight launch: {error}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     except OSError as error:  # a full disk, say
         print(f"inflight launch: the run can't be started or watched: {error}", file=sys.stderr)
-        return 1
+        return GIVEN_UP
     except KeyboardInterrupt:  # before anything was started; afterwards it is noted and handled
         print("inflight launch: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -90,7 +98,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
         config = folder.config
         if config.start_version >= config.trainer.steps:
             print(f"{config.run_dir}: all {config.trainer.steps} steps are done; more: trainer.steps=…", flush=True)
-            return 0
+            return DONE
         commands = usual_commands(config) if commands is None else commands  # refused now, no run has begun
         with Listener(config.endpoint("status"), config.bus) as listener:  # an address that can't be had begins no run
             configuration.save(config)
@@ -187,15 +195,15 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
         known = [*processes.running(), *(ended.command.name for ended in lately)]
         _read_status(listener, view, restarts, known)
         for ended in lately:
-            if ended.code != 0:
+            if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:
+                return Outcome(trainer=ended)
+            if ended.code != DONE:
                 planned = restarts.failed(ended)
                 if planned is None:
                     return Outcome(failed=ended, note=restarts.given_up(ended.command.name))
                 view.tell(f"inflight launch: {planned}")
                 view.progress.forget(ended.command.name)
                 processes.kill_orphans()  # a generator's engine, say, that would keep memory and ports
-            elif ended.command.kind == "trainer":
-                return Outcome()
             else:
                 gone = gone or (ended, time.monotonic())
         if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
@@ -231,6 +239,9 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         for line in last_words(command.log, LOG_LINES):
             print(f"  {command.name} | {line}", file=sys.stderr)
         print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
+    if outcome.trainer is not None and outcome.trainer.code != DONE:
+        for line in last_words(outcome.trainer.command.log, 1):
+            print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
     if outcome.code and (checkpoint := checkpoints.newest(config.path)) is not None:
         print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} goes on from there")
     if outcome.interrupted is not None:

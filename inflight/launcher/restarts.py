@@ -6,12 +6,11 @@ import time
 from dataclasses import dataclass
 
 from inflight.config import LaunchConfig
+from inflight.exits import BAD_INPUT
 from inflight.processes import Command, Ended
 
 KINDS = ("generator", "actor")
 """A trainer is not started again: what it held is in its checkpoint, and `resume=true` goes on from there."""
-BAD_INPUT = 2
-"""Exit code of a process that would fail again in the same way."""
 FORGET_AFTER_S = 600.0
 """A process that worked for so long has its failures forgiven."""
 

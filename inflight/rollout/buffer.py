@@ -38,6 +38,10 @@ class BufferClosed(RuntimeError):
     """The buffer's thread has ended or the run was finished: no batch will come."""
 
 
+class DataEnded(RuntimeError):
+    """The task has no question left, and what waits is no whole batch: the text says how many there were."""
+
+
 class Buffer:
     """Holds finished groups until the trainer takes them; runs a thread over the listener.
 
@@ -82,7 +86,8 @@ class Buffer:
         """The oldest `n_groups` that pass the gate at `version`; older ones that don't are dropped and counted.
 
         `version` must be the newest one published. Raises TimeoutError telling what is missing (usable groups stay
-        buffered), BufferClosed when no batch can come any more, ValueError for more groups than may ever be buffered.
+        buffered), BufferClosed when no batch can come any more,
+        DataEnded when the task has no more questions, ValueError for more groups than may ever be buffered.
         """
         if not 1 <= n_groups <= self._ledger.capacity:
             raise ValueError(f"can't take {n_groups} groups at once: the capacity is {self._ledger.capacity}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load, require
+from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
 from inflight.rollout.gate import rules_of
@@ -20,17 +21,14 @@ from inflight.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from inflight.rollout.buffer import Buffer
+    from inflight.trainer.loop import Trainer
     from inflight.weights.publish.guard import ReadGuard
     from inflight.weights.publish.publisher import Publisher
     from inflight.weights.source import WeightSource
 
 
-STOPPED = 128 + signal.SIGTERM
-"""Exit code after SIGTERM: the run is not done."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when all steps are done, 1 when the run could not go on, 2 for bad input, STOPPED for SIGTERM."""
+    """Exit code: one of exits.py."""
     parser = argparse.ArgumentParser(prog="python -m inflight.trainer", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--rank", type=int, default=0, help="of trainer.processes ranks; 0 speaks with all others")
@@ -42,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rules_of(config.gate)
         if arguments.check:
             _require_named(config)
-            return 0
+            return DONE
         allowed = f"0 to {config.trainer.processes - 1} (trainer.processes)"
         require(0 <= arguments.rank < config.trainer.processes, "--rank", arguments.rank, allowed)
         signal.signal(signal.SIGTERM, _stop_start)
@@ -50,12 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from inflight.trainer.follower import follow
 
             follow(config, arguments.rank)
-            return 0
+            return DONE
         return _run(config)
     except (ConfigError, ModelError) as error:
-        return say_why("trainer", error, 2)
+        return say_why("trainer", error, BAD_INPUT)
     except (BusError, OSError, RuntimeError, ValueError) as error:  # TimeoutError is an OSError
-        return say_why("trainer", error, 1)
+        return say_why("trainer", error, GIVEN_UP)
 
 
 def _run(config: RunConfig) -> int:
@@ -113,11 +111,17 @@ def _run(config: RunConfig) -> int:
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         watch.over(buffer, publisher)
         trainer.run()
-    if trainer.steps_done < config.trainer.steps:
-        return say_why(
-            "trainer", f"stopped by SIGTERM after step {trainer.steps_done} of {config.trainer.steps}", STOPPED
-        )
-    return 0
+    return _say_how(trainer, config.trainer.steps)
+
+
+def _say_how(trainer: Trainer, steps: int) -> int:
+    """How the run has ended: its exit code, and a line where that is not the ordinary one."""
+    progress = f"after step {trainer.steps_done} of {steps}"
+    if trainer.data_ended:
+        return say_why("trainer", f"the data ended {progress}: {trainer.data_ended}", DATA_ENDED)
+    if trainer.steps_done < steps:
+        return say_why("trainer", f"stopped by SIGTERM {progress}", STOPPED)
+    return DONE
 
 
 class _Watch:

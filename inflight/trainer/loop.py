@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from inflight.config import RunConfig
-from inflight.rollout.buffer import Buffer, BufferClosed
+from inflight.rollout.buffer import Buffer, BufferClosed, DataEnded
 from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, LearnError, Stopped
@@ -51,6 +51,8 @@ class Trainer:
         """Seconds that a published version may take until it is live or has failed."""
         self._clock = Clock(begun.elapsed_s)
         self.steps_done = begun.step
+        self.data_ended = ""
+        """Why the task has no question left; empty while it may have some."""
         self._books = begun.books
         """Of the moment when the optimizer's last step was done: what a checkpoint says was trained on, it has seen."""
 
@@ -61,6 +63,9 @@ class Trainer:
         while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
             try:
                 self.train_step(self.steps_done + 1)
+            except DataEnded as end:
+                self.data_ended = str(end)
+                break
             except (Stopped, BufferClosed) as end:
                 if not self._stop.is_set():
                     error = TrainError(lost(self._publisher) or str(end))
@@ -138,7 +143,8 @@ class Trainer:
     def _finish(self) -> None:
         """Keeps the result, sees the last version in, ends the actors and the generators."""
         stopped = self._stop.is_set()
-        reason = "the trainer was stopped" if stopped else f"all {self.steps_done} steps are done"
+        ended = "all {} steps are done" if not self.data_ended else "the data ended after {} steps"
+        reason = "the trainer was stopped" if stopped else ended.format(self.steps_done)
         if self.steps_done:
             self.checkpoint()  # before anyone is told: once others are gone, the launcher does not wait for long
         self._reporter.phase("finishing")

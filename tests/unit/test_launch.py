@@ -20,6 +20,7 @@ from fake_generator import eventually
 from inflight import processes
 from inflight.bus import BusError, Link, Listener
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
+from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED
 from inflight.launcher import launch as launching
 from inflight.launcher import preflight, run_folder
 from inflight.launcher import restarts as restarting
@@ -97,6 +98,17 @@ def test_a_failure_stops_the_run_and_shows_its_log(config, capfd):
     assert "g0 | line 29" in error
     assert "g0 | line 10" not in error
     assert all(gone(pid) for pid in pids_in(config.path / "logs" / "trainer.log"))
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"), [(3, DATA_ENDED), (143, STOPPED), (1, GIVEN_UP), (2, BAD_INPUT), (7, GIVEN_UP)]
+)
+def test_the_exit_code_tells_how_the_trainer_has_ended_the_run(config, capfd, code, ends):
+    says = f"import sys; print('inflight trainer: why it ended'); sys.exit({code})"
+    assert launch(config, [command(config, "trainer", says), command(config, "g0", LIVE_FOREVER, "generator")]) == ends
+    said = capfd.readouterr().err
+    assert "why it ended" in said
+    assert (f"trainer ended with code {code}" in said) == (ends in (GIVEN_UP, BAD_INPUT)), said
 
 
 def test_a_killed_process_is_told_by_its_signal(config, capfd):
@@ -499,10 +511,12 @@ def test_failures_are_forgiven_for_working_long_not_for_loading_long(config, mon
     assert told == [True, True, forgiven, forgiven]
 
 
-@pytest.mark.parametrize("code", ["import sys; sys.exit(1)", HEARD_THEN_FAILS.replace("CODE", "2")])
-def test_what_would_fail_again_is_not_started_again(config, capfd, code):
+@pytest.mark.parametrize(
+    ("code", "ends"), [("import sys; sys.exit(1)", GIVEN_UP), (HEARD_THEN_FAILS.replace("CODE", "2"), BAD_INPUT)]
+)
+def test_what_would_fail_again_is_not_started_again(config, capfd, code, ends):
     """A generator that never came up, and one whose input is bad."""
-    assert launch(config, [command(config, "trainer", LIVE_FOREVER), command(config, "g0", code, "generator")]) == 1
+    assert launch(config, [command(config, "trainer", LIVE_FOREVER), command(config, "g0", code, "generator")]) == ends
     assert "started again" not in capfd.readouterr().err
 
 

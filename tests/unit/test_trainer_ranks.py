@@ -19,11 +19,12 @@ from test_trainer_run import FakeActor, Run
 
 from inflight.bus import Listener
 from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
+from inflight.exits import STOPPED
 from inflight.launcher.compose import compose
 from inflight.launcher.devices import assign
 from inflight.launcher.launch import usual_commands
 from inflight.trainer import checkpoints
-from inflight.trainer.__main__ import STOPPED, main
+from inflight.trainer.__main__ import main
 
 STEPS = 3
 TOLERANCE = 1e-6

@@ -21,16 +21,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight.bus import Link, Listener, Received
 from inflight.config import AuditConfig, GateConfig, ModelConfig, PublishConfig, TrainerConfig, save
+from inflight.exits import DATA_ENDED, STOPPED
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.processes import say_why
 from inflight.report import summary
-from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.buffer import ROLLOUTS_FILE, Buffer, DataEnded
 from inflight.rollout.restore import newest_version
 from inflight.rollout.rules import drop_members
 from inflight.rollout.stream import Reader
 from inflight.trainer import checkpoints, keep, loop, rewind
-from inflight.trainer.__main__ import STOPPED, main
+from inflight.trainer.__main__ import main
 from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
 
@@ -248,7 +249,6 @@ def test_the_order_of_things(make_run, monkeypatch):
     """A version is kept before it is published, the result before anyone is sent home."""
     run = make_run(steps=2)
     events = []
-    from inflight.rollout.buffer import Buffer
     from inflight.trainer import loop
     from inflight.weights.publish.publisher import Publisher
 
@@ -620,6 +620,24 @@ def test_a_generator_that_dies_ends_the_run(make_run, capfd):
     assert train(run) == 1
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("inflight trainer: no generator is left since 5 s: g0 ")
+
+
+def test_the_end_of_the_data_is_a_normal_end_with_a_code_of_its_own(make_run, monkeypatch, capfd):
+    """All that was learnt is kept and all are told, as at the end of the steps."""
+    run = make_run(steps=4).start()
+    take = Buffer.take
+
+    def taken(self, wanted, version, timeout_s):
+        if version == 2:
+            raise DataEnded("all 4 questions are settled")
+        return take(self, wanted, version, timeout_s)
+
+    monkeypatch.setattr(Buffer, "take", taken)
+    assert train(run) == DATA_ENDED
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said == "inflight trainer: the data ended after step 2 of 4: all 4 questions are settled"
+    assert checkpoints.newest(run.folder).name == "step-000002"
+    assert run.actor.finish.reason == "the data ended after 2 steps"
 
 
 def test_sigterm_keeps_the_last_whole_step(make_run):

@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "config": set(),
     "named": {"config"},
     "sampling": {"config"},
+    "agreement": set(),
     "resources": set(),
     "metrics": set(),
     "completions": {"types", "config"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "bus": {"config", "messages"},
     "patching": {"resources"},
     "tasks": {"config", "models", "types"},
-    "weights": {"types", "config", "messages", "bus", "completions"},
+    "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
     "rollout": {"types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.
     "actor": {
@@ -54,6 +55,7 @@ MAY_IMPORT = {
     },
     "generator": {"types", "config", "exits", "messages", "bus", "models", "processes", "weights"},
     "trainer": {
+        "agreement",
         "types",
         "config",
         "exits",
@@ -70,7 +72,7 @@ MAY_IMPORT = {
         "sampling",
         "tasks",
     },
-    "audit": {"types", "config", "models", "metrics", "rollout", "sampling", "generator"},
+    "audit": {"agreement", "types", "config", "models", "metrics", "rollout", "sampling", "generator"},
     "report": {"types", "metrics", "rollout"},
 }
 UNBOUND = {"launcher", "cli"}

@@ -1,0 +1,182 @@
+"""Whether recorded log-probabilities are those of a model, up to how its dtype rounds: one rule for any model.
+
+Rounding moves logits. What that does to a token's log-probability is in proportion to how unsure the model is of it:
+with logits that are off by e each, log p is off by about e (1 - p). So differences d = recorded - replayed are counted
+in steps of `STEP[dtype] (1 - p) / temperature`, p being the replayed probability. In these steps rounding is nearly
+the same at every confidence, and its median lies between 2 and 26 for all models that were measured (docs/audit.md).
+A record agrees when
+
+* the median of |d| is at most TYPICAL steps,
+* no |d| is above SPREAD times the median (which counts as 1 if it is less),
+* the mean of d is 0, but for d's own mean square (rounding moves the mean of a logarithm by half of that), half a step
+  of a token of p = 1/2, and STANDARD_ERRORS standard errors,
+* recorded values rise as the replayed ones do: the slope of the one over the other is 1, but for SLOPE and
+  STANDARD_ERRORS standard errors.
+
+The first two need one token. The others need PROMPTS prompts: the tokens of a prompt depend on each other, so that
+errors are taken over prompts.
+
+Example:
+    found = compare(recorded, replayed, "bfloat16", temperature=0.7, prompt=prompt)     # [N] each, in nats
+    if not found.agrees:
+        raise RuntimeError("; ".join(found.problems))
+
+`recorded` is what a generator returned, `replayed` what a model computes for the same tokens in the same contexts, both
+of the distribution that was sampled from (sampling.py). `dtype` is the coarser one of the two computations. A replay in
+bfloat16 doubles the variance of d, which TYPICAL has room for; one in float32 is better.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-20}
+"""Relative size of a rounding, by dtype. Sums are taken in float32 at least, in an order of the kernel's own; for
+float32 that, about 16 roundings of 2**-24, is what there is."""
+TYPICAL = 48.0
+"""Steps. Measured: 2.3 (tiny) to 13.6 (SmolLM2), 26 for 24 layers of large random weights."""
+SPREAD = 50.0
+"""Largest difference by the median one. Measured: 4 to 11 for 1,000 to 2,000 tokens, 16 for 5,600."""
+SLOPE = 0.05
+"""Measured: within 0.01 of 1."""
+STANDARD_ERRORS = 4.0
+PROMPTS = 8
+"""Of fewer nobody knows how much they differ."""
+FLOAT32_LOGARITHM = 2.0**-22
+"""Relative size of what float32 does to a log-probability itself, of certain tokens too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a comparison came to; a figure is NaN where there was too little to compute it from."""
+
+    tokens: int
+    median: float
+    """Nats, of |d|."""
+    largest: float
+    """Nats, of |d|; infinite when a value is no number."""
+    steps: float
+    """Median of |d| in steps."""
+    worst: float
+    """Largest |d| in steps."""
+    mean: float
+    """Nats, of d."""
+    slope: float
+    """Of recorded over replayed values, least squares."""
+    correlation: float
+    problems: list[str]
+    """Why the two don't agree, a sentence each."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether nothing speaks against it. True of no tokens at all: see `tokens`."""
+        return not self.problems
+
+
+def rounding_steps(
+    replayed: np.ndarray, dtype: str, *, temperature: float = 1.0, cut: np.ndarray | None = None
+) -> np.ndarray:
+    """[N] nats: the size of a step for tokens of these log-probabilities ([N] float64).
+
+    `cut` ([N] bool) marks tokens whose top-k or top-p set is not known: the replay may cut another token off than the
+    generator did, which changes a token however sure the model is of it. Raises KeyError for an unknown dtype.
+    """
+    unsure = -np.expm1(np.minimum(replayed, 0.0))
+    if cut is not None:
+        unsure = np.where(cut, 1.0, unsure)
+    steps: np.ndarray = STEP[dtype] / temperature * unsure + FLOAT32_LOGARITHM * (1.0 + np.abs(replayed))
+    return steps
+
+
+def compare(
+    recorded: ArrayLike,
+    replayed: ArrayLike,
+    dtype: str,
+    *,
+    temperature: float = 1.0,
+    prompt: ArrayLike | None = None,
+    cut: ArrayLike | None = None,
+) -> Agreement:
+    """Compares [N] log-probabilities, in nats.
+
+    `prompt` ([N] int) says which prompt each token's sequence begins with (default: one each); `cut` see
+    rounding_steps. Raises ValueError for shapes that differ, KeyError for a dtype that STEP does not know.
+    """
+    x, y = np.asarray(replayed, dtype=float), np.asarray(recorded, dtype=float)
+    if x.ndim != 1 or x.shape != y.shape:
+        raise ValueError(f"{y.shape} recorded log-probabilities, {x.shape} replayed ones")
+    prompts = np.arange(len(x)) if prompt is None else np.asarray(prompt)
+    known = np.isfinite(x) & np.isfinite(y)
+    strange = int(len(known) - known.sum())
+    x, y, prompts = x[known], y[known], prompts[known]
+    steps = rounding_steps(x, dtype, temperature=temperature, cut=None if cut is None else np.asarray(cut)[known])
+    sizes = np.abs(y - x)
+    typical, worst = (float(each(sizes / steps)) if len(x) else math.nan for each in (np.median, np.max))
+    mean, mean_problem = _mean(y - x, prompts, STEP[dtype] / temperature)
+    slope, slope_problem = _slope(x, y, prompts)
+    problems = [f"{strange} of {len(known)} log-probabilities are no numbers"] if strange else []
+    problems += _sizes(sizes, sizes / steps, dtype) + mean_problem + slope_problem
+    return Agreement(
+        tokens=len(known),
+        median=float(np.median(sizes)) if len(x) else math.nan,
+        largest=math.inf if strange else float(sizes.max(initial=0.0)),
+        steps=typical, worst=worst, mean=mean, slope=slope,
+        correlation=float(np.corrcoef(x, y)[0, 1]) if len(x) > 1 and x.std() > 0 and y.std() > 0 else math.nan,
+        problems=problems,
+    )  # fmt: skip
+
+
+def _sizes(sizes: np.ndarray, in_steps: np.ndarray, dtype: str) -> list[str]:
+    """Problems with sizes of differences, in nats and in steps ([N] each)."""
+    if not len(sizes):
+        return []
+    typical, at = float(np.median(in_steps)), int(in_steps.argmax())
+    allowed = SPREAD * max(typical, 1.0)
+    found = []
+    if typical > TYPICAL:
+        nats = f"{np.median(sizes):.3g} nats"
+        found.append(f"the median difference, {nats}, is {typical:.3g} roundings of {dtype}; {TYPICAL:g} are allowed")
+    if in_steps[at] > allowed:
+        nats = f"{sizes[at]:.3g} nats"
+        found.append(
+            f"the largest difference, {nats}, is {in_steps[at]:.3g} roundings of {dtype}; "
+            f"{allowed:.3g} are allowed where the median is {typical:.2g}"
+        )
+    return found
+
+
+def _mean(off: np.ndarray, prompt: np.ndarray, step: float) -> tuple[float, list[str]]:
+    """The mean of differences [N], and what is wrong with it."""
+    if len(np.unique(prompt)) < PROMPTS:
+        return (float(off.mean()) if len(off) else math.nan), []
+    mean = float(off.mean())
+    error = _cluster_error(off - mean, prompt) / len(off)
+    allowed = step / 2 + float(off @ off) / len(off) + STANDARD_ERRORS * error
+    if abs(mean) <= allowed:
+        return mean, []
+    return mean, [f"recorded ones are {mean:+.3g} nats off on average; {allowed:.2g} are allowed"]
+
+
+def _slope(x: np.ndarray, y: np.ndarray, prompt: np.ndarray) -> tuple[float, list[str]]:
+    """The slope of recorded values `y` over replayed ones `x` ([N] each), and what is wrong with it."""
+    if not len(x) or x.std() == 0:
+        return math.nan, []
+    x, y = x - x.mean(), y - y.mean()
+    weight = float(x @ x)
+    slope = float(x @ y) / weight
+    if len(np.unique(prompt)) < PROMPTS:
+        return slope, []
+    allowed = SLOPE + STANDARD_ERRORS * _cluster_error(x * (y - slope * x), prompt) / weight
+    if abs(slope - 1) <= allowed:
+        return slope, []
+    return slope, [f"recorded over replayed ones have a slope of {slope:.3f}, not of 1 ± {allowed:.2g}"]
+
+
+def _cluster_error(values: np.ndarray, prompt: np.ndarray) -> float:
+    """Standard error of a sum of values with mean 0 that are dependent within a prompt."""
+    sums = np.bincount(np.unique(prompt, return_inverse=True)[1], weights=values)
+    return math.sqrt(float(sums @ sums) * len(sums) / (len(sums) - 1))

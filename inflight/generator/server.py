@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import importlib.util
 import os
 import secrets
@@ -23,6 +24,7 @@ import psutil
 
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
+from inflight.generator import hooks
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
@@ -46,6 +48,10 @@ def require_patched() -> None:
         raise ConfigError("vLLM is not installed: pip install 'inflight[cpu]' or 'inflight[gpu]'")
     if importlib.util.find_spec("vllm.inflight_patch") is None:
         raise ConfigError("this vLLM can't tag tokens with weight versions yet, run: inflight patch apply")
+    try:
+        hooks.require("server")
+    except hooks.HookChanged as error:
+        raise ConfigError(str(error)) from None
 
 
 async def serve(config: RunConfig, name: str) -> bool:
@@ -54,6 +60,8 @@ async def serve(config: RunConfig, name: str) -> bool:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
+    # The workers check this too, but their reason drowns in vLLM's tracebacks.
+    hooks.require("cpu" if worker == CPU_WORKER else "cuda")
     if worker == CUDA_WORKER:
         hand_over_often()
     os.environ[INCARNATION] = secrets.token_hex(8)
@@ -73,15 +81,9 @@ async def serve(config: RunConfig, name: str) -> bool:
 
 
 def _entrypoints() -> dict[str, Any]:
-    """vLLM's functions that make a server, from where this version keeps them."""
-    try:
-        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
-        from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    except ImportError:  # before 0.30
-        from vllm.entrypoints.openai.api_server import build_app, init_app_state
-        from vllm.entrypoints.openai.cli_args import make_arg_parser
-    return {"build_app": build_app, "init_app_state": init_app_state, "make_arg_parser": make_arg_parser}
+    """vLLM's functions that make a server, from where the installed version keeps them."""
+    names = ("build_app", "init_app_state", "make_arg_parser")
+    return {name: getattr(importlib.import_module(hooks.locate(name)), name) for name in names}
 
 
 @contextlib.asynccontextmanager

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from inflight import patching
+from inflight.generator.hooks import HOOKS, changes
 from inflight.patching import PatchState
 
 pytestmark = pytest.mark.slow
@@ -53,6 +54,10 @@ def test_the_patch_fits_compiles_and_goes_without_a_trace(sources: Path) -> None
         assert compileall.compile_file(file, quiet=1, force=True, legacy=False), file
     assert patching.revert(sources) is PatchState.PATCHED
     assert {file: file.read_bytes() for file in sources.rglob("*.py")} == before
+
+
+def test_it_has_every_function_that_inflight_depends_on(sources: Path) -> None:
+    assert [line for side in HOOKS for line in changes(sources / "vllm", side)] == []
 
 
 def test_the_patched_engine_keeps_what_it_claims(sources: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from inflight.generator.shadow.limits import hook_forward, hook_logits, refuse_unsupported
+from inflight.generator.shadow.limits import refuse_unsupported
+from inflight.generator.worker.step_hooks import hook_forward, hook_logits
 
 
 def engine(**changes: Any) -> SimpleNamespace:
@@ -63,6 +64,16 @@ def test_hook_runs_before_the_connector_and_keeps_the_rest() -> None:
     runner.kv_connector.pre_forward("step")
     assert calls == ["swap", "forward step"]
     assert runner.kv_connector.no_forward() == "nothing"
+
+
+def test_hook_passes_on_whatever_vllm_gives_the_connector() -> None:
+    """From 0.32 on vLLM hands over the batch and the attention metadata too."""
+    seen: list[Any] = []
+    connector = SimpleNamespace(pre_forward=lambda *args, **kwargs: seen.append((args, kwargs)))
+    runner = SimpleNamespace(kv_connector=connector)
+    assert hook_forward(runner, lambda: seen.append("swap"))
+    runner.kv_connector.pre_forward("step", "batch", attn_metadata="metadata")
+    assert seen == ["swap", (("step", "batch"), {"attn_metadata": "metadata"})]
 
 
 def test_hook_on_the_older_runner() -> None:

@@ -126,6 +126,18 @@ def test_memory_is_planned_for_both(shadow: Any, model: torch.nn.Linear, monkeyp
     assert runner.profile_cudagraph_memory() == 80
 
 
+def test_planning_may_capture_before_the_start(
+    shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 0.32 on vLLM's planning calls `capture_model(profile_only=True)`, which must not capture the second set."""
+    runner = Runner(model, monkeypatch)
+    shadow.hook(runner, bool, required=True)
+    assert runner.capture_model(profile_only=True) == 30
+    assert not shadow._sets.complete
+    assert runner.capture_model() == 200
+    assert shadow.settled() is shadow
+
+
 def test_a_driver_that_does_not_upload_costs_time_alone(
     shadow: Any, start: Start, cuda: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

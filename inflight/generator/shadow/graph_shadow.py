@@ -57,7 +57,12 @@ class GraphSetsShadow(ArenaShadow):
         profile, capture = runner.profile_cudagraph_memory, runner.capture_model
         runner.profile_cudagraph_memory = lambda: 2 * profile() or GRAPHS_BYTES
         self._capture_twice = partial(self._capture_both, runner, any_rank, required)
-        runner.capture_model = partial(self._capture_twice, capture)
+
+        def captured(*, profile_only: bool = False) -> int:
+            # From vLLM 0.32 on the planning captures a few graphs too, measures them and throws them away.
+            return capture(profile_only=True) if profile_only else self._capture_twice(capture)
+
+        runner.capture_model = captured
 
     def settled(self) -> CudaShadow:
         """What swaps from now on, when vLLM has started: this one, or one that remaps the same memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from inflight.generator import hooks
 from inflight.generator.worker.base import InflightWorkerMixin
 from inflight.weights.receive.shadow import Shadow
 
@@ -14,4 +15,5 @@ class InflightCPUWorker(InflightWorkerMixin, CPUWorker):
     def make_shadow(self) -> Shadow:
         from inflight.generator.shadow.rebind import RebindShadow
 
+        hooks.require("cpu")
         return RebindShadow(self.model_runner.get_model(), self.vllm_config)

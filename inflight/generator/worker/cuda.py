@@ -18,14 +18,16 @@ import torch
 from vllm.distributed import get_world_group
 from vllm.v1.worker.gpu_worker import Worker
 
+from inflight.generator import hooks
 from inflight.generator.settings import Settings
 from inflight.generator.shadow import arena as arenas
 from inflight.generator.shadow.cuda_plan import PlanError
 from inflight.generator.shadow.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
 from inflight.generator.shadow.layout import Layout, lay_out, move_into
-from inflight.generator.shadow.limits import hook_forward, hook_logits, refuse_unsupported
+from inflight.generator.shadow.limits import refuse_unsupported
 from inflight.generator.shadow.remap import CopyShadow, CudaShadow, DirectTransport, RemapShadow
 from inflight.generator.worker.base import InflightWorkerMixin
+from inflight.generator.worker.step_hooks import hook_forward, hook_logits
 from inflight.messages import Welcome
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver
@@ -49,6 +51,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads as vLLM does, then moves the parameters into the arena and makes the shadow."""
+        hooks.require("cuda")
         refuse_unsupported(self.vllm_config)
         Worker.load_model(self, *args, **kwargs)
         self.inflight_shadow = self.make_shadow()

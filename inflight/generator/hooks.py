@@ -1,0 +1,164 @@
+"""The functions of vLLM that inflight replaces, overrides or calls although they are not a public interface.
+
+Each is listed with every signature that a supported vLLM gives it. `require` compares them with the sources of the
+installed vLLM before an engine starts, so that a vLLM that changed one is refused by name instead of raising a
+TypeError in the middle of a step. Sources are parsed, not imported: the check runs without a GPU and on an unpacked
+wheel (`make verify-patches`). docs/patches.md tells how to add a version.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Side = Literal["cuda", "cpu", "server"]
+"""What uses a hook: the CUDA worker, the CPU worker (and the audit's engine), or the process of the HTTP server."""
+
+Node = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class HookChanged(RuntimeError):
+    """The installed vLLM has a function that inflight depends on with a signature that inflight does not know."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    """One function of vLLM."""
+
+    name: str
+    """`Class.method` or `function`."""
+    files: tuple[str, ...]
+    """Where supported versions keep it, relative to the package `vllm`; every file that has it must agree."""
+    signatures: tuple[str, ...]
+    """Parameters without annotations, as `ast.unparse` writes them."""
+
+
+_RUNNERS = ("v1/worker/gpu/model_runner.py", "v1/worker/gpu_model_runner.py")
+_FORWARD = "self, input_ids=None, positions=None, intermediate_tensors=None, inputs_embeds=None, **model_kwargs"
+_ENGINE = (
+    "cls, vllm_config, start_engine_loop=True, usage_context=UsageContext.ENGINE_CONTEXT, stat_loggers=None, "
+    "enable_log_requests=False, aggregate_engine_logging=False, disable_log_stats=False, client_addresses=None, "
+    "client_count=1, client_index=0"
+)
+_PLAIN = ("self",)
+
+HOOKS: dict[Side, tuple[Hook, ...]] = {
+    "cuda": (
+        Hook("Worker.load_model", ("v1/worker/gpu_worker.py",), ("self, *, load_dummy_weights=False",)),
+        Hook("Worker.determine_available_memory", ("v1/worker/gpu_worker.py",), _PLAIN),
+        Hook("Worker.compile_or_warm_up_model", ("v1/worker/gpu_worker.py",), _PLAIN),
+        Hook("Worker.get_kv_cache_spec", ("v1/worker/gpu_worker.py",), _PLAIN),
+        Hook("Worker.shutdown", ("v1/worker/gpu_worker.py",), _PLAIN),
+        Hook("GPUModelRunner.get_model", _RUNNERS, _PLAIN),
+        Hook("GPUModelRunner.profile_cudagraph_memory", _RUNNERS, _PLAIN),
+        Hook("GPUModelRunner.capture_model", _RUNNERS, ("self", "self, *, profile_only=False")),
+        Hook("GPUModelRunner._model_forward", ("v1/worker/gpu_model_runner.py",), (_FORWARD,)),
+        Hook(
+            "KVConnector.pre_forward",
+            ("v1/worker/gpu/kv_connector.py",),
+            ("self, scheduler_output", "self, scheduler_output, input_batch=None, attn_metadata=None"),
+        ),
+    ),
+    "cpu": (
+        Hook("CPUWorker.determine_available_memory", ("v1/worker/cpu_worker.py",), _PLAIN),
+        Hook("CPUWorker.compile_or_warm_up_model", ("v1/worker/cpu_worker.py",), _PLAIN),
+        Hook(
+            "initialize_model",
+            ("model_executor/model_loader/utils.py",),
+            ("vllm_config, *, prefix='', model_class=None, model_config=None",),
+        ),
+        Hook(
+            "BaseModelLoader.load_model",
+            ("model_executor/model_loader/base_loader.py",),
+            ("self, vllm_config, model_config, prefix=''",),
+        ),
+        Hook(
+            "QuantizeMethodBase.process_weights_after_loading",
+            ("model_executor/layers/quantization/base_config.py",),
+            ("self, layer",),
+        ),
+    ),
+    "server": (
+        Hook("AsyncLLM.from_vllm_config", ("v1/engine/async_llm.py",), (_ENGINE,)),
+        Hook("AsyncLLM.shutdown", ("v1/engine/async_llm.py",), ("self, timeout=None",)),
+        Hook(
+            "build_app",
+            ("entrypoints/launchers/app.py", "entrypoints/openai/api_server.py"),
+            ("args, supported_tasks=None, model_config=None",),
+        ),
+        Hook(
+            "init_app_state",
+            ("entrypoints/launchers/api_server/app_state.py", "entrypoints/openai/api_server.py"),
+            ("engine_client, state, args, supported_tasks=None",),
+        ),
+        Hook(
+            "make_arg_parser",
+            ("entrypoints/common/cli_args.py", "entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py"),
+            ("parser",),
+        ),
+    ),
+}
+
+
+def require(side: Side) -> None:
+    """Checks the installed vLLM. Raises HookChanged with one line that names every function that changed."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise HookChanged("vLLM is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    if found := changes(root, side):
+        raise HookChanged(f"the vLLM in {root} is not one that inflight supports: {'; '.join(found)}")
+
+
+def locate(name: str) -> str:
+    """The module of the installed vLLM that has the server's function `name`. Raises HookChanged when none has it."""
+    (hook,) = (hook for hook in HOOKS["server"] if hook.name == name)
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        raise HookChanged("vLLM is not installed")
+    for file in hook.files:
+        if _find(Path(spec.submodule_search_locations[0]) / file, name) is not None:
+            return "vllm." + file.removesuffix(".py").replace("/", ".")
+    raise HookChanged(f"the installed vLLM has no {name} in {' or '.join(hook.files)}")
+
+
+def changes(root: Path, side: Side) -> list[str]:
+    """What differs between the package `vllm` at `root` and the table: a line for each function."""
+    return [line for hook in HOOKS[side] for line in _changes(root, hook)]
+
+
+def _changes(root: Path, hook: Hook) -> list[str]:
+    known = " or ".join(f"({signature})" for signature in hook.signatures)
+    found = {file: node for file in hook.files if (node := _find(root / file, hook.name)) is not None}
+    if not found:
+        return [f"{hook.name}{known} is in none of {', '.join(hook.files)}"]
+    return [
+        f"{file} has {hook.name}({_signature(node)}), known is {known}"
+        for file, node in found.items()
+        if _signature(node) not in hook.signatures
+    ]
+
+
+def _find(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    if not path.is_file():
+        return None
+    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
+    node: Node | None = None
+    for part in name.split("."):
+        node = next((each for each in body if isinstance(each, Node) and each.name == part), None)
+        if node is None:
+            return None
+        body = node.body
+    return node if not isinstance(node, ast.ClassDef) else None
+
+
+def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Parameters and defaults; annotations change between versions without harm."""
+    arguments = node.args
+    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if each is not None:
+            each.annotation = None
+    return ast.unparse(arguments)

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
+import multiprocessing
 import os
-import re
 import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
+
+from inflight.surroundings import inherited
 
 KILL_WAIT_S = 3.0
 """Seconds that processes get to vanish after SIGKILL."""
@@ -45,7 +48,7 @@ class Command:
     argv: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the launcher's own environment."""
+    """Added to what it inherits of the launcher's own (surroundings.py)."""
     cores: Sequence[int] = ()
     """Cores that it may use; none named: all."""
 
@@ -79,9 +82,7 @@ class Processes:
         launcher = os.getpid()
 
         def prepare() -> None:  # in the child, between fork and exec
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() != launcher:
-                os._exit(1)  # the launcher died before the line above took effect
+            end_with(launcher, signal.SIGTERM)
             if command.cores:
                 os.sched_setaffinity(0, command.cores)
 
@@ -92,7 +93,7 @@ class Processes:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **command.environment},
+                env=inherited(os.environ, command.kind) | dict(command.environment),
                 start_new_session=True,
                 pass_fds=self._keep_open,
                 preexec_fn=prepare,
@@ -149,15 +150,34 @@ class Processes:
         self.stop()
 
 
-def environment(threads: int) -> dict[str, str]:
-    """Of a process that computes with so many threads; nothing is fetched from a hub."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when its parent ends, however that ends and whatever this one does
+    then. Ends it at once when `parent` is its parent no more.
+
+    For the kernel the thread that started this process is its parent: that has to be one which lives as long as its
+    process, the main thread say.
+    """
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)  # it ended before the line above took effect
+
+
+@functools.cache
+def end_with_parent() -> None:
+    """Has the kernel kill this process when its parent ends, if multiprocessing has started it, and each process that
+    it forks from its main thread when this one ends."""
+    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
+        end_with(parent.pid)
+    forker: list[int] = []
+
+    def before() -> None:
+        forker[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
+
+    def in_child() -> None:
+        if forker:
+            end_with(forker[0])
+
+    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def leave(code: int) -> NoReturn:
@@ -204,26 +224,6 @@ def _is_of(process: psutil.Process, group: int) -> bool:
         return os.getpgid(process.pid) == group and not is_tracker(process)
     except ProcessLookupError:
         return False
-
-
-def last_lines(log: Path, count: int) -> list[str]:
-    """The end of a log; [] when there is none."""
-    try:
-        with log.open(encoding="utf-8", errors="replace") as file:
-            return [line.rstrip("\n") for line in deque(file, maxlen=count)]
-    except FileNotFoundError:
-        return []
-
-
-_PREFIX = re.compile(r"^\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ?")
-"""What vLLM's logger puts before each line, also within a stack trace."""
-_FRAME = re.compile(r'\s{4}|  File "|Traceback \(most recent call last\):|\s*$')
-
-
-def last_words(log: Path, count: int) -> list[str]:
-    """The end of a log without the frames of stack traces, so that the errors themselves are there; [] when there is
-    none. It looks at so many lines as a few deep traces have."""
-    return [line for line in last_lines(log, 50 * count) if not _FRAME.match(_PREFIX.sub("", line))][-count:]
 
 
 def describe(processes: Iterable[psutil.Process]) -> str:

@@ -15,6 +15,7 @@ from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
 from inflight.processes import guard_group, leave, say_why
+from inflight.surroundings import allow_open_files, forget_foreign
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(arguments.run_dir)
         _check_name(config, arguments.name)
-        os.environ.update(environment(config))
+        forget_foreign(os.environ, "generator")  # a launcher's child has inherited none, a script's may have
+        os.environ.update(environment(config, os.environ))
+        allow_open_files()
         return _run(config, arguments.name)
     except (ConfigError, ModelError) as error:
         return say_why(f"generator {arguments.name}", error, BAD_INPUT)

@@ -18,6 +18,8 @@ CPU_WORKER = "inflight.generator.worker.cpu.InflightCPUWorker"
 CUDA_WORKER = "inflight.generator.worker.cuda.InflightCUDAWorker"
 ENGINE_ARGS = ("EngineArgs", "AsyncEngineArgs")
 LOOPBACK = "127.0.0.1"
+PLUGIN = "inflight"
+"""The name of plugin.py among vLLM's plugins."""
 ON_CUDA: dict[str, Any] = {
     # A worker process even for one device: the engine core hands out tokens while the worker swaps.
     "distributed_executor_backend": "mp",
@@ -67,8 +69,10 @@ def _engine_arguments() -> set[str]:
     return {field.target.id for field in fields if isinstance(field.target, ast.Name)}
 
 
-def environment(config: RunConfig) -> dict[str, str]:
-    """Must be in place before vLLM (or torch) is imported: thread pools read it once."""
+def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """What a generator changes of the environment that it was `given`. Must be in place before vLLM (or torch) is
+    imported: thread pools read it once."""
+    plugins = given.get("VLLM_PLUGINS")
     return {
         "OMP_NUM_THREADS": str(config.generator.threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind all workers of a machine to the same first cores
@@ -78,6 +82,7 @@ def environment(config: RunConfig) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_SERVER_DEV_MODE": "0",  # it would let anyone call any method of a worker, over HTTP
         **({"VLLM_API_KEY": key} if (key := config.api_key()) else {}),
+        **({"VLLM_PLUGINS": f"{plugins},{PLUGIN}"} if plugins is not None else {}),  # a user's choice, and ours
     }
 
 

@@ -22,6 +22,7 @@ import torch
 
 from inflight.config import RunConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values, environment
+from inflight.surroundings import forget_foreign
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -149,7 +150,8 @@ class PassEngine:
 
 def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
     """The worker of an engine in this process."""
-    os.environ.update(environment(config), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
+    forget_foreign(os.environ, "generator")
+    os.environ.update(environment(config, os.environ), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     try:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.platforms import current_platform

@@ -1,5 +1,8 @@
-"""What vLLM loads into each of its processes, as its plugin: how often Python's lock changes hands there, and that this
-package's warnings are heard.
+"""What vLLM loads into each of its processes, as its plugin: that a generator's end with the generator, how often
+Python's lock changes hands there, and that this package's warnings are heard.
+
+The engine core does not notice that the server which has started it is gone, and its workers live as long as it does. A
+generator that is killed can't end them, so the kernel does, which needs no help of a process that hangs.
 
 In every process of vLLM one thread computes, or waits for the next step by asking for it all the time, while another
 hands tokens on: the worker's output thread, the engine core's, the client's. A thread that wants Python's lock asks for
@@ -20,6 +23,11 @@ import logging
 import os
 import sys
 
+from inflight.processes import end_with_parent
+
+INCARNATION = "INFLIGHT_INCARNATION"
+"""Environment variable by which the processes of one start of a generator know each other. Not among the settings: vLLM
+keys its compilation cache by those."""
 VARIABLE = "INFLIGHT_SWITCH_INTERVAL"
 """Seconds; absent: Python's own."""
 INTERVAL_S = 1e-4
@@ -37,6 +45,8 @@ def hand_over_often() -> None:
 def register() -> None:
     """vLLM calls it in each process, possibly more than once. Raises ValueError for a variable that is no interval."""
     logging.getLogger("inflight").setLevel(logging.INFO)
+    if INCARNATION in os.environ:
+        end_with_parent()
     text = os.environ.get(VARIABLE)
     if not text:
         return

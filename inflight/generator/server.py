@@ -28,8 +28,7 @@ from inflight.generator import hooks
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
-from inflight.generator.plugin import hand_over_often
-from inflight.generator.settings import INCARNATION
+from inflight.generator.plugin import INCARNATION, hand_over_often
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
 

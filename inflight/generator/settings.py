@@ -9,9 +9,6 @@ import msgspec
 from inflight.config import BusConfig
 
 KEY = "inflight"
-INCARNATION = "INFLIGHT_INCARNATION"
-"""Environment variable by which the processes of one start of a generator know each other. Not among the settings: vLLM
-keys its compilation cache by those."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,6 +8,7 @@ returns.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 import time
@@ -24,12 +25,14 @@ from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import devices
 from inflight.launcher.compose import compose
+from inflight.launcher.last_words import last_words
 from inflight.launcher.preflight import ready_to_start
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
-from inflight.processes import Command, Ended, Processes, environment, last_words
+from inflight.processes import Command, Ended, Processes
+from inflight.surroundings import allow_open_files, computing, foreign
 from inflight.trainer import checkpoints
 from inflight.trainer.checkpoints import CheckpointError
 
@@ -103,6 +106,9 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
         with Listener(config.endpoint("status"), config.bus) as listener:  # an address that can't be had begins no run
             configuration.save(config)
             print(f"run folder  {config.run_dir}", flush=True)
+            allow_open_files()
+            if dropped := foreign(os.environ, ""):
+                print(f"the processes of the run do not inherit {', '.join(dropped)}", flush=True)
             if config.resume:
                 print(f"going on from step {config.start_version}", flush=True)
             outcome, late = _run(config, commands, folder, listener)
@@ -146,7 +152,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
             kind=kind,
             argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
             log=config.path / "logs" / f"{name}.log",
-            environment=environment(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
+            environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
             cores=tuple(cores),
         )
 

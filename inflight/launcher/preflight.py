@@ -13,7 +13,7 @@ from inflight.config import ConfigError, RunConfig
 from inflight.generator.engine_args import require_extra
 from inflight.launcher import devices
 from inflight.launcher.run_folder import LaunchError
-from inflight.processes import environment
+from inflight.surroundings import computing, inherited
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.objectives import OBJECTIVES
 
@@ -58,7 +58,7 @@ def _require_named(config: RunConfig) -> None:
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, errors="replace", timeout=CHECK_S, check=False,
-                env={**os.environ, **environment(1)},
+                env=inherited(os.environ, "trainer") | computing(1),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             raise LaunchError(f"the check of objective, advantage and rules did not end within {CHECK_S:g} s") from None

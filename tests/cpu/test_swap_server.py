@@ -49,7 +49,13 @@ class Run:
     """What the generator asks for; empty: nothing."""
 
     def __init__(
-        self, folder: Path, model: str, rollout: RolloutConfig | None = None, join_timeout_s: float = START_S
+        self,
+        folder: Path,
+        model: str,
+        rollout: RolloutConfig | None = None,
+        join_timeout_s: float = START_S,
+        *,
+        own_group: bool = True,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -82,7 +88,9 @@ class Run:
         # A proxy that is not there: nothing on loopback may go through one.
         environment = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=environment)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=own_group, env=environment
+            )
         try:
             self.publisher.wait_joined(START_S)
             until(lambda: "g0" in self.routes(), "g0 in the routes", 30)  # the file is written a moment later
@@ -136,7 +144,8 @@ class Run:
         self.listener.close()
         self.status.close()
         if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            for each in [*self.descendants(), psutil.Process(self.process.pid)]:
+                each.kill()
             self.process.wait(10)
 
 
@@ -228,6 +237,26 @@ def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
         asked.exception(timeout=10)  # answered or cut off, but not left hanging
     assert run.alive(children) == []
     until(lambda: not run.routes(), "its leaving: it has said goodbye", 5)  # of 15 until it would be taken for dead
+
+
+@pytest.mark.slow
+def test_a_killed_generator_of_a_script_leaves_nothing_behind(tmp_path: Path) -> None:
+    """One that leads no group, which could be killed whole; with a request running."""
+    run = Run(tmp_path, "tiny", own_group=False)
+    try:
+        children = run.descendants()
+        assert len(children) >= 2
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(run.ask, PROMPTS[0], 240)
+            run.process.kill()
+            run.wait(10)
+            asked.exception(timeout=10)
+        left = run.alive(children)
+        for each in left:
+            each.kill()
+        assert left == []
+    finally:
+        run.close()
 
 
 @pytest.mark.slow

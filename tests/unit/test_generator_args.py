@@ -92,9 +92,16 @@ def test_an_unknown_extra_is_refused_by_name(model: str, monkeypatch: pytest.Mon
 
 
 def test_threads_and_silence_are_set_by_environment(model: str) -> None:
-    found = environment(config(model, threads=3))
+    found = environment(config(model, threads=3), {})
     assert found["OMP_NUM_THREADS"] == "3"
     assert found["HF_HUB_OFFLINE"] == "1"
+    assert "VLLM_PLUGINS" not in found
+
+
+@pytest.mark.parametrize("chosen", ["", "theirs"])
+def test_a_users_choice_of_plugins_does_not_leave_out_inflights(model: str, chosen: str) -> None:
+    found = environment(config(model), {"VLLM_PLUGINS": chosen})
+    assert found["VLLM_PLUGINS"].split(",") == [chosen, engine_args.PLUGIN]
 
 
 def test_a_vllm_without_the_patch_is_refused_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,11 +25,12 @@ from inflight.launcher import launch as launching
 from inflight.launcher import preflight, run_folder
 from inflight.launcher import restarts as restarting
 from inflight.launcher.compose import compose
+from inflight.launcher.last_words import last_lines, last_words
 from inflight.launcher.launch import LaunchError, launch, usual_commands
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
 from inflight.messages import Status
-from inflight.processes import Command, Ended, last_lines, last_words
+from inflight.processes import Command, Ended
 
 LIVE_FOREVER = "import time; time.sleep(600)"
 IGNORES_TERM = (

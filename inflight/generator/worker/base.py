@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.generator.settings import INCARNATION, Settings
+from inflight.generator.plugin import INCARNATION
+from inflight.generator.settings import Settings
 from inflight.weights.receive.shadow import Shadow
 
 if TYPE_CHECKING:

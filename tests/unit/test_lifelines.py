@@ -1,0 +1,88 @@
+"""Nothing of a generator outlives it: not when it was started by a script, nor when it hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+# As vLLM does it: a server that starts an engine core, which starts a worker; both hang and hold Python's lock. Each
+# loads the plugin when it has come up; a forked one has it of its parent.
+SERVER = """
+import ctypes, multiprocessing, os, sys, time
+from inflight.generator import plugin
+
+PR_GET_PDEATHSIG = 2
+
+def come_up():
+    if multiprocessing.get_start_method() == "spawn":
+        plugin.register()
+    signal = ctypes.c_int()
+    ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(signal), 0, 0, 0)
+    print(os.getpid(), signal.value, flush=True)
+
+def worker():
+    come_up()
+    ctypes.PyDLL(None).sleep(600)
+
+def core():
+    come_up()
+    multiprocessing.Process(target=worker).start()
+    ctypes.PyDLL(None).sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method(sys.argv[1])
+    if sys.argv[2] == "of a run":
+        os.environ[plugin.INCARNATION] = "cafe"
+    plugin.register()
+    multiprocessing.Process(target=core).start()
+    time.sleep(600)
+"""
+
+
+def family(tmp_path: Path, how: str, whose: str) -> tuple[subprocess.Popen[str], dict[psutil.Process, int]]:
+    """The server, in the group of this process as a script's child is, and its engine core and worker, with the signal
+    that each gets when its parent ends."""
+    (tmp_path / "server.py").write_text(SERVER)
+    command = [sys.executable, str(tmp_path / "server.py"), how, whose]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    lines = [server.stdout.readline().split() for _ in range(2)]
+    return server, {psutil.Process(int(pid)): int(signal) for pid, signal in lines}
+
+
+@pytest.mark.parametrize("how", ["spawn", "fork"])
+def test_a_killed_generator_leaves_no_engine_behind(tmp_path, how):
+    server, children = family(tmp_path, how, "of a run")
+    server.kill()
+    _, left = psutil.wait_procs(children, timeout=20)
+    for each in left:
+        each.kill()
+    server.wait(10)
+    assert left == []
+
+
+def test_an_engine_that_is_no_generators_is_left_alone(tmp_path):
+    """The plugin is loaded into every vLLM process of the machine."""
+    server, children = family(tmp_path, "fork", "of nobody")
+    server.kill()
+    server.wait(10)
+    for each in children:
+        each.kill()
+    assert list(children.values()) == [0, 0]
+
+
+ORPHAN = """
+import os, sys
+from inflight.processes import end_with
+end_with(int(sys.argv[1]))
+print("lives on")
+"""
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once():
+    done = subprocess.run([sys.executable, "-c", ORPHAN, "1"], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")

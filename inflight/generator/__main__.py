@@ -49,6 +49,8 @@ def _run(config: RunConfig, name: str) -> int:
     except (SystemExit, KeyboardInterrupt):
         server.end_children()
         return STOPPED
+    except ConfigError:
+        raise
     except (GeneratorEnded, BusError, ValueError, OSError) as error:
         return say_why(f"generator {name}", error, GIVEN_UP)
     except RuntimeError as error:  # vLLM's word for a core that did not start; its log tells why

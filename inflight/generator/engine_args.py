@@ -12,6 +12,7 @@ from typing import Any
 
 from inflight.config import ConfigError, RunConfig
 from inflight.generator.settings import Settings
+from inflight.generator.shadow.limits import refuse_arguments
 from inflight.models import prepare
 
 CPU_WORKER = "inflight.generator.worker.cpu.InflightCPUWorker"
@@ -50,8 +51,10 @@ OWN = {
 
 
 def require_extra(extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a key of `generator.extra` that inflight sets itself, or that is no engine argument of the
-    installed vLLM. Reads vLLM's source, because importing it takes many seconds."""
+    """Raises ConfigError for a key of `generator.extra` that inflight sets itself, that brings what swaps do not
+    support, or that is no engine argument of the installed vLLM. Reads vLLM's source, because importing it takes many
+    seconds."""
+    refuse_arguments(extra)
     for name in extra:
         if name in OWN:
             raise ConfigError(f"generator.extra.{name} is not allowed: {OWN[name] or 'inflight'} sets it")

@@ -29,6 +29,7 @@ from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
 from inflight.generator.plugin import INCARNATION, hand_over_often
+from inflight.generator.shadow.limits import refuse
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
 
@@ -95,10 +96,8 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 
     usage = UsageContext.OPENAI_API_SERVER
     vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(usage)
-    if current_platform.is_cpu():
-        from inflight.generator.shadow.template import refuse_config
-
-        refuse_config(vllm_config)  # the workers would too, but their reasons drown in vLLM's tracebacks
+    # The workers would too, but their reasons drown in vLLM's tracebacks.
+    refuse(vllm_config, "CPU" if current_platform.is_cpu() else "CUDA")
     try:
         engine = AsyncLLM.from_vllm_config(vllm_config, usage_context=usage)
         try:

@@ -297,6 +297,6 @@ def test_a_model_that_can_not_be_swapped_is_refused_in_one_line(tmp_path: Path) 
     configuration.save(config)
     command = [sys.executable, "-m", "inflight.generator", "--run-dir", str(tmp_path), "--name", "g0"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     last = ended.stderr.splitlines()[-1]
     assert last.startswith("inflight generator g0: swapping weights on CPU does not support torch.compile")

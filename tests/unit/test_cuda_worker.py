@@ -85,7 +85,6 @@ def test_a_kv_cache_of_a_fixed_size_is_counted(worker: Any) -> None:
         ("copy", {"kv": 40 * GIB}, "lacks 2.00 GiB"),
         ("graphs", {"mappable": False}, "no virtual memory management"),
         ("remap", {"mappable": False}, "no virtual memory management"),
-        ("rebind", {}, "swap=rebind is not for CUDA: auto, graphs, remap, copy, host"),
     ],
 )
 def test_what_is_asked_for_and_cant_be_had_is_refused(

@@ -1,28 +1,162 @@
-"""Which engines the CUDA worker can't update yet."""
+"""What of vLLM can't be combined with a swap of weights, and why: one table, for CPU and CUDA.
+
+Everything here is refused before an engine starts. What a setting alone tells is refused by the launcher already, which
+does not import vLLM for that.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from inflight.config import ConfigError
+from inflight.generator.settings import Settings
 
-def refuse_unsupported(vllm_config: Any) -> None:
-    """Raises ValueError with one line for what a swap would leave half updated."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    offload = getattr(vllm_config, "offload_config", None)
+SWAPS = {"CPU": ("auto", "rebind"), "CUDA": ("auto", "graphs", "remap", "copy", "host")}
+"""Values of `generator.swap` by device."""
+BOTH = tuple(SWAPS)
+_NO_COMPILATION = 0
+"""vLLM's CompilationMode.NONE, an IntEnum."""
+
+
+class UnsupportedModel(ConfigError):
+    """An engine whose weights can't be swapped; the text says why, in one line."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """One line of the table."""
+
+    what: str
+    why: str
+    found: Callable[[Any], object]
+    """Whether a VllmConfig has it; truthy for yes."""
+    devices: tuple[str, ...] = BOTH
+    arguments: Mapping[str, Callable[[Any], object]] = field(default_factory=dict)
+    """Engine arguments, each with the values that bring it: those that are truthy under the function."""
+
+
+def _more_than_one(value: object) -> bool:
+    return isinstance(value, int) and value > 1
+
+
+def _has_fixed_scales(dtype: object) -> bool:
+    """Of a KV cache's dtype. Those that are named `per_token` have a scale for each token, computed with it."""
+    return str(dtype).startswith(("fp8", "nvfp4")) and "per_token" not in str(dtype)
+
+
+def _offloads_weights(config: Any) -> bool:
+    offload = getattr(config, "offload_config", None)
     uva, prefetch = getattr(offload, "uva", None), getattr(offload, "prefetch", None)
-    reasons = {
-        f"quantised weights ({model.quantization})": model.quantization is not None,
-        "mixture-of-experts models": bool(model.is_moe),
-        "multi-head latent attention": bool(model.use_mla),
-        "LoRA": vllm_config.lora_config is not None,
-        "speculative decoding": vllm_config.speculative_config is not None,
-        "expert parallelism": bool(parallel.enable_expert_parallel),
-        "sleep mode": bool(model.enable_sleep_mode),
-        "weights offloaded to the CPU": bool(
-            getattr(uva, "cpu_offload_gb", 0) or getattr(prefetch, "offload_group_size", 0)
-        ),
-        "multimodal models": bool(getattr(model, "is_multimodal_model", False)),
-    }
-    found = [reason for reason, there in reasons.items() if there]
-    if found:
-        raise ValueError(f"inflight can't update {', '.join(found)} on CUDA yet")
+    return bool(getattr(uva, "cpu_offload_gb", 0) or getattr(prefetch, "offload_group_size", 0))
+
+
+LIMITS = (
+    Limit(
+        "quantised weights",
+        "what the kernels use is computed from the weights when they are loaded",
+        lambda config: config.model_config.quantization is not None or getattr(config, "quant_config", None),
+        arguments={"quantization": bool},
+    ),
+    Limit(
+        "mixture of experts",
+        "experts are fused into tensors that no plan covers",
+        lambda config: config.model_config.is_moe,
+    ),
+    Limit(
+        "expert parallelism",
+        "experts are fused into tensors that no plan covers",
+        lambda config: config.parallel_config.enable_expert_parallel,
+        arguments={"enable_expert_parallel": bool},
+    ),
+    Limit(
+        "multi-head latent attention",
+        "weights that are derived from the checkpoint's are kept beside them",
+        lambda config: config.model_config.use_mla,
+    ),
+    Limit(
+        "LoRA",
+        "adapters belong to the weights that they were trained with",
+        lambda config: config.lora_config is not None,
+        arguments={"enable_lora": bool},
+    ),
+    Limit(
+        "speculative decoding",
+        "the draft model's weights would stay as they are",
+        lambda config: config.speculative_config is not None,
+        arguments={"speculative_config": bool},
+    ),
+    Limit(
+        "sleep mode",
+        "it moves weights away and back, and knows of one set only",
+        lambda config: config.model_config.enable_sleep_mode,
+        arguments={"enable_sleep_mode": bool},
+    ),
+    Limit(
+        "weights offloaded to the CPU",
+        "there is no second set of them",
+        _offloads_weights,
+        arguments={"cpu_offload_gb": bool, "offload_group_size": bool},
+    ),
+    Limit(
+        "multimodal models",
+        "embeddings of images seen before a swap are kept by content, not by version",
+        lambda config: getattr(config.model_config, "is_multimodal_model", False),
+    ),
+    Limit(
+        "KV caches outside the engine",
+        "what they hold outlives a swap and is found by its tokens alone, whatever weights computed it",
+        lambda config: config.kv_transfer_config is not None or getattr(config.cache_config, "kv_offloading_size", 0),
+        arguments={"kv_transfer_config": bool, "kv_offloading_size": bool},
+    ),
+    Limit(
+        "encoder caches outside the engine",
+        "what they hold outlives a swap and is found by its content alone, whatever weights computed it",
+        lambda config: getattr(config, "ec_transfer_config", None),
+        arguments={"ec_transfer_config": bool},
+    ),
+    Limit(
+        "KV caches quantised with fixed scales",
+        "scales that fit the weights at the start need not fit later ones; bfloat16 and *_per_token_head dtypes do",
+        lambda config: _has_fixed_scales(config.cache_config.cache_dtype),
+        arguments={"kv_cache_dtype": _has_fixed_scales, "calculate_kv_scales": bool},
+    ),
+    Limit(
+        "data parallelism",
+        "only one of its engine cores would be told to commit; generator.count gives more generators",
+        lambda config: _more_than_one(config.parallel_config.data_parallel_size),
+        arguments={"data_parallel_size": _more_than_one},
+    ),
+    Limit(
+        "pipeline parallelism",
+        "rebinding takes a model whole",
+        lambda config: _more_than_one(config.parallel_config.pipeline_parallel_size),
+        devices=("CPU",),
+    ),
+    Limit(
+        "torch.compile",
+        "compiled code may hold copies of weights; set enforce_eager",
+        lambda config: config.compilation_config.mode != _NO_COMPILATION,
+        devices=("CPU",),
+    ),
+)
+
+
+def refuse(vllm_config: Any, device: str) -> None:
+    """Raises UnsupportedModel with one line for the first limit of `device`, CPU or CUDA, that this engine is over, or
+    for a way to swap that the device does not have."""
+    for limit in LIMITS:
+        if device in limit.devices and limit.found(vllm_config):
+            raise UnsupportedModel(f"swapping weights on {device} does not support {limit.what}: {limit.why}")
+    if (swap := Settings.of(vllm_config).swap) not in SWAPS[device]:
+        raise UnsupportedModel(f"generator.swap={swap} is not for {device}: {', '.join(SWAPS[device])} are")
+
+
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises UnsupportedModel with one line for a key of `generator.extra` that brings what no device supports."""
+    for limit in LIMITS:
+        for name, brings in limit.arguments.items():
+            if limit.devices == BOTH and name in arguments and brings(arguments[name]):
+                asked = f"generator.extra.{name}={arguments[name]!r}"
+                raise UnsupportedModel(f"{asked} is not allowed: swaps do not support {limit.what}: {limit.why}")

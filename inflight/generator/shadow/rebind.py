@@ -19,13 +19,8 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
 from inflight.generator.shadow.coverage import check_coverage
-from inflight.generator.shadow.template import (
-    UnsupportedModel,
-    like,
-    make_template,
-    refuse_config,
-    refuse_model,
-)
+from inflight.generator.shadow.limits import UnsupportedModel, refuse
+from inflight.generator.shadow.template import like, make_template, refuse_model
 from inflight.messages import Manifest
 
 if TYPE_CHECKING:
@@ -67,7 +62,7 @@ class RebindShadow:
 
     def __init__(self, live: torch.nn.Module, vllm_config: VllmConfig) -> None:
         """Call it in `load_model`. Raises UnsupportedModel for an engine that rebinding can't serve."""
-        refuse_config(vllm_config)
+        refuse(vllm_config, "CPU")
         refuse_model(live)
         self._tensor_parallel_size = vllm_config.parallel_config.tensor_parallel_size
         self._template = make_template(vllm_config)

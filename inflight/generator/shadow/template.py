@@ -7,42 +7,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import CompilationMode
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from inflight.generator.settings import Settings
+from inflight.generator.shadow.limits import UnsupportedModel
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-SWAPS = ("auto", "rebind")
-"""Values of `generator.swap` that a CPU has."""
-
-
-class UnsupportedModel(ValueError):
-    """An engine whose weights can't be swapped by rebinding; the text says why, in one line."""
-
-
-def refuse_config(vllm_config: VllmConfig) -> None:
-    """Raises UnsupportedModel for what rebinding does not handle and the configuration alone tells."""
-    model = vllm_config.model_config
-    reasons = {
-        "quantised weights": vllm_config.quant_config is not None,
-        "mixture of experts": model.is_moe,
-        "LoRA": vllm_config.lora_config is not None,
-        "MLA attention": model.use_mla,
-        "a speculative draft model": vllm_config.speculative_config is not None,
-        "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,
-        "torch.compile (set enforce_eager: compiled code may hold copies of weights)": (
-            vllm_config.compilation_config.mode != CompilationMode.NONE
-        ),
-    }
-    for what, found in reasons.items():
-        if found:
-            raise UnsupportedModel(f"swapping weights on CPU does not support {what}")
-    if (swap := Settings.of(vllm_config).swap) not in SWAPS:
-        raise UnsupportedModel(f"generator.swap={swap} is not for CPU: {', '.join(SWAPS)} are")
 
 
 def refuse_model(live: torch.nn.Module) -> None:

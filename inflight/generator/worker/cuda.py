@@ -24,7 +24,7 @@ from inflight.generator.shadow import arena as arenas
 from inflight.generator.shadow.cuda_plan import PlanError
 from inflight.generator.shadow.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
 from inflight.generator.shadow.layout import Layout, lay_out, move_into
-from inflight.generator.shadow.limits import refuse_unsupported
+from inflight.generator.shadow.limits import refuse
 from inflight.generator.shadow.remap import CopyShadow, CudaShadow, DirectTransport, RemapShadow
 from inflight.generator.worker.base import InflightWorkerMixin
 from inflight.generator.worker.step_hooks import hook_forward, hook_logits
@@ -52,7 +52,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads as vLLM does, then moves the parameters into the arena and makes the shadow."""
         hooks.require("cuda")
-        refuse_unsupported(self.vllm_config)
+        refuse(self.vllm_config, "CUDA")
         Worker.load_model(self, *args, **kwargs)
         self.inflight_shadow = self.make_shadow()
 
@@ -89,8 +89,6 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     def _choose(self, asked: str, nbytes: int) -> tuple[str, str]:
         """(mode, reason). Raises ValueError when what is asked for can't be had."""
-        if asked not in ("auto", "graphs", "remap", "copy", "host"):
-            raise ValueError(f"generator.swap={asked} is not for CUDA: auto, graphs, remap, copy, host")
         mappable = arenas.supported(self.device)
         lacking = self._lacking(nbytes)
         if asked in ("graphs", "remap") and not mappable:

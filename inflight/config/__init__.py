@@ -126,8 +126,12 @@ class RunConfig:
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
         sequences = self.trainer.groups_per_step * self.rollout.group_size
-        ranks = self.trainer.processes
+        ranks, parts = self.trainer.processes, self.trainer.updates_per_batch
         require(ranks <= sequences, "trainer.processes", ranks, f"a step has {sequences} sequences to share out")
+        require(
+            parts * ranks <= sequences, "trainer.updates_per_batch", parts,
+            f"a step has {sequences} sequences, and each of {ranks} trainer processes needs one for each update",
+        )  # fmt: skip
 
     @property
     def path(self) -> Path:

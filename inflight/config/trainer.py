@@ -8,6 +8,8 @@ from typing import Any
 from inflight.config.checks import LARGEST_REAL, MAX_PROCESSES, require, require_fields
 
 NORMALISATIONS = ("token", "sequence", "constant")
+MAX_UPDATES = 1024
+"""Of one kind, for one batch."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_REFERENCES = ("start", "teacher")
 
@@ -16,7 +18,7 @@ KL_REFERENCES = ("start", "teacher")
 class ObjectiveConfig:
     """What is minimised (see docs/objectives.md)."""
 
-    name: str = "ppo"
+    name: str = "tis"
     """A built-in objective or `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Given to it: its keyword-only parameters."""
@@ -65,6 +67,12 @@ class TrainerConfig:
     synchronous: bool = False
     """Generate a step's groups only when the version before is live everywhere, and train only then: nothing is ever
     stale, and one side waits while the other works. For comparison; needs gate.max_lag=0."""
+    updates_per_batch: int = 1
+    """Optimizer steps in one pass over a batch, each on a part of its sequences, dealt out at random. One version is
+    published after all of them. With more than one update in all, the batch is scored before the first
+    (`p_prox` in docs/objectives.md)."""
+    epochs_per_batch: int = 1
+    """Passes over a batch, each dealt out anew."""
     micro_batch: int = 8
     """Sequences per forward pass."""
     packing: bool = False
@@ -91,8 +99,14 @@ class TrainerConfig:
     """The newest so many stay, older ones are removed; 0 keeps all."""
     batch_timeout_s: float = 600.0
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps from one version to the next."""
+        return self.updates_per_batch * self.epochs_per_batch
+
     def __post_init__(self) -> None:
         require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
+        require_fields(self, "trainer", "updates_per_batch epochs_per_batch", least=1, most=MAX_UPDATES)
         require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
         require_fields(self, "trainer", "learning_rate weight_decay", least=0, most=LARGEST_REAL)
         require_fields(self, "trainer", "warmup_steps checkpoint_every checkpoints_kept", least=0)

@@ -12,10 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from inflight.messages.base import MAX_BUCKETS, Checksum, Message, Seconds, Text
-from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
+from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, Scored, TrainerHello
 from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Url, Version
 
-SCHEMA = 3
+SCHEMA = 4
 MAX_FRAME_BYTES = 64 << 20
 """A rollout group of 4,096 samples of 1,000 tokens fits; weights never travel here."""
 
@@ -271,6 +271,7 @@ AnyMessage = (
     | Meet
     | Learn
     | Learned
+    | Scored
     | Order
     | Done
     | RankFailed

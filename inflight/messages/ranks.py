@@ -34,12 +34,14 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Learn(Message, tag=True):
-    """Forward and backward pass of a micro-batch, by field of the trainer's Batch. Answered by Learned.
+    """A micro-batch, by field of the trainer's Batch. `purpose`: `learn`, forward and backward pass, answered by
+    Learned; `score`, its log-probabilities alone, answered by Scored.
 
     `number` counts the orders to a rank from 1.
     """
 
     number: Count
+    purpose: Annotated[str, Meta(pattern="^(learn|score)$")]
     batch: Annotated[dict[Name, TensorData], Meta(max_length=64)]
 
 
@@ -51,15 +53,22 @@ class Learned(Message, tag=True):
     stats: Annotated[dict[Name, TensorData | Counts], Meta(max_length=64)]
 
 
+class Scored(Message, tag=True):
+    """[B, L] log-probabilities of a rank's micro-batch under the weights as they are."""
+
+    number: Count
+    logprobs: TensorData
+
+
 class Order(Message, tag=True):
     """Something that all ranks do together. Answered by Done.
 
-    `step`: the optimizer's. `gather`: the parameters to publish. `checkpoint`: parameters and optimizer. `drop`: the
-    gradient is not wanted.
+    `update`: the optimizer's step. `step`: the same for the last time in a batch, and the learning rate's. `gather`:
+    the parameters to publish. `checkpoint`: parameters and optimizer. `drop`: the gradient is not wanted.
     """
 
     number: Count
-    what: Annotated[str, Meta(pattern="^(step|gather|checkpoint|drop)$")]
+    what: Annotated[str, Meta(pattern="^(update|step|gather|checkpoint|drop)$")]
 
 
 class Done(Message, tag=True):

@@ -48,7 +48,8 @@ class Batch:
     """[B] float32: what a token of the sequence weighs in the step's loss. Known for the whole step before it is cut
     into micro-batches or handed out to ranks, so their losses are summed, whatever the cut."""
     proximal_logprobs: torch.Tensor | None = None
-    """[B, L] float32 under the weights before the step's first update; None where those are the ones trained on."""
+    """[B, L] float32 under the weights before the batch's first update; None where those are the ones trained on,
+    which they are when there is one update a batch."""
     teacher_logprobs: torch.Tensor | None = None
     """[B, L] float32; None unless a teacher scored every sequence."""
     kept: torch.Tensor | None = None
@@ -78,19 +79,22 @@ class Batch:
     def micro_batches(self, size: int, *, mixed: bool = False) -> list[Batch]:
         """Parts of at most `size` sequences, each cut to its own longest: of similar lengths, so that little is
         padded, or `mixed`, so that short ones and long ones are there to be packed."""
+        return [self.rows(each) for each in self.cut(size, mixed=mixed)]
+
+    def cut(self, size: int, *, mixed: bool = False) -> list[torch.Tensor]:
+        """The rows of each of `micro_batches`, int64."""
         order = self.lengths().argsort(descending=True, stable=True)
         count = math.ceil(len(order) / size)
-        return [
-            self._rows(rows) for rows in ([order[at::count] for at in range(count)] if mixed else order.split(size))
-        ]
+        return [order[at::count] for at in range(count)] if mixed else list(order.split(size))
+
+    def rows(self, rows: torch.Tensor) -> Batch:
+        """Some of the sequences, cut to the longest of them; their scales stay what they are."""
+        width = int(self.lengths()[rows].max())
+        return self._map(lambda tensor: tensor[rows][:, :width] if tensor.ndim > 1 else tensor[rows])
 
     def to(self, device: torch.device) -> Batch:
         """The same on another device."""
         return self._map(lambda tensor: tensor.to(device))
-
-    def _rows(self, rows: torch.Tensor) -> Batch:
-        width = int(self.lengths()[rows].max())
-        return self._map(lambda tensor: tensor[rows][:, :width] if tensor.ndim > 1 else tensor[rows])
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         values: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}

@@ -15,13 +15,13 @@ from accelerate.utils import set_seed
 from inflight.bus import Link
 from inflight.config import RunConfig
 from inflight.messages import AnyMessage, Finish
-from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
+from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, Scored, TrainerHello
 from inflight.models import prepare
 from inflight.trainer.batch import Batch
 from inflight.trainer.bound import bounded
 from inflight.trainer.keep import load_optimizer, model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
-from inflight.trainer.parcel import pack, unpack
+from inflight.trainer.parcel import pack, pack_tensor, unpack
 from inflight.trainer.policy import load_policy, reference
 from inflight.trainer.sharding import form_group
 from inflight.weights.publish.guard import ReadGuard
@@ -100,9 +100,11 @@ class Follower:
         self._guard = ReadGuard(self._source.device)
         self._guard.hold(self._learner.optimizer.optimizer)
 
-    def do(self, message: AnyMessage) -> Done | Learned:
+    def do(self, message: AnyMessage) -> Done | Learned | Scored:
         """What rank 0 does at the same time, and the answer to it. Raises FollowError for anything else."""
         match message:
+            case Learn(number=number, purpose="score", batch=batch):
+                return Scored(number=number, logprobs=pack_tensor(self._learner.score(unpack(Batch, batch))))
             case Learn(number=number, batch=batch):
                 loss, stats = self._learner.learn(unpack(Batch, batch))
                 return Learned(number=number, loss=loss, stats=pack(stats))
@@ -114,8 +116,8 @@ class Follower:
     def _obey(self, what: str) -> None:
         master = self._learner.policy.master
         match what:
-            case "step":
-                self._learner.step()
+            case "step" | "update":
+                self._learner.step(last=what == "step")
             case "drop":
                 self._learner.policy.drop_gradients()
             case "gather":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -10,16 +11,16 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from inflight.config import RunConfig
+from inflight.config import RunConfig, TrainerConfig
 from inflight.rollout.gate import GatedGroup
 from inflight.sampling import Sampling
 from inflight.trainer.advantage import advantage_of
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.loss import make_loss
-from inflight.trainer.parcel import unpack
+from inflight.trainer.parcel import unpack, unpack_tensor
 from inflight.trainer.policy import Policy
-from inflight.trainer.split import rounds
+from inflight.trainer.split import mini_batches, rounds, shares
 from inflight.trainer.stats import Stats, combine
 from inflight.trainer.team import Team
 from inflight.weights.shards import is_sharded
@@ -34,7 +35,7 @@ class LearnError(RuntimeError):
 
 
 def warmup(steps: int) -> Callable[[int], float]:
-    """Factor of the learning rate at the n-th step (from 0): rises evenly over `steps` steps to 1 and stays."""
+    """Factor of the learning rate at the n-th version (from 0): rises evenly over `steps` versions to 1 and stays."""
     return lambda step: min(1.0, (step + 1) / steps) if steps else 1.0
 
 
@@ -72,6 +73,11 @@ class Learner:
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
         self.optimizer, self._schedule = accelerator.prepare(optimizer, schedule)
 
+    @property
+    def settings(self) -> TrainerConfig:
+        """How it is to learn."""
+        return self._config.trainer
+
     def collate(self, groups: Sequence[GatedGroup]) -> Batch:
         """The batch of a step, its tokens valued and weighed as the run is configured."""
         return collate(
@@ -81,15 +87,44 @@ class Learner:
             max_tokens=self._config.rollout.max_tokens,
         )
 
+    def mini_batches(self, batch: Batch) -> list[Batch]:
+        """The parts of one epoch, dealt out anew at each call."""
+        return mini_batches(
+            batch, self.settings.updates_per_batch, self._loss.normalise, self._config.rollout.max_tokens
+        )
+
+    def scored(self, batch: Batch, stop: Callable[[], bool]) -> Batch:
+        """The batch with `proximal_logprobs`: its tokens' log-probabilities under the weights as they are now.
+
+        In the micro-batches that a step computes in. Raises Stopped as `backward` does.
+        """
+        found: list[torch.Tensor] = []
+        for own, *others in self._rounds(batch):
+            if stop():
+                raise Stopped
+            with self.team.learning(others, purpose="score"):
+                found.append(self.score(own))
+            found += [unpack_tensor("logprobs", each) for each in self.team.scored()]
+        filled = torch.zeros_like(batch.behaviour_logprobs)
+        settings = self.settings
+        cut = shares(batch, settings.micro_batch, settings.processes, mixed=settings.packing)
+        for rows, logprobs in zip(cut, found, strict=False):  # beyond are ranks that had nothing left
+            filled[rows, : logprobs.shape[1]] = logprobs
+        return dataclasses.replace(batch, proximal_logprobs=filled)
+
+    @torch.no_grad()
+    def score(self, batch: Batch) -> torch.Tensor:
+        """[B, L] float32 on the CPU: log-probabilities of a micro-batch's tokens under the weights as they are now."""
+        return self._score(self.policy.score, batch.to(self._accelerator.device)).logprobs.cpu()
+
     def backward(self, batch: Batch, stop: Callable[[], bool]) -> tuple[float, Stats]:
         """Leaves the gradient of the batch's loss on the master weights; the loss and what happened.
 
         Both are the same whatever the micro-batches and ranks. Raises Stopped when `stop()` says so between
         micro-batches.
         """
-        settings = self._config.trainer
         done: list[tuple[float, Stats]] = []
-        for own, *others in rounds(batch, settings.micro_batch, settings.processes, mixed=settings.packing):
+        for own, *others in self._rounds(batch):
             if stop():
                 with self.team.together("drop"):
                     self.policy.drop_gradients()
@@ -98,6 +133,10 @@ class Learner:
                 done.append(self.learn(own))
         done += [(each.loss, unpack(Stats, each.stats)) for each in self.team.learned()]
         return sum(loss for loss, _ in done), combine([stats for _, stats in done])
+
+    def _rounds(self, batch: Batch) -> list[list[Batch]]:
+        settings = self.settings
+        return rounds(batch, settings.micro_batch, settings.processes, mixed=settings.packing)
 
     def learn(self, batch: Batch) -> tuple[float, Stats]:
         """Adds the gradient of a micro-batch; its share of the step's loss, and what happened."""
@@ -124,14 +163,18 @@ class Learner:
             return None
         return self._score(functools.partial(score_tokens, self._reference), batch).logprobs
 
-    def step(self) -> float:
-        """Clips, steps, forgets the gradient; its norm before clipping. Raises LearnError when that is not finite."""
-        with self.team.together("step"):
+    def step(self, *, last: bool = True) -> float:
+        """Clips, steps, forgets the gradient; its norm before clipping. Raises LearnError when that is not finite.
+
+        The learning rate moves on with the `last` update of a batch, as the version does.
+        """
+        with self.team.together("step" if last else "update"):
             norm = self._clip()
             if not math.isfinite(norm):
                 raise LearnError(f"the gradient's norm is {norm}: the step was not taken")
             self.optimizer.step()
-        self._schedule.step()
+        if last:
+            self._schedule.step()
         self.policy.drop_gradients()
         self.policy.refresh()
         return norm

@@ -16,6 +16,7 @@ from inflight.trainer.learner import Learner, LearnError, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.stop import Stop
 from inflight.trainer.team import TeamError
+from inflight.trainer.updates import train
 from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
 
@@ -80,7 +81,7 @@ class Trainer:
         self._finish()
 
     def train_step(self, step: int) -> None:
-        """One version: a batch judged at the version before, its gradient, the optimizer's step, the publication."""
+        """One version: a batch judged at the version before, the optimizer's steps on it, the publication."""
         with self._clock.phase("wait_s"):
             settings = self._config.trainer
             if settings.synchronous:
@@ -88,11 +89,10 @@ class Trainer:
             groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)
-            loss, stats = self._learner.backward(batch, self._stop.is_set)
-            grad_norm = self._learner.step()
+            updates = train(self._learner, batch, self._stop.is_set)
         self._books = self._buffer.books()
         report = self.publish(step)
-        learned = rewards_and_lags(groups, batch) | learning(loss, grad_norm, stats, batch)
+        learned = rewards_and_lags(groups, batch) | learning(updates, settings.epochs_per_batch, batch)
         self._write_line(step, learned, report, batch.completion_tokens)
 
     def publish(self, version: int) -> PublishReport:

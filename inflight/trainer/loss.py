@@ -60,7 +60,12 @@ class Loss:
 
     @torch.no_grad()
     def _gate(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-        """[B, L] what is still trained on after the rules on log-ratios, and how many tokens each has masked."""
+        """[B, L] what is still trained on after the rules on log-ratios, and how many tokens each has masked.
+
+        They judge by the weights before the batch's first update: a token is in for all updates, or for none.
+        """
+        if batch.proximal_logprobs is not None:
+            logprobs = batch.proximal_logprobs
         mask, counts = batch.trained_mask, Counter[str]()
         for name, rule in self.ratio_rules:
             log_ratio = (logprobs - batch.behaviour_logprobs).masked_fill(~mask, 0)

@@ -26,7 +26,7 @@ def pack(record: Any) -> dict[str, Any]:
     """The tensors and counts of a dataclass by field; what is None does not travel."""
     values = {each.name: getattr(record, each.name) for each in fields(record)}
     return {
-        name: _pack(value) if isinstance(value, torch.Tensor) else value
+        name: pack_tensor(value) if isinstance(value, torch.Tensor) else value
         for name, value in values.items()
         if value is not None
     }
@@ -34,19 +34,23 @@ def pack(record: Any) -> dict[str, Any]:
 
 def unpack(kind: type[Record], parcel: Mapping[str, TensorData | dict[str, int]]) -> Record:
     """Raises ParcelError for unknown or missing fields and for bytes that are not the tensor they claim to be."""
-    values = {name: _unpack(name, each) if isinstance(each, TensorData) else each for name, each in parcel.items()}
+    values = {
+        name: unpack_tensor(name, each) if isinstance(each, TensorData) else each for name, each in parcel.items()
+    }
     try:
         return kind(**values)
     except TypeError as error:
         raise ParcelError(f"not a {kind.__name__}: {error}") from None
 
 
-def _pack(tensor: torch.Tensor) -> TensorData:
+def pack_tensor(tensor: torch.Tensor) -> TensorData:
+    """A tensor by value, on the CPU."""
     plain = tensor.contiguous().cpu()
     return TensorData(dtype=_NAMES[plain.dtype], shape=list(plain.shape), data=plain.numpy().tobytes())
 
 
-def _unpack(name: str, data: TensorData) -> torch.Tensor:
+def unpack_tensor(name: str, data: TensorData) -> torch.Tensor:
+    """And back; raises ParcelError calling it `name` for bytes that are not what they claim to be."""
     dtype = _DTYPES[data.dtype]
     if len(data.data) != math.prod(data.shape) * dtype.itemsize:
         raise ParcelError(f"{name} of shape {data.shape} in {data.dtype} can't have {len(data.data)} bytes")

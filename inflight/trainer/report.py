@@ -1,6 +1,8 @@
 """What the trainer tells: a line a step, a line a swap, and a status each second.
 
 metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are told in stats.py;
+`updates` are the optimizer's steps of the batch, `loss` and `grad_norm` means over them, and `by_update` has a row for
+each where there are several; all other figures of tokens are of the first epoch, which meets each token once;
 `tokens_trained` are those in the loss, `tokens_masked` the others of the batch, and `lag_*` those that the gate's rules
 let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
 wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
@@ -28,7 +30,8 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.books import Counts
 from inflight.rollout.gate import GatedGroup
 from inflight.trainer.batch import Batch
-from inflight.trainer.stats import Stats
+from inflight.trainer.stats import combine
+from inflight.trainer.updates import Update
 from inflight.weights.publish.delivery import Event, Failure, Superseded, Swap
 from inflight.weights.publish.publisher import Publisher, PublishReport
 
@@ -83,10 +86,23 @@ def rewards_and_lags(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, ob
     }
 
 
-def learning(loss: float, grad_norm: float, stats: Stats, batch: Batch) -> dict[str, object]:
-    """The part of a step's line that the learner knows."""
-    tokens = {"tokens_trained": stats.tokens, "tokens_masked": batch.completion_tokens - stats.tokens}
-    return {"loss": loss, "grad_norm": grad_norm, **tokens, **stats.values()}
+def learning(updates: Sequence[Update], epochs: int, batch: Batch) -> dict[str, object]:
+    """The part of a step's line that the learner knows; `updates` are those of all `epochs`."""
+    stats = combine([each.stats for each in updates[: len(updates) // epochs]])
+    return {
+        "updates": len(updates),
+        "loss": statistics.fmean(each.loss for each in updates),
+        "grad_norm": statistics.fmean(each.grad_norm for each in updates),
+        "tokens_trained": stats.tokens,
+        "tokens_masked": batch.completion_tokens - stats.tokens,
+        **stats.values(),
+        **({"by_update": [_row(each) for each in updates]} if len(updates) > 1 else {}),
+    }
+
+
+def _row(update: Update) -> dict[str, float]:
+    figures = {name: update.stats.whole()[name] for name in ("clip_share", "drift", "tokens")}
+    return {"loss": update.loss, "grad_norm": update.grad_norm, **figures}
 
 
 def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A step's batch, cut for several ranks."""
+"""A step's batch, cut for several updates and for several ranks."""
 
 from __future__ import annotations
 
@@ -7,19 +7,38 @@ import math
 
 import torch
 
-from inflight.trainer.batch import Batch
+from inflight.trainer.batch import Batch, scales
+
+
+def mini_batches(batch: Batch, count: int, normalise: str, max_tokens: int) -> list[Batch]:
+    """The sequences dealt out at random to `count` updates, as evenly as can be; to fewer where there are fewer.
+
+    Each is a batch of its own: what a token weighs (`Batch.scales`) is taken anew over its sequences.
+    """
+    order = torch.randperm(len(batch.input_ids))
+    found = []
+    for rows in order.tensor_split(min(count, len(order))):
+        part = batch.rows(rows)
+        weights = scales(part.trained_mask.sum(dim=1).tolist(), normalise, max_tokens)
+        found.append(dataclasses.replace(part, scales=weights))
+    return found
+
+
+def shares(batch: Batch, size: int, ranks: int, *, mixed: bool = False) -> list[torch.Tensor]:
+    """The rows of each micro-batch, of at most `size` sequences each and as even as can be."""
+    sequences = batch.input_ids.shape[0]
+    count = math.ceil(sequences / (size * ranks)) * ranks
+    return batch.cut(math.ceil(sequences / count), mixed=mixed)
 
 
 def rounds(batch: Batch, size: int, ranks: int, *, mixed: bool = False) -> list[list[Batch]]:
-    """Rounds of one micro-batch a rank, of at most `size` sequences each and as even as can be.
+    """Rounds of one micro-batch a rank: those of `shares`, in their order.
 
     Every rank takes part in every round, because the collectives of a sharded model want all of them: where there is
     nothing left for a rank, it gets a micro-batch again that weighs nothing. With one rank these are the
     batch's micro-batches; `mixed` is theirs.
     """
-    sequences = batch.input_ids.shape[0]
-    count = math.ceil(sequences / (size * ranks)) * ranks
-    parts = batch.micro_batches(math.ceil(sequences / count), mixed=mixed)
+    parts = [batch.rows(rows) for rows in shares(batch, size, ranks, mixed=mixed)]
     again = parts[-1]
     idle = dataclasses.replace(
         again, trained_mask=torch.zeros_like(again.trained_mask), scales=torch.zeros_like(again.scales)

@@ -23,13 +23,14 @@ TAIL = math.log(2)
 """A log-ratio beyond it, up or down, is counted as the tail: the probability has doubled or halved."""
 COLUMNS = (
     "tokens", "gated", "log_ratio", "log_ratio_squared", "log_ratio_size", "tail", "weight", "weight_squared", "kl",
-    "clipped", "entropy",
+    "clipped", "entropy", "drift",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stats:
-    """Of sampled tokens; all but `gated` over those trained on. `log_ratio = logprob now - logprob recorded`."""
+    """Of sampled tokens; all but `gated` over those trained on. `log_ratio = logprob - logprob recorded`, the former
+    under the weights before the batch's first update: its later updates say the same, and lag 0 stays the baseline."""
 
     sums: torch.Tensor
     """[LAGS, COLUMNS] float64."""
@@ -43,9 +44,13 @@ class Stats:
         """Trained on."""
         return int(self.sums[:, 0].sum())
 
+    def whole(self) -> dict[str, float]:
+        """The figures of all lags together."""
+        return row(self.sums.sum(dim=0), float(self.largest.max()))
+
     def values(self) -> dict[str, Any]:
         """For metrics: the whole step's figures, and `by_lag`, the same for each lag that a token had."""
-        whole = row(self.sums.sum(dim=0), float(self.largest.max()))
+        whole = self.whole()
         seen = [lag for lag in range(LAGS) if float(self.sums[lag, :2].sum()) > 0]
         by_lag = {str(lag): row(self.sums[lag], float(self.largest[lag])) for lag in seen}
         kept = ("log_ratio_mean", "log_ratio_std", "log_ratio_max", "tail_share", "ess", "kl", "clip_share", "entropy")
@@ -58,7 +63,7 @@ def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
 
     `ess` is the effective sample size as a share of the tokens, `(sum w)^2 / (n sum w^2)`; `kl` estimates
     KL(recorded || now) by `w - 1 - log w`; `gated` are sampled tokens
-    that were not trained on.
+    that were not trained on; `drift` is how far the batch's updates have moved, `|log p - log p_prox|`.
     """
     of = dict(zip(COLUMNS, sums.tolist(), strict=True))
     n = max(of["tokens"], 1.0)
@@ -76,6 +81,7 @@ def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
         "kl": of["kl"] / n,
         "clip_share": of["clipped"] / n,
         "entropy": of["entropy"] / n,
+        "drift": of["drift"] / n,
     }
 
 
@@ -93,13 +99,15 @@ def measure(
 ) -> Stats:
     """The stats of one micro-batch; `clipped` and `entropy` are [B, L]. On the CPU."""
     mask = terms.mask
-    log_ratio = terms.log_ratio[mask].double()
+    start = terms.recomputed()
+    log_ratio = (start - terms.behaviour)[mask].double()
+    drift = (terms.logprobs.detach() - start)[mask].double().abs()
     weight = ratio(log_ratio)
     gated = batch.completion_mask & ~mask & (batch.scales > 0)[:, None]  # a rank without work repeats a sequence
     columns = (
         torch.ones_like(log_ratio), torch.zeros_like(log_ratio), log_ratio, log_ratio**2, log_ratio.abs(),
         (log_ratio.abs() > TAIL).double(), weight, weight**2, weight - 1 - log_ratio, clipped[mask].double(),
-        entropy[mask].double(),
+        entropy[mask].double(), drift,
     )  # fmt: skip
     lags = batch.lags[mask].clamp(0, LAGS - 1)
     sums = log_ratio.new_zeros(LAGS, len(COLUMNS)).index_add_(0, lags, torch.stack(columns, dim=1))

@@ -3,8 +3,8 @@
     other rank --TrainerHello--> rank 0      once all are there:
     other rank <-----Meet------- rank 0      where the process group is formed
     other rank <-----Learn------ rank 0      a micro-batch each, so all take part in the same collectives
-    other rank ----Learned-----> rank 0
-    other rank <-----Order------ rank 0      step, gather, checkpoint, drop
+    other rank ----Learned-----> rank 0      or Scored, where only its log-probabilities are wanted
+    other rank <-----Order------ rank 0      update, step, gather, checkpoint, drop
     other rank -----Done-------> rank 0
     other rank <-----Finish----- rank 0
 
@@ -21,7 +21,17 @@ from contextlib import AbstractContextManager, contextmanager
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import RunConfig
 from inflight.messages import AnyMessage, Finish, Heartbeat
-from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, TrainerHello
+from inflight.messages.ranks import (
+    Done,
+    Learn,
+    Learned,
+    Meet,
+    Order,
+    RankFailed,
+    Scored,
+    TensorData,
+    TrainerHello,
+)
 from inflight.trainer.batch import Batch
 from inflight.trainer.bound import bounded
 from inflight.trainer.parcel import pack
@@ -52,6 +62,8 @@ class Team:
         """Rank → number of the last order that it has done; -1 before its hello, 0 after."""
         self._told = 0
         self._learned: list[Learned] = []
+        self._scored: dict[str, TensorData] = {}
+        """Rank → log-probabilities of its newest micro-batch."""
         self._gone: dict[str, str] = {}
         """Rank → why it takes no part any more."""
 
@@ -70,19 +82,28 @@ class Team:
             yield
 
     @contextmanager
-    def learning(self, shares: Sequence[Batch]) -> Iterator[None]:
-        """Gives each of the others its micro-batch; rank 0's goes inside."""
+    def learning(self, shares: Sequence[Batch], purpose: str = "learn") -> Iterator[None]:
+        """Gives each of the others its micro-batch, to learn from or to `score`; rank 0's goes inside."""
         if self._done:
             self._told += 1
         for name, share in zip(self._done, shares, strict=True):
-            self._send(name, Learn(number=self._told, batch=pack(share)))
-        with self.within_bound("learn"):
+            self._send(name, Learn(number=self._told, purpose=purpose, batch=pack(share)))
+        with self.within_bound(purpose):
             yield
 
     def learned(self) -> list[Learned]:
         """What the others have made of all their micro-batches since the last call. Raises TeamError."""
         self._wait(self._told, self._bound_s, "has not learned")
         found, self._learned = self._learned, []
+        return found
+
+    def scored(self) -> list[TensorData]:
+        """The log-probabilities of the others' micro-batches, by rank. Raises TeamError."""
+        self._wait(self._told, self._bound_s, "has not scored")
+        missing = [name for name in self._done if name not in self._scored]
+        if missing:
+            raise TeamError(f"{', '.join(missing)} has answered without log-probabilities")
+        found, self._scored = [self._scored[name] for name in self._done], {}
         return found
 
     def within_bound(self, what: str) -> AbstractContextManager[None]:
@@ -144,10 +165,12 @@ class Team:
                 self._gone[peer] = f"has failed: {reason}"
             case Received(peer=peer, message=TrainerHello()) if peer in self._done:
                 self._done[peer] = 0
-            case Received(peer=peer, message=Done() | Learned() as message) if peer in self._done:
+            case Received(peer=peer, message=Done() | Learned() | Scored() as message) if peer in self._done:
                 self._done[peer] = message.number
                 if isinstance(message, Learned):
                     self._learned.append(message)
+                elif isinstance(message, Scored):
+                    self._scored[peer] = message.logprobs
         return event is not None
 
     def _missing(self) -> str:

@@ -181,6 +181,22 @@ def test_ranks_may_pack_their_rows(make_trainers, monkeypatch):
     assert distance(*end) < 1e-2 * distance(end[1], start[1])
 
 
+def test_several_updates_a_batch_are_the_same_over_ranks(make_trainers):
+    """Each rank scores its share before the first update; one version is published after all of them."""
+    updates = {"updates_per_batch": 2, "epochs_per_batch": 2, "warmup_steps": 2, "micro_batch": 3}
+    both = [make_trainers(processes=processes, **updates) for processes in (2, 1)]
+    for trainers in both:
+        assert set(trainers.wait()) == {0}, "".join(map(trainers.log, range(len(trainers.processes))))
+    for ours, theirs in zip(*(trainers.run.lines() for trainers in both), strict=True):
+        assert ours["updates"] == theirs["updates"] == 4
+        assert ours["tokens_trained"] == theirs["tokens_trained"] == 40
+        for row, other in zip(ours["by_update"], theirs["by_update"], strict=True):
+            assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
+        assert ours["by_update"][-1]["drift"] > 1e-4
+    start, end = ([load_file(each.run.config.version_file(step)) for each in both] for step in (0, STEPS))
+    assert distance(*end) < 1e-4 * distance(end[1], start[1])
+
+
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_rank_that_is_gone_ends_the_run_and_is_named(make_trainers, stopped):
     trainers = make_trainers(processes=2, steps=10_000, rank_timeout_s=8.0)

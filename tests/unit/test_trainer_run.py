@@ -301,6 +301,27 @@ def go_on(run, **trainer):
     return run.start()
 
 
+def test_a_version_is_published_after_all_updates_of_a_batch_and_a_run_goes_on_with_them(make_run, monkeypatch):
+    """The deal of the sequences is part of the random state: the end is that of a run that nothing has disturbed."""
+    run = make_run(steps=4, checkpoint_every=2, updates_per_batch=2, epochs_per_batch=2, warmup_steps=8).start()
+    with monkeypatch.context() as patched:
+        kill_at(patched, loop.Trainer, "_write_line", lambda trainer, step, *_: step == 3)
+        with pytest.raises(Died):
+            train(run)
+    first = load_file(run.config.version_file(3))
+    go_on(run)
+    learner = []
+    monkeypatch.setattr(loop.Trainer, "run", noting(loop.Trainer.run, lambda t: learner.append(state_of(t._learner))))
+    assert train(run) == 0
+    assert learner == [{"step": 8, "lr": pytest.approx(1e-3 * 3 / 8)}]
+    assert [(line["version"], line["updates"], len(line["by_update"])) for line in run.lines()] == [
+        (version, 4, 4) for version in (1, 2, 3, 4)
+    ]
+    assert sorted(path.stem for path in (run.folder / "versions").iterdir()) == [f"{n:06d}" for n in range(5)]
+    again = load_file(run.config.version_file(3))
+    assert all(torch.equal(first[name], again[name]) for name in first), "step 3 was taken twice, and dealt out alike"
+
+
 @pytest.mark.parametrize("dies_in", ["publish", "checkpoint", "line"])
 def test_a_run_goes_on_from_its_checkpoint(make_run, monkeypatch, dies_in):
     """Versions, optimizer, schedule and random numbers go on; no question is trained on twice or left out."""

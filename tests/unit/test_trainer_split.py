@@ -50,7 +50,7 @@ def test_a_batch_is_the_same_after_its_way():
         make_batch(3), kept=torch.arange(3 * 7 * 2).view(3, 7, 2), teacher_logprobs=torch.rand(3, 7),
         routed_experts=torch.arange(3 * 7 * 4, dtype=torch.int32).view(3, 7, 2, 2),
     )  # fmt: skip
-    got = decode(encode(Learn(number=1, batch=pack(batch))))
+    got = decode(encode(Learn(number=1, purpose="learn", batch=pack(batch))))
     assert isinstance(got, Learn)
     unpacked = unpack(Batch, got.batch)
     for each in fields(Batch):
@@ -83,7 +83,7 @@ def test_what_makes_no_batch_is_refused(change, words):
 
 
 def test_a_tensor_of_another_kind_is_refused_on_the_wire():
-    frame = encode(Learn(number=1, batch={"input_ids": TensorData("object", [1], b"x")}))
+    frame = encode(Learn(number=1, purpose="learn", batch={"input_ids": TensorData("object", [1], b"x")}))
     with pytest.raises(WireError, match=r"matching regex .*float64"):
         decode(frame)
 

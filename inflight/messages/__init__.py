@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from inflight.messages.base import MAX_BUCKETS, Checksum, Message, Seconds, Text
-from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, Scored, TrainerHello
+from inflight.messages.ranks import RankMessage
 from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Url, Version
 
 SCHEMA = 4
@@ -267,14 +267,7 @@ AnyMessage = (
     | ActorBye
     | Finish
     | Status
-    | TrainerHello
-    | Meet
-    | Learn
-    | Learned
-    | Scored
-    | Order
-    | Done
-    | RankFailed
+    | RankMessage
 )
 
 _encoder = msgspec.msgpack.Encoder()

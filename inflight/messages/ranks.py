@@ -81,3 +81,6 @@ class RankFailed(Message, tag=True):
     """A rank of the trainer ends, and why."""
 
     reason: Text
+
+
+RankMessage = TrainerHello | Meet | Learn | Learned | Scored | Order | Done | RankFailed

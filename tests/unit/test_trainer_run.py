@@ -532,8 +532,8 @@ def overflowing_at(patched, step):
     """The optimizer's steps, of which one leaves a value that float32 holds and float16 does not."""
     real, taken = Learner.step, []
 
-    def overflow(self):
-        norm = real(self)
+    def overflow(self, *, last=True):
+        norm = real(self, last=last)
         taken.append(norm)
         if len(taken) == step:
             with torch.no_grad():

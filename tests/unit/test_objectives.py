@@ -359,7 +359,7 @@ def test_ratio_rules_that_would_keep_nothing_are_refused(name):
 
 @pytest.mark.parametrize("name", ["token_ratio", "sequence_ratio", "geometric_ratio"])
 def test_ratio_rules_mask_what_is_out_of_bounds(name):
-    given = problem(4)
+    given = _with_proximal(problem(4), None)
     rules = ratio_rules_of([{"name": name, "low": 0.7, "high": 1.4}])
     now = given.now.clone().requires_grad_()
     loss, stats = Loss(objective("ppo"), "token", ratio_rules=rules)(Scores(now, given.entropy), given.batch)
@@ -381,7 +381,7 @@ def test_ratio_rules_mask_what_is_out_of_bounds(name):
 
 
 def test_a_ratio_rule_that_stands_there_twice_is_counted_twice():
-    given = problem(4)
+    given = _with_proximal(problem(4), None)
     mask, ratios = given.batch.trained_mask, (given.now - given.batch.behaviour_logprobs).exp()
     rules = ratio_rules_of([{"name": "token_ratio", "high": 2.0}, {"name": "token_ratio", "high": 1.2}])
     _, stats = Loss(objective("ppo"), "token", ratio_rules=rules)(Scores(given.now, given.entropy), given.batch)

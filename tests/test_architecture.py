@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "surroundings": set(),
     "processes": {"surroundings"},
     "exits": set(),
+    "descendants": {"processes"},
     "models": set(),
     "groups": {"types"},
     "messages": {"types"},
@@ -51,6 +52,7 @@ MAY_IMPORT = {
         "models",
         "named",
         "metrics",
+        "descendants",
         "processes",
         "completions",
     },
@@ -96,7 +98,7 @@ BELONGS_TO = {
     "zmq": r"bus(\..*)?",
     "vllm": r"generator\..*",
     "hydra": r"launcher\.compose",
-    "psutil": r"processes|launcher\.run_lock|generator\..*",
+    "psutil": r"processes|descendants|launcher\.run_lock|generator\..*",
 }
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}

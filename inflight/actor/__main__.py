@@ -18,51 +18,36 @@ import aiohttp
 import msgspec
 
 from inflight import config as configuration
+from inflight.actor.foreign import foreign
 from inflight.actor.loop import Actor, ActorError
 from inflight.actor.pool import NoGenerator, Pool
-from inflight.actor.sampler import Sampler, Tokens
+from inflight.actor.sampler import Sampler
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
+from inflight.descendants import adopt
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
-from inflight.models import ModelError, prepare
-from inflight.tasks import make
 from inflight.types import Routes
 
 STATUS_EVERY_S = 1.0
 
 
-class _ModelTokens:
-    """The model's own tokenizer."""
+async def work(config: RunConfig, name: str) -> bool:
+    """Runs the actor until the run is over (True) or SIGTERM comes.
 
-    def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(prepare(model))
-        self.size = len(self._tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer(text)["input_ids"]]
-
-    def decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
-
-
-async def work(config: RunConfig, name: str, tokens: Tokens) -> bool:
-    """Runs the actor until the run is over (True) or SIGTERM comes. Raises ActorError, NoGenerator or BusError."""
-    task = make(config.task, config.seed)
+    Raises ConfigError for a task or a tokenizer that can't be made, ActorError, NoGenerator or BusError."""
     url_of = functools.partial(routed_url, config.routes_file)
     # A connection a request: an idle one that the server closes at the wrong moment would look like a lost generator.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
-    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+    async with foreign(config) as code, aiohttp.ClientSession(connector=connector, headers=headers) as session:
         with (
             Link(config.endpoint("rollouts"), name, config.bus) as link,
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
             async with Pool(session, config.generator_names(), url_of) as pool:
-                sampler = Sampler(config.rollout, config.seed, task, tokens, session, pool)
+                sampler = Sampler(config.rollout, config.seed, code, session, pool)
                 actor = Actor(name, link, sampler, concurrency=config.rollout.concurrency)
                 return await _run(config, actor, pool, status)
 
@@ -147,11 +132,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = configuration.load(arguments.run_dir)
         _check_name(name)
-        tokens = _ModelTokens(config.model.name)
-        over = asyncio.run(work(config, name, tokens))
-    except (ConfigError, ModelError) as error:
+        adopt()
+        over = asyncio.run(work(config, name))
+    except ConfigError as error:
         return _end(name, error, BAD_INPUT)
-    except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no tokenizer, a full disk
+    except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no process, no disk
         return _end(name, error, GIVEN_UP)
     except KeyboardInterrupt:
         return _end(name, "interrupted", 130)

@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from inflight.actor.sampler import GroupLost, Sampler
+from inflight.actor.foreign import ForeignError, GroupLost
+from inflight.actor.sampler import Sampler
 from inflight.bus import BusError, Link
 from inflight.completions import Unpatched
 from inflight.groups import group_id
@@ -98,8 +99,8 @@ class Actor:
     async def run(self) -> str:
         """Works until the buffer says Finish (its reason is returned) or `stop` is called.
 
-        Raises ActorError when the buffer is gone or refuses this actor, when a generator does not tag its tokens, or
-        when MAX_FAILURES groups in a row have failed.
+        Raises ActorError when the buffer is gone or refuses this actor, when a generator does not tag its tokens, when
+        foreign code can't be run any more, or when MAX_FAILURES groups in a row have failed.
         """
         with self._pump():
             ticking = asyncio.create_task(self._tick(), name="actor tick")
@@ -113,7 +114,7 @@ class Actor:
                     if isinstance(event, Stop):
                         await self._end(ACTOR_STOPPED)
                         return ACTOR_STOPPED
-                    if isinstance(event, ActorError | Unpatched):
+                    if isinstance(event, ActorError | ForeignError | Unpatched):
                         await self._end(ACTOR_STOPPED)
                         raise ActorError(str(event)) from None
                     self._handle(event)

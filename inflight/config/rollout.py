@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config.checks import require, require_fields
+from inflight.config.checks import MAX_PROCESSES, require, require_fields
 
 MAX_GROUP = 4096
 """As types.RolloutGroup travels."""
@@ -61,7 +61,15 @@ class RolloutConfig(Sampling):
     """Groups an actor keeps in flight at the most."""
     request_timeout_s: float = 300.0
     reward_timeout_s: float = 30.0
-    """What a task may take for a score; for a question as well."""
+    """What a task may take for a score; for a question as well. Then its process is killed."""
+    reward_workers: int = 0
+    """Processes that score; 0: as many as cores, at most 8. Questions and text have one of their own each."""
+    reward_concurrency: int = 32
+    """Asynchronous scores that one such process has under way at once; plain ones come one after the other."""
+    reward_memory_mib: int = 4096
+    """Private memory of each such process, and of each that it starts; 0: no bound."""
+    task_start_timeout_s: float = 300.0
+    """What making the task may take, its data included."""
     buffer_mib: float = 1024.0
     """Finished groups that may wait for the trainer, in MiB as they travel; beyond, no more is asked than one step
     needs."""
@@ -73,7 +81,15 @@ class RolloutConfig(Sampling):
         require(fits, "rollout.group_size", self.group_size, f"2 (advantages are relative) to {MAX_GROUP}")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM takes a lower one for that
-        require_fields(self, "rollout", "request_timeout_s reward_timeout_s buffer_mib")
+        require_fields(self, "rollout", "request_timeout_s reward_timeout_s task_start_timeout_s buffer_mib")
+        require_fields(self, "rollout", "reward_workers", least=0, most=MAX_PROCESSES)
+        require_fields(self, "rollout", "reward_concurrency", least=1, most=4096)
+        require(
+            self.reward_memory_mib == 0 or 256 <= self.reward_memory_mib <= 1 << 30,
+            "rollout.reward_memory_mib",
+            self.reward_memory_mib,
+            "0 for no bound, or 256 or more: Python itself takes some",
+        )
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
         require_fields(self, "rollout", "top_k min_p kept_tokens", least=0)
         require(self.min_p <= 1, "rollout.min_p", self.min_p, "0 to 1")

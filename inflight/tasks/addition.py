@@ -34,5 +34,5 @@ class Addition:
 
     async def score(self, item: Item, completion: str) -> float:
         """Share of the answer's digits that stand in their place; an untrained model guesses some."""
-        right = sum(got == wanted for got, wanted in zip(completion, item.answer, strict=False))
-        return right / len(item.answer)
+        answer = str(item.answer)
+        return sum(got == wanted for got, wanted in zip(completion, answer, strict=False)) / len(answer)

@@ -1,10 +1,11 @@
-"""The seam of a task: numbered prompts and an asynchronous score."""
+"""The seam of a task: numbered prompts and a score."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from inflight.types import Turn
 
@@ -15,7 +16,8 @@ class Item:
 
     key: str
     prompt: str
-    answer: str
+    answer: Any
+    """For the task's own use. It travels to another process: text, numbers, booleans, None, lists, dicts."""
 
 
 class Task(Protocol):
@@ -24,8 +26,8 @@ class Task(Protocol):
     def item(self, index: int) -> Item:
         """The index-th question of this task for its seed; equal for equal arguments, on every machine."""
 
-    async def score(self, item: Item, completion: str) -> float:
-        """Reward of a completion, 0 to 1."""
+    def score(self, item: Item, completion: str) -> float | Awaitable[float]:
+        """Reward of a completion, 0 to 1. A plain function may block, an asynchronous one waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,21 @@ class Score:
 
 @runtime_checkable
 class TurnScorer(Protocol):
-    """A task that looks at tokens: where it has `score_turn`, that is awaited in place of `score`."""
+    """A task that looks at tokens: where it has `score_turn`, that is called in place of `score`."""
 
-    async def score_turn(self, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str) -> Score:
+    def score_turn(
+        self, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str
+    ) -> Score | Awaitable[Score]:
         """Score of a turn; `completion` is its text without special tokens."""
+
+
+async def plain_score(task: Task, item: Item, completion: str) -> Any:
+    """What the task's `score` gives, be it asynchronous or not; not checked."""
+    given = task.score(item, completion)
+    return await given if inspect.isawaitable(given) else given
+
+
+async def turn_score(task: TurnScorer, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str) -> Any:
+    """What the task's `score_turn` gives, be it asynchronous or not; not checked."""
+    given = task.score_turn(item, prompt_ids, turn, completion)
+    return await given if inspect.isawaitable(given) else given

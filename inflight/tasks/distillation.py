@@ -14,7 +14,7 @@ import msgspec
 
 from inflight.config import ConfigError, TaskConfig
 from inflight.models import ModelError, prepare
-from inflight.tasks.base import Item, Score, Task, TurnScorer
+from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
 from inflight.types import Turn
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -37,7 +37,8 @@ class Distillation:
 
     seed: int
     teacher: str
-    """Base address of a vLLM server (`http…`), or a model to run in the actor: a name or a directory (models.py)."""
+    """Base address of a vLLM server (`http…`), or a model: a name or a directory (models.py). Each of the
+    actor's processes that score loads one; `rollout.reward_workers=1` keeps them few."""
     task: str
     """The task that asks."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,19 +59,19 @@ class Distillation:
 
     async def score(self, item: Item, completion: str) -> float:
         """The inner task's."""
-        return await self._inner.score(item, completion)
+        return float(await plain_score(self._inner, item, completion))
 
     async def score_turn(self, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str) -> Score:
         """The inner task's score and the teacher's word, at once. Raises TeacherError or what the task does."""
         if isinstance(self._inner, TurnScorer):
-            inner = self._inner.score_turn(item, prompt_ids, turn, completion)
+            inner = turn_score(self._inner, item, prompt_ids, turn, completion)
         else:
             inner = self._plain(item, completion)
         score, logprobs = await asyncio.gather(inner, self._ask([*prompt_ids, *turn.token_ids], len(prompt_ids)))
         return Score(score.reward, score.step_rewards, logprobs)
 
     async def _plain(self, item: Item, completion: str) -> Score:
-        return Score(await self._inner.score(item, completion))
+        return Score(await self.score(item, completion))
 
     async def _ask(self, ids: list[int], start: int) -> list[float]:
         if self._local is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,11 +44,8 @@ class Gym:
         prompt = self.prompt.replace("{question}", entry["question"])
         return Item(key=f"gym:{self.dataset}:{self.seed}:{index}", prompt=prompt, answer=str(entry["answer"]))
 
-    async def score(self, item: Item, completion: str) -> float:
-        """The dataset's own score, within 0 to 1. Its verifiers block, some for long, so they run in a thread."""
-        return await asyncio.to_thread(self._score, item, completion)
-
-    def _score(self, item: Item, completion: str) -> float:
+    def score(self, item: Item, completion: str) -> float:
+        """The dataset's own score, within 0 to 1. Its verifiers block, some for long."""
         answer = completion.strip()
         if self.first_line:
             answer = answer.partition("\n")[0].strip()

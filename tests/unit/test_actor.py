@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import aiohttp
 import msgspec
 import pytest
+from in_process import in_process
 from openai_server import Server, Tokens, choice
 from rollout_samples import make_config
 
@@ -51,6 +52,7 @@ class Room:
         self.servers = servers
         self.urls = {f"g{number}": server.url for number, server in enumerate(servers)}
         self.task = task or Addition(seed=0)
+        self.code = in_process(self.task, Tokens(), self.config.rollout.reward_timeout_s)
 
     def url_of(self, name):
         if self.urls[name] is None:
@@ -66,7 +68,7 @@ class Room:
                 self.buffer = stack.enter_context(Buffer(listener, self.config))
                 link = stack.enter_context(Link(self.config.endpoint("rollouts"), "a0", self.config.bus))
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
-                self.sampler = Sampler(self.config.rollout, 0, self.task, Tokens(), session, self.pool)
+                self.sampler = Sampler(self.config.rollout, 0, self.code, session, self.pool)
                 self.actor = Actor("a0", link, self.sampler, concurrency=self.config.rollout.concurrency)
                 await self.pool.wait_any(LIMIT_S)
                 self.running = asyncio.create_task(self.actor.run())
@@ -264,23 +266,6 @@ def test_an_unpatched_server_ends_the_actor_at_once(play):
     play(scene, default=lambda: untagged)
 
 
-def test_a_question_that_does_not_come_is_counted_and_others_are_asked(play):
-    told = threading.Event()
-
-    class Hanging(Addition):
-        def item(self, index):
-            assert index or told.wait(60)
-            return super().item(index)
-
-    async def scene(room):
-        await room.failed("task timeout")
-        told.set()
-        assert "q0" not in [gated.group.group_id for gated in await room.take(2)]
-        assert room.buffer.counts().failed == {"task timeout": 1}
-
-    play(scene, task=Hanging(seed=0), reward_timeout_s=3.0)
-
-
 class Moody(Addition):
     """Scores as told by the completion's first character."""
 
@@ -344,20 +329,6 @@ def test_a_question_that_fails_is_counted(play):
         await room.take(2)
 
     play(scene, task=Broken(seed=0))
-
-
-@pytest.mark.parametrize("key", ["", "k" * 513, 7])
-def test_a_key_that_the_buffer_could_not_read_is_counted(play, key):
-    class Odd(Addition):
-        def item(self, index):
-            item = super().item(index)
-            return replace(item, key=key) if index == 0 else item
-
-    async def scene(room):
-        await room.failed("task error: key")
-        await room.take(2)
-
-    play(scene, task=Odd(seed=0))
 
 
 def test_too_many_failures_in_a_row_end_the_actor(play, monkeypatch):
@@ -692,7 +663,7 @@ def test_the_process_reports_works_and_ends(tmp_path, monkeypatch):
                 Listener(config.endpoint("rollouts"), config.bus) as listener,
                 Buffer(listener, config) as buffer,
             ):
-                working = asyncio.create_task(entry.work(config, "a0", Tokens()))
+                working = asyncio.create_task(entry.work(config, "a0"))
                 await asyncio.sleep(0.1)
                 write_route(tmp_path, server.url)
                 await asyncio.to_thread(buffer.take, 2, 0, LIMIT_S)
@@ -713,7 +684,6 @@ def test_the_process_reports_works_and_ends(tmp_path, monkeypatch):
 @pytest.mark.parametrize("phase", ["waiting for generators", "sampling"])
 def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, phase):
     monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
-    monkeypatch.setattr(entry, "_ModelTokens", lambda model: Tokens())
     config = write_run(tmp_path)
     counts = []
 
@@ -746,14 +716,6 @@ def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, phase):
     around.join(LIMIT_S)
     assert counts[0].failed == ({"actor stopped": 2} if phase == "sampling" else {})
     counts[0].check()
-
-
-def test_the_models_own_tokenizer_is_used():
-    tokens = entry._ModelTokens("tiny")
-    item = Addition(seed=0).item(0)
-    ids = tokens.encode(item.prompt)
-    assert len(ids) == len(item.prompt)
-    assert tokens.decode([*ids, 1]) == item.prompt, "special tokens are no text"
 
 
 def test_the_launcher_hears_at_once_that_the_process_works():

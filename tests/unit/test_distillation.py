@@ -8,6 +8,7 @@ import dataclasses
 import pytest
 import torch
 from aiohttp import web
+from in_process import in_process
 from openai_server import Tokens, choice
 from rollout_samples import make_config
 from transformers import AutoModelForCausalLM
@@ -149,7 +150,7 @@ def sample(tmp_path, monkeypatch, score_):
 
     monkeypatch.setattr("inflight.actor.sampler.complete", complete)
     config = make_config(tmp_path).rollout
-    sampler = Sampler(config, 0, Steps(score_), Tokens(), None, OneGenerator())
+    sampler = Sampler(config, 0, in_process(Steps(score_), Tokens()), None, OneGenerator())
     return asyncio.run(sampler.group("g", 0)).rollouts[0]
 
 
@@ -160,7 +161,9 @@ def test_what_a_task_says_of_tokens_comes_into_the_rollout(tmp_path, monkeypatch
     assert rollout.teacher_logprobs == [-0.1, -0.2, -0.3]
 
 
-@pytest.mark.parametrize("bad", [Score(float("nan")), Score(1.0, [(0, float("inf"))]), Score(1.0, (), [float("-inf")])])
+@pytest.mark.parametrize(
+    "bad", [Score(float("nan")), Score(1.0, [(0, float("inf"))]), Score(1.0, (), [0.0, 0.0, float("-inf")])]
+)
 def test_a_part_that_is_no_number_loses_the_group(tmp_path, monkeypatch, bad):
     with pytest.raises(GroupLost, match="not finite"):
         sample(tmp_path, monkeypatch, bad)

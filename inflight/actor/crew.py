@@ -1,0 +1,134 @@
+"""Child processes that share the calls of one kind: as many as are needed, up to a bound.
+
+A call that is lost together with others is made once more, alone in a child: what happens to it there is its own doing,
+and no call suffers for another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+from inflight.actor import calls
+from inflight.actor.calls import Answer, Ask, Make, Ready
+from inflight.actor.worker_process import Bounds, Lost, NotMade, WorkerProcess
+
+log = logging.getLogger(__name__)
+
+MAX_NOT_MADE = 3
+"""Children in a row that could not make what they are for; after that there is no use in another one."""
+START_AGAIN_S = 1.0
+
+_numbers = itertools.count()
+_Waiting = tuple[int, bytes, asyncio.Future[asyncio.Future[Answer]]]
+"""A call's number, its frame, and who waits for a child to take it."""
+
+
+class Crew:
+    """Use from one event loop: `start`, `made`, then calls; `close` in any case."""
+
+    def __init__(self, make: Make, bounds: Bounds, size: int) -> None:
+        """At most `size` children; one more for calls that were lost in company, where there is company."""
+        self._make, self._bounds, self._size = make, bounds, size
+        self._members: list[WorkerProcess] = []
+        self._waiting: collections.deque[_Waiting] = collections.deque()
+        self._not_made: list[NotMade] = []
+        self._retry: asyncio.TimerHandle | None = None
+        self._closed = False
+        self._news = asyncio.Event()
+        self._alone = Crew(make, replace(bounds, concurrency=1), 1) if bounds.concurrency > 1 else None
+        self.ready = Ready()
+        """What the children say of what they have made; known when `made` has returned."""
+
+    def start(self) -> None:
+        """Starts the first child. Raises OSError when no process can be started."""
+        self._members.append(WorkerProcess(self._make, self._bounds, self._move))
+
+    async def made(self) -> None:
+        """Returns when a child has made what it is for. Raises NotMade when the first one could not."""
+        while not any(member.slots for member in self._members):
+            if self._not_made:
+                raise self._not_made[-1]
+            self._news.clear()
+            await self._news.wait()
+
+    async def call(self, ask: Callable[[int], Ask]) -> Answer:
+        """The answer to what `ask` makes of the call's number.
+
+        Raises Failed or Lost; NotMade when no child can be had; for what can't be sent, CallError or what msgspec does.
+        """
+        number = next(_numbers)
+        frame = calls.encode(ask(number))
+        try:
+            return await self._call(number, frame)
+        except Lost as lost:
+            if not lost.company or self._alone is None:
+                raise
+            log.info("a child that worked on several calls has ended (%s): each is made once more, alone", lost)
+        return await self._alone._call(number, frame)
+
+    async def close(self) -> None:
+        """Kills all children, with all that they have started."""
+        self._closed = True
+        if self._retry is not None:
+            self._retry.cancel()
+        await asyncio.gather(*(member.close() for member in self._members))
+        if self._alone is not None:
+            await self._alone.close()
+
+    async def _call(self, number: int, frame: bytes) -> Answer:
+        taken: asyncio.Future[asyncio.Future[Answer]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((number, frame, taken))
+        self._move()
+        return await (await taken)
+
+    def _move(self) -> None:
+        """Something has changed: hands out what waits, starts another child where all are busy."""
+        self._news.set()
+        for member in [member for member in self._members if member.over]:
+            self._members.remove(member)
+            if member.not_made is not None:
+                self._not_made.append(member.not_made)
+                log.warning("a child for foreign code could not be made: %s", member.not_made)
+        if any(member.slots for member in self._members):
+            self._not_made.clear()
+            self.ready = next(member.ready for member in self._members if member.ready is not None)
+        while self._waiting and (freest := self._freest()) is not None:
+            number, frame, taken = self._waiting.popleft()
+            if not taken.done():
+                taken.set_result(freest.submit(number, frame))
+        if len(self._not_made) >= MAX_NOT_MADE:
+            self._give_up(self._not_made[-1])
+        elif not self._closed:
+            self._grow()
+
+    def _freest(self) -> WorkerProcess | None:
+        """The child with the most free slots; None when there is none."""
+        member = max(self._members, key=lambda member: member.slots - member.load, default=None)
+        return member if member is not None and member.slots > member.load else None
+
+    def _grow(self) -> None:
+        """Starts one more child when each has a good part of its slots in use, or calls wait for one; one at a time."""
+        lasting = [member for member in self._members if member.lasting]
+        busy = all(member.ready is not None and 4 * member.load >= member.slots for member in lasting)
+        wanted = self._waiting if not lasting else busy
+        if not wanted or len(lasting) >= self._size or self._retry is not None:
+            return
+        if self._not_made:  # not at once again
+            self._retry = asyncio.get_running_loop().call_later(START_AGAIN_S, self._start_again)
+        else:
+            self.start()
+
+    def _start_again(self) -> None:
+        self._retry = None
+        self.start()
+
+    def _give_up(self, why: NotMade) -> None:
+        for _, _, taken in self._waiting:
+            if not taken.done():
+                taken.set_exception(why)
+        self._waiting.clear()

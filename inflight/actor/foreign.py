@@ -1,0 +1,163 @@
+"""Foreign code, the task and the tokenizer, as the actor calls it: in child processes, so that it costs one group.
+
+Questions, scores and text each have children of their own. Whatever a call does, raises or returns becomes a GroupLost
+with the reason by which it is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+
+from inflight.actor import calls
+from inflight.actor.calls import Answer, Ask, CallError, ItemIs, MakeTask, MakeTokenizer, Question, Ready
+from inflight.actor.crew import Crew
+from inflight.actor.worker_process import Bounds, Failed, Lost, NotMade
+from inflight.config import ConfigError, RolloutConfig, RunConfig
+from inflight.groups import is_usable
+from inflight.tasks.base import Score
+from inflight.types import Turn
+
+MAX_WORKERS = 8
+"""Children for scores, where their number is not set: as many as cores, up to this."""
+
+
+class GroupLost(Exception):
+    """A started group that will not come; `reason` is what it is counted by, the text is for the log."""
+
+    def __init__(self, reason: str, detail: str, *, again: bool = False) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.again = again
+        """Whether the question is worth another attempt: not it, but a generator was at fault."""
+
+
+class ForeignError(RuntimeError):
+    """No process can be had any more in which foreign code would run."""
+
+
+class Caller(Protocol):
+    """Who runs foreign code: a Crew."""
+
+    ready: Ready
+
+    async def call(self, ask: Callable[[int], Ask]) -> Answer:
+        """The answer. Raises Failed, Lost or NotMade, CallError or what msgspec does."""
+
+
+class Foreign:
+    """The task and the tokenizer of a run."""
+
+    def __init__(self, items: Caller, scores: Caller, text: Caller, limit_s: float) -> None:
+        """`limit_s` is what a call may take, for the log."""
+        self._items, self._scores, self._text, self._limit_s = items, scores, text, limit_s
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the tokenizer knows."""
+        return self._text.ready.size
+
+    async def question(self, index: int) -> Question:
+        """The task's index-th question. Raises GroupLost."""
+        answer = await self._call(self._items, "task", f"question {index}", lambda call: calls.AskItem(call, index))
+        assert isinstance(answer, ItemIs)
+        return answer.question
+
+    async def encode(self, question: Question) -> list[int]:
+        """Token ids of a question's prompt, one at least. Raises GroupLost."""
+        prompt = question.prompt
+        answer = await self._call(self._text, "tokenizer", question.key, lambda call: calls.AskEncode(call, prompt))
+        assert isinstance(answer, calls.TokensAre)
+        if not answer.token_ids:
+            raise GroupLost("task error: prompt", f"{question.key}: a prompt of no token")
+        return answer.token_ids
+
+    async def score(self, question: Question, prompt_ids: list[int], turn: Turn) -> Score:
+        """The task's score. One that fails, is late or is no number loses the group: it is never taken for 0.
+
+        Raises GroupLost.
+        """
+        key, token_ids = question.key, turn.token_ids
+        text = await self._call(self._text, "tokenizer", key, lambda call: calls.AskDecode(call, token_ids))
+        assert isinstance(text, calls.TextIs)
+        whole = (prompt_ids, turn) if self._scores.ready.turns else ([], None)
+        answer = await self._call(
+            self._scores, "reward", key, lambda call: calls.AskScore(call, question, text.text, *whole)
+        )
+        assert isinstance(answer, calls.ScoreIs)
+        score = Score(answer.reward, answer.step_rewards, answer.teacher_logprobs)
+        if (reason := _defect(score, len(turn.token_ids))) is not None:
+            raise GroupLost(f"reward error: {reason}", f"{key}: {answer}"[:1000])
+        return score
+
+    async def _call(self, caller: Caller, what: str, about: str, ask: Callable[[int], Ask]) -> Answer:
+        try:
+            return await caller.call(ask)
+        except Failed as error:
+            if error.late:
+                raise self._late(what, about) from None
+            raise GroupLost(f"{what} error: {error.kind}", f"{about}: {error}") from None
+        except Lost as lost:
+            if lost.late:
+                raise self._late(what, about) from None
+            raise GroupLost(f"{what} crash: {lost}", f"{about} ended its process") from None
+        except NotMade as error:
+            raise ForeignError(f"no process for the {what} can be had: {error}") from None
+        except (CallError, msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise GroupLost(f"{what} error: {type(error).__name__}", f"{about} can't be sent: {error}") from None
+
+    def _late(self, what: str, about: str) -> GroupLost:
+        return GroupLost(f"{what} timeout", f"{about}: not done within {self._limit_s:g} s")
+
+
+def _defect(score: Score, tokens: int) -> str | None:
+    """Why a score of so many tokens can't be learnt from, as a reason to count it by."""
+    indices = [index for index, _ in score.step_rewards]
+    if indices != sorted(set(indices)) or not all(0 <= index < tokens for index in indices):
+        return "step_rewards"
+    if score.teacher_logprobs is not None and len(score.teacher_logprobs) != tokens:
+        return "teacher_logprobs"
+    numbers = [score.reward, *(reward for _, reward in score.step_rewards), *(score.teacher_logprobs or ())]
+    return None if all(map(is_usable, numbers)) else "not finite"
+
+
+@contextlib.asynccontextmanager
+async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
+    """Child processes for a run's foreign code, all of which end with the context.
+
+    Raises ConfigError when the task or the tokenizer can't be made.
+    """
+    rollout, task = config.rollout, config.task
+    bounds = Bounds(
+        limit_s=rollout.reward_timeout_s,
+        start_s=rollout.task_start_timeout_s,
+        memory_mib=rollout.reward_memory_mib,
+        concurrency=1,
+    )
+    make = MakeTask(name=task.name, options=task.options, seed=config.seed, limit_s=bounds.limit_s)
+    items = Crew(make, bounds, 1)
+    scores = Crew(make, replace(bounds, concurrency=rollout.reward_concurrency), _workers(rollout))
+    text = Crew(MakeTokenizer(model=config.model.name), bounds, 1)
+    async with contextlib.AsyncExitStack() as stack:
+        for crew in (items, scores, text):  # all at once: each takes a while
+            stack.push_async_callback(crew.close)
+            crew.start()
+        for crew, place in (
+            (items, f"task.name={task.name!r}"),
+            (scores, f"task.name={task.name!r}"),
+            (text, f"model.name={config.model.name!r}"),
+        ):
+            try:
+                await crew.made()
+            except NotMade as error:
+                raise ConfigError(str(error) if error.bad_input else f"{place} can't be used: {error}") from None
+        yield Foreign(items, scores, text, bounds.limit_s)
+
+
+def _workers(config: RolloutConfig) -> int:
+    return config.reward_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))

@@ -1,0 +1,184 @@
+"""What a child process serves: one task, or one tokenizer; each call is checked on its way in and out.
+
+Runs in the child. Whatever foreign code returns is looked at here, so that what travels to the actor is well formed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from inflight.actor.calls import (
+    Answer,
+    Ask,
+    AskDecode,
+    AskEncode,
+    AskItem,
+    AskScore,
+    ItemIs,
+    Make,
+    MakeTask,
+    Question,
+    Ready,
+    ScoreIs,
+    TextIs,
+    TokensAre,
+)
+from inflight.config import TaskConfig
+from inflight.models import prepare
+from inflight.tasks import make
+from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
+
+MAX_KEY = 512
+"""Characters of a question's key: what a types.Name holds."""
+
+
+class Unfit(Exception):
+    """Foreign code gave something that can't be used; `kind` is what it is counted by."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+class Host(Protocol):
+    """Foreign code behind calls."""
+
+    def ready(self) -> Ready:
+        """What the actor must know of it."""
+
+    async def answer(self, ask: Ask) -> Answer:
+        """Raises Unfit, or whatever the foreign code does."""
+
+
+def host(message: Make) -> Host:
+    """Makes what is asked for. Raises ConfigError, or whatever the foreign code does."""
+    if isinstance(message, MakeTask):
+        return TaskHost(make(TaskConfig(message.name, message.options), message.seed))
+    return TextHost(_ModelTokens(message.model))
+
+
+class TaskHost:
+    """A task's questions and scores."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+
+    def ready(self) -> Ready:
+        """Whether its score is asynchronous, and wants turns."""
+        turns = isinstance(self._task, TurnScorer)
+        score = self._task.score_turn if isinstance(self._task, TurnScorer) else self._task.score
+        return Ready(concurrent=inspect.iscoroutinefunction(score), turns=turns)
+
+    async def answer(self, ask: Ask) -> Answer:
+        """Of AskItem and AskScore."""
+        if isinstance(ask, AskItem):
+            return ItemIs(ask.call, _question(self._item(ask.index)))
+        if isinstance(ask, AskScore):
+            return _score(ask.call, await self._score(ask))
+        raise Unfit("call", f"a task takes no {type(ask).__name__}")
+
+    def _item(self, index: int) -> Any:
+        try:
+            return self._task.item(index)
+        except StopIteration as error:  # which a coroutine would turn into a RuntimeError
+            raise Unfit("StopIteration", str(error)) from None
+
+    async def _score(self, ask: AskScore) -> Any:
+        item = Item(key=ask.question.key, prompt=ask.question.prompt, answer=ask.question.answer)
+        if ask.turn is None or not isinstance(self._task, TurnScorer):
+            return Score(_number(await plain_score(self._task, item, ask.completion)))
+        return await turn_score(self._task, item, ask.prompt_ids, ask.turn, ask.completion)
+
+
+class Tokens(Protocol):
+    """What is needed of a tokenizer."""
+
+    size: int
+    """Tokens in the vocabulary."""
+
+    def encode(self, text: str) -> Iterable[Any]:
+        """Token ids of a prompt."""
+
+    def decode(self, token_ids: list[int]) -> Any:
+        """Text of a completion, without special tokens."""
+
+
+class _ModelTokens:
+    """The model's own tokenizer."""
+
+    def __init__(self, model: str) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(prepare(model))
+        self.size = len(self._tokenizer)
+
+    def encode(self, text: str) -> Iterable[Any]:
+        return self._tokenizer(text)["input_ids"]  # type: ignore[no-any-return]
+
+    def decode(self, token_ids: list[int]) -> Any:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+
+class TextHost:
+    """A tokenizer's two directions."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def ready(self) -> Ready:
+        """With the size of the vocabulary."""
+        return Ready(size=self._tokens.size)
+
+    async def answer(self, ask: Ask) -> Answer:
+        """Of AskEncode and AskDecode."""
+        if isinstance(ask, AskEncode):
+            return TokensAre(ask.call, _token_ids(self._tokens.encode(ask.text)))
+        if isinstance(ask, AskDecode):
+            text = self._tokens.decode(ask.token_ids)
+            if not isinstance(text, str):
+                raise Unfit("text", f"a completion's text is text, not {type(text).__name__}")
+            return TextIs(ask.call, text)
+        raise Unfit("call", f"a tokenizer takes no {type(ask).__name__}")
+
+
+def _question(item: Any) -> Question:
+    """An item as it travels. Raises Unfit for one that is none."""
+    for name in ("key", "prompt", "answer"):
+        if not hasattr(item, name):
+            raise Unfit("item", f"an item has key, prompt and answer, {type(item).__name__} has no {name}")
+    if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not read such a group
+        raise Unfit("key", f"a key is text of 1 to {MAX_KEY} characters")
+    if not isinstance(item.prompt, str):
+        raise Unfit("prompt", f"a prompt is text, not {type(item.prompt).__name__}")
+    return Question(item.key, item.prompt, item.answer)
+
+
+def _score(call: int, score: Any) -> ScoreIs:
+    """A score as it travels, in plain numbers. Raises Unfit for anything else."""
+    if not isinstance(score, Score):
+        raise Unfit("score", f"score_turn gives a Score, not {type(score).__name__}")
+    steps = [(_index(index), _number(reward)) for index, reward in score.step_rewards]
+    teacher = score.teacher_logprobs
+    return ScoreIs(call, _number(score.reward), steps, None if teacher is None else [_number(each) for each in teacher])
+
+
+def _number(value: Any) -> float:
+    """Of anything that is a number: numpy's and torch's, too. Raises Unfit for text, None and others."""
+    if not hasattr(type(value), "__float__"):
+        raise Unfit("no number", f"a score is a number, not {type(value).__name__}")
+    return float(value)
+
+
+def _index(value: Any) -> int:
+    if not hasattr(type(value), "__index__"):
+        raise Unfit("no number", f"a step ends with a token's index, not {type(value).__name__}")
+    return int(value)
+
+
+def _token_ids(values: Iterable[Any]) -> list[int]:
+    ids = [_index(value) for value in values]
+    if any(each < 0 for each in ids):
+        raise Unfit("token ids", "a token's id is 0 or more")
+    return ids

@@ -1,0 +1,131 @@
+"""`python -m inflight.actor.worker`: a child of the actor in which foreign code runs, and may hang, crash or fill its
+memory.
+
+It is made for one task (or tokenizer), answers calls over a socket that it inherits, and is killed from outside when a
+call is late: nothing here is relied on to end foreign code. Asynchronous calls are given up here, at their limit, as
+long as the event loop turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import resource
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inflight.actor import calls
+from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTask, MakeTokenizer, Raised, Unusable
+from inflight.actor.hosts import Host, Unfit, host
+from inflight.config import ConfigError
+from inflight.descendants import adopt
+from inflight.models import ModelError
+from inflight.processes import end_with
+
+MAX_TEXT = 1000
+"""Characters of an exception that travel."""
+
+
+async def serve(connection: socket.socket) -> None:
+    """Makes what the first message names, then answers calls until the actor closes the connection."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    message = await calls.read_to_child(reader)
+    if not isinstance(message, MakeTask | MakeTokenizer):
+        return
+    made = _make(message)
+    limit_s = message.limit_s if isinstance(message, MakeTask) else None
+    if isinstance(made, Unusable):
+        writer.write(calls.encode(made))
+        await writer.drain()
+        return
+    writer.write(calls.encode(made.ready()))
+    working = set[asyncio.Task[None]]()
+    while (ask := await calls.read_to_child(reader)) is not None:
+        if not isinstance(ask, MakeTask | MakeTokenizer):
+            task = asyncio.create_task(_work(made, ask, writer, limit_s))
+            working.add(task)  # the loop itself holds tasks weakly
+            task.add_done_callback(working.discard)
+
+
+def _make(message: Make) -> Host | Unusable:
+    try:
+        return host(message)
+    except (ConfigError, ModelError) as error:
+        return Unusable(_text(error), bad_input=True)
+    except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
+        return Unusable(f"{_clean(type(error).__name__)}: {_text(error)}", bad_input=False)
+
+
+async def _work(made: Host, ask: Ask, writer: asyncio.StreamWriter, limit_s: float | None) -> None:
+    writer.write(calls.encode(calls.Begun(ask.call)))  # sent at once: what follows may not return
+    writer.write(await answered(made, ask, limit_s))
+
+
+async def answered(made: Host, ask: Ask, limit_s: float | None) -> bytes:
+    """The frame of an answer, or of why there is none."""
+    scope = asyncio.timeout(limit_s)
+    try:
+        async with scope:
+            answer: FromChild = await made.answer(ask)
+        return calls.encode(answer)
+    except Unfit as error:
+        raised = Raised(call=ask.call, kind=error.kind, text=_text(error))
+    except MemoryError as error:
+        raised = Raised(call=ask.call, kind="MemoryError", text=_text(error), spent=True)
+    except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
+        late = scope.expired()
+        raised = Raised(call=ask.call, kind=_clean(type(error).__name__), text=_text(error), late=late, spent=late)
+    return calls.encode(raised)
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says, in text that travels; its own `__str__` is foreign code as well."""
+    try:
+        return _clean(str(error) or repr(error))
+    except BaseException:  # noqa: BLE001
+        return f"{_clean(type(error).__name__)}, whose text can't be had"
+
+
+def _clean(text: str) -> str:
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode()
+
+
+def _bound(memory_mib: int) -> None:
+    """Private memory of this process and of each that it starts; no core files of crashes; first in line when the
+    machine itself runs out of memory."""
+    if memory_mib:
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0 when the actor has closed the connection, 1 when it sent something else than calls."""
+    parser = argparse.ArgumentParser(prog="python -m inflight.actor.worker", description=__doc__)
+    parser.add_argument("--connection", type=int, required=True, help="number of the inherited socket")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the actor")
+    parser.add_argument("--memory-mib", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    end_with(arguments.parent)
+    adopt()
+    _bound(arguments.memory_mib)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="worker %(asctime)s %(levelname)s %(message)s")
+    connection = socket.socket(fileno=arguments.connection)
+    connection.set_inheritable(False)  # else what the task starts would hold it open
+    try:
+        # Not asyncio.run: it would cancel, and wait for, what foreign code has left in threads.
+        asyncio.new_event_loop().run_until_complete(serve(connection))
+    except CallError as error:
+        print(f"inflight actor's worker: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for threads and exit handlers of foreign code

@@ -1,0 +1,281 @@
+"""One child process that runs foreign code, from the actor's side: started, asked, and killed when it is late.
+
+    starting --Ready--> serving --late answer, memory--> spent --last call answered--> killed
+                           |  a call later than its limit, end of the process
+                           +--> killed; each of its calls fails, and is told whether others were under way beside it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from inflight.actor import calls
+from inflight.actor.calls import Answer, Begun, CallError, FromChild, Make, Raised, Ready, Unusable
+from inflight.descendants import kill_tree, orphans
+
+GRACE_S = 1.0
+"""A call is late so long after its limit, until which the child may give it up by itself."""
+
+LAST_WORDS_S = 0.5
+"""What a child has sent is read for so long after its end."""
+
+_births = threading.Lock()
+"""Held while a child is started, until `_children` has it."""
+_children = set[int]()
+"""Process ids of all workers of this process that were started and not reaped."""
+
+
+class Failed(Exception):
+    """A call failed by itself: it raised, or its result can't be used."""
+
+    def __init__(self, kind: str, text: str, *, late: bool = False) -> None:
+        super().__init__(text)
+        self.kind = kind
+        self.late = late
+
+
+class Lost(Exception):
+    """The child ended while the call was under way."""
+
+    def __init__(self, how: str, *, late: bool, company: bool) -> None:
+        super().__init__(how)
+        self.late = late
+        """It was killed because a call was late."""
+        self.company = company
+        """Other calls were under way beside this one: any of them may be at fault."""
+
+
+class NotMade(Exception):
+    """The child could not make what it is for; the text says why."""
+
+    def __init__(self, why: str, *, bad_input: bool = False) -> None:
+        super().__init__(why)
+        self.bad_input = bad_input
+        """Another one would not make it either."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """What a child may take."""
+
+    limit_s: float
+    """For a call."""
+    start_s: float
+    """To make what it is for."""
+    memory_mib: int
+    """Private memory of each of its processes; 0: as much as there is."""
+    concurrency: int
+    """Calls at once, where they wait for something else most of the time."""
+
+
+@dataclass
+class _Pending:
+    result: asyncio.Future[Answer]
+    since: float = field(default_factory=time.monotonic)
+    """When it was sent; when it was begun, once it is."""
+    begun: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+    def answer(self, message: Answer | Raised) -> None:
+        """The child has answered."""
+        if isinstance(message, Raised):
+            self.fail(Failed(message.kind, message.text, late=message.late))
+        else:
+            self._end()
+            if not self.result.done():  # else nobody waits for it any more
+                self.result.set_result(message)
+
+    def fail(self, error: Failed | Lost) -> None:
+        """It will not be answered."""
+        self._end()
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def _end(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class WorkerProcess:
+    """A child process; use from one event loop. `changed` is called when it is ready, has a free slot, or has ended."""
+
+    def __init__(self, make: Make, bounds: Bounds, changed: Callable[[], None]) -> None:
+        """Starts it. Raises OSError when no process can be started."""
+        self._make, self._bounds, self._changed = make, bounds, changed
+        self.ready: Ready | None = None
+        self.ended = self.over = False
+        self.not_made: NotMade | None = None
+        """Why it could not make what it is for, once it is over."""
+        self._spent = self._late = False
+        self._heard = time.monotonic()
+        self._pending: dict[int, _Pending] = {}
+        self._stop = asyncio.Event()
+        here, there = socket.socketpair()
+        with there:
+            self._process = _start(there, bounds.memory_mib)
+        self._life = asyncio.create_task(self._live(here), name=f"worker {self._process.pid}")
+
+    @property
+    def lasting(self) -> bool:
+        """Whether it is, or will be, of use."""
+        return not (self.ended or self._spent)
+
+    @property
+    def slots(self) -> int:
+        """Calls that it can have under way."""
+        if self.ready is None or not self.lasting:
+            return 0
+        return self._bounds.concurrency if self.ready.concurrent else 1
+
+    @property
+    def load(self) -> int:
+        """Calls under way."""
+        return len(self._pending)
+
+    def submit(self, number: int, frame: bytes) -> asyncio.Future[Answer]:
+        """Sends the frame of a call; its answer, or Failed or Lost.
+
+        When the future is cancelled, the call keeps its place until the child has answered it or is killed for it.
+        """
+        pending = _Pending(asyncio.get_running_loop().create_future())
+        self._pending[number] = pending
+        self._watch(pending)
+        self._writer.write(frame)
+        return pending.result
+
+    async def close(self) -> None:
+        """Kills it, with all that it has started; returns when it is gone."""
+        self._stop.set()
+        await asyncio.shield(self._life)
+
+    # --- its life ------------------------------------------------------------------------------------------------
+
+    async def _live(self, here: socket.socket) -> None:
+        reader, self._writer = await asyncio.open_connection(sock=here)
+        exited = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(exited, self._stop.set)
+        talking = asyncio.create_task(self._talk(reader))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({talking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if self._process.poll() is not None:  # what it said last may not have been read
+                await asyncio.wait({talking}, timeout=LAST_WORDS_S)
+        finally:
+            self.ended = True
+            for task in (talking, stopping):
+                task.cancel()
+            asyncio.get_running_loop().remove_reader(exited)
+            os.close(exited)
+            self._writer.close()
+        code = await asyncio.to_thread(self._reap)
+        results = await asyncio.gather(talking, return_exceptions=True)
+        self._over(results[0], _how(code))
+
+    async def _talk(self, reader: asyncio.StreamReader) -> None:
+        """Reads until the child has ended. Raises NotMade or CallError."""
+        self._writer.write(calls.encode(self._make))
+        try:
+            async with asyncio.timeout(self._bounds.start_s):
+                message = await calls.read_from_child(reader)
+        except TimeoutError:
+            raise NotMade(f"not made within {self._bounds.start_s:g} s") from None
+        if isinstance(message, Unusable):
+            raise NotMade(message.reason, bad_input=message.bad_input)
+        if message is None:
+            return
+        if not isinstance(message, Ready):
+            raise CallError(f"{type(message).__name__} at the start")
+        self.ready = message
+        self._changed()
+        while (message := await calls.read_from_child(reader)) is not None:
+            self._heard = time.monotonic()
+            self._take(message)
+
+    def _take(self, message: FromChild) -> None:
+        if isinstance(message, Ready | Unusable):
+            raise CallError(f"{type(message).__name__} in the middle")
+        pending = self._pending.get(message.call)
+        if pending is None:
+            return
+        if isinstance(message, Begun):
+            pending.begun, pending.since = True, time.monotonic()
+            self._watch(pending)
+            return
+        del self._pending[message.call]
+        pending.answer(message)
+        self._spent = self._spent or (isinstance(message, Raised) and message.spent)
+        if self._spent and not self._pending:
+            self._stop.set()
+        self._changed()
+
+    def _watch(self, pending: _Pending) -> None:
+        """Looks at the call again when it would be late; when it is, everything ends."""
+        if pending.timer is not None:
+            pending.timer.cancel()
+        # One that was not begun waits behind others: what is heard of those shows that it is not forgotten.
+        since = pending.since if pending.begun else max(pending.since, self._heard)
+        left = since + self._bounds.limit_s + GRACE_S - time.monotonic()
+        if left > 0:
+            pending.timer = asyncio.get_running_loop().call_later(left, self._watch, pending)
+        else:
+            self._late = True
+            self._stop.set()
+
+    def _over(self, error: object, how: str) -> None:
+        """The child is gone: so are its calls."""
+        if self.ready is None:
+            self.not_made = error if isinstance(error, NotMade) else NotMade(f"its process ended: {how}")
+        elif isinstance(error, CallError):
+            how = "no message"
+        company = len(self._pending) > 1
+        for pending in self._pending.values():
+            pending.fail(Lost(how, late=self._late, company=company))
+        self._pending.clear()
+        self.over = True
+        self._changed()
+
+    def _reap(self) -> int:
+        """Kills it, if it has not ended, with all that it has started; its exit code."""
+        if self._process.poll() is None:
+            kill_tree(self._process.pid)
+        code = self._process.wait()
+        with _births:
+            _children.discard(self._process.pid)
+            left = orphans(_children)
+        for pid in left:  # of a child that ended by itself: this process has adopted it
+            kill_tree(pid)
+        return code
+
+
+def _start(connection: socket.socket, memory_mib: int) -> subprocess.Popen[bytes]:
+    """A child of this process with one end of a connection."""
+    number = connection.fileno()
+    command = ["--connection", str(number), "--parent", str(os.getpid()), "--memory-mib", str(memory_mib)]
+    with _births:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inflight.actor.worker", *command],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            pass_fds=[number],
+        )
+        _children.add(process.pid)
+    return process
+
+
+def _how(code: int) -> str:
+    """An exit code in words, short enough for a reason that is counted."""
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

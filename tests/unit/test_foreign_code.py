@@ -1,0 +1,247 @@
+"""Foreign code in real child processes: whatever it does costs the call, with its reason, and nothing else."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from rollout_samples import make_config
+
+from inflight.actor import calls
+from inflight.actor.calls import MakeTask, Question
+from inflight.actor.crew import Crew
+from inflight.actor.foreign import Foreign, GroupLost, foreign
+from inflight.actor.worker_process import Bounds
+from inflight.config import ConfigError, TaskConfig
+from inflight.types import PrefillSpan, Turn, VersionSpan
+
+LIMIT_S = 30.0
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Children find this folder's modules, and the tree under test."""
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
+
+
+class Echo:
+    """In place of a tokenizer: a completion's text is looked up by its first token."""
+
+    ready = calls.Ready(size=10)
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    async def call(self, ask):
+        asked = ask(0)
+        if isinstance(asked, calls.AskEncode):
+            return calls.TokensAre(0, [1, 2])
+        return calls.TextIs(0, self.texts[asked.token_ids[0]])
+
+
+QUESTION = Question("odd:1", "1+1=", "")
+
+
+def turn(*token_ids):
+    return Turn(
+        token_ids=list(token_ids),
+        logprobs=[-1.0] * len(token_ids),
+        token_versions=[VersionSpan(0, 0)],
+        prefill_versions=[PrefillSpan(0, 0, 0)],
+        finish_reason="stop",
+    )
+
+
+@contextlib.asynccontextmanager
+async def open_task(kind="Odd", *, limit_s=1.0, concurrency=1, size=1, memory_mib=1024, texts=(), **options):
+    """A Foreign with children for a task of odd_task.py."""
+    make = MakeTask(name=f"odd_task:{kind}", options=options, seed=0, limit_s=limit_s)
+    bounds = Bounds(limit_s=limit_s, start_s=LIMIT_S, memory_mib=memory_mib, concurrency=1)
+    items, scores = Crew(make, bounds, 1), Crew(make, replace(bounds, concurrency=concurrency), size)
+    try:
+        for crew in (items, scores):
+            crew.start()
+        for crew in (items, scores):
+            await crew.made()
+        yield Foreign(items, scores, Echo(texts), limit_s)
+    finally:
+        await items.close()
+        await scores.close()
+
+
+async def reason_of(coroutine):
+    """What the group is counted by, or the result."""
+    try:
+        return await coroutine
+    except GroupLost as lost:
+        return lost.reason
+
+
+async def score(code, completion, *more):
+    """The score of a completion that is one of the texts; several at once give a list."""
+    texts = code._text.texts
+    all_of_them = await asyncio.gather(
+        *(reason_of(code.score(QUESTION, [1], turn(texts.index(each)))) for each in (completion, *more))
+    )
+    scores = [each if isinstance(each, str) else each.reward for each in all_of_them]
+    return scores if more else scores[0]
+
+
+def test_whatever_a_question_is_costs_it_alone():
+    wanted = {
+        "raise": "task error: KeyError",
+        "raise unspeakable": "task error: _Unspeakable",
+        "exit": "task error: SystemExit",
+        "end": "task error: StopIteration",
+        "no item": "task error: item",
+        "no prompt": "task error: prompt",
+        "surrogate prompt": "task error: UnicodeEncodeError",
+        "surrogate key": "task error: UnicodeEncodeError",
+        "long key": "task error: key",
+        "number key": "task error: key",
+        "object": "task error: TypeError",
+        "die": "task crash: code 139",
+        "sleep": "task timeout",
+    }
+
+    async def main():
+        async with open_task(items=list(wanted)) as code:
+            found = {how: await reason_of(code.question(index)) for index, how in enumerate(wanted)}
+            fine = await code.question(len(wanted))
+        assert found == wanted
+        assert fine == Question(f"odd:{len(wanted)}", "1+1=", {"sum": [2, None]})
+
+    asyncio.run(main())
+
+
+def test_whatever_a_plain_score_does_costs_it_alone():
+    wanted = {
+        "fine": 1.0,
+        "raise": "reward error: KeyError",
+        "exit": "reward error: SystemExit",
+        "text": "reward error: no number",
+        "none": "reward error: no number",
+        "nan": "reward error: not finite",
+        "memory": "reward error: MemoryError",
+        "regex": "reward timeout",
+        "segfault": "reward crash: SIGSEGV",
+        "die": "reward crash: code 139",
+    }
+
+    async def main():
+        async with open_task(texts=list(wanted)) as code:
+            assert {how: await score(code, how) for how in wanted} == wanted
+            assert await score(code, "fine") == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_score_of_a_turn_is_checked():
+    wanted = {
+        "fine": 0.5,
+        "float": "reward error: score",
+        "steps": "reward error: step_rewards",
+        "teacher": "reward error: teacher_logprobs",
+    }
+
+    async def main():
+        async with open_task("Turned", texts=list(wanted)) as code:
+            found = {}
+            for number, how in enumerate(wanted):
+                given = await reason_of(code.score(QUESTION, [1], turn(number, 3)))
+                found[how] = given if isinstance(given, str) else given.reward
+            assert found == wanted
+
+    asyncio.run(main())
+
+
+def test_a_child_is_killed_with_all_that_it_has_started(tmp_path):
+    async def main():
+        async with open_task(texts=["family", "fine"], folder=str(tmp_path)) as code:
+            scoring = asyncio.create_task(score(code, "family"))
+            family = []
+            while len(family) < 2:
+                await asyncio.sleep(0.02)
+                with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
+                    child = psutil.Process(int((tmp_path / "child").read_text()))
+                    family = [child, *child.children()]
+            assert await scoring == "reward timeout"
+            assert not [process for process in family if process.is_running() and process.status() != "zombie"]
+            assert await score(code, "fine") == 1.0
+
+    asyncio.run(main())
+
+
+def test_asynchronous_scores_wait_together_and_are_late_alone():
+    async def main():
+        async with open_task("Waiting", texts=["fine", "soon", "wait"], concurrency=16) as code:
+            started = len(psutil.Process().children())
+            begun = time.monotonic()
+            assert await score(code, *["soon"] * 16, "wait", "fine") == [1.0] * 16 + ["reward timeout", 1.0]
+            assert time.monotonic() - begun < 16 * 0.3 + 1.0, "one after the other they would take longer"
+            assert len(psutil.Process().children()) <= started
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "how, reason", [("sleep", "reward timeout"), ("die", "reward crash: code 139"), ("regex", "reward timeout")]
+)
+def test_who_blocks_a_child_that_others_share_is_found_and_the_others_score(how, reason):
+    async def main():
+        texts = ["fine", "soon", how]
+        async with open_task("Waiting", texts=texts, concurrency=16) as code:
+            assert await score(code, "soon", "soon", how, "fine") == [1.0, 1.0, reason, 1.0]
+
+    asyncio.run(main())
+
+
+def test_hanging_threads_take_nobody_elses_time():
+    """Each leaves a thread behind; more of them than asyncio's pool has threads."""
+
+    async def main():
+        async with open_task("Waiting", texts=["fine", "thread"], concurrency=16, limit_s=0.5) as code:
+            assert await score(code, *["thread"] * 12, "fine") == ["reward timeout"] * 12 + [1.0]
+            assert await score(code, *["fine"] * 12) == [1.0] * 12
+
+    asyncio.run(main())
+
+
+def test_a_task_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "broken_task.py").write_text("raise RuntimeError('no data:\\n/data/questions.jsonl')\n")
+    (tmp_path / "dying_task.py").write_text("import os\nos._exit(7)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{HERE.parents[1]}")
+
+    async def main(name):
+        config = replace(make_config(tmp_path), task=TaskConfig(name=name))
+        with pytest.raises(ConfigError) as caught:
+            async with foreign(config):
+                pass
+        return str(caught.value)
+
+    broken = asyncio.run(main("broken_task:T"))
+    assert broken == (
+        "task.name='broken_task:T' can't be imported: RuntimeError: no data: /data/questions.jsonl "
+        f"({tmp_path}/broken_task.py, line 1)"
+    )
+    dying = asyncio.run(main("dying_task:T"))
+    assert dying == "task.name='dying_task:T' can't be used: its process ended: code 7"
+
+
+def test_the_models_own_tokenizer_is_used(tmp_path):
+    async def main():
+        config = replace(make_config(tmp_path), task=TaskConfig(name="addition"))
+        async with foreign(config) as code:
+            question = await code.question(0)
+            ids = await code.encode(question)
+            assert len(ids) == len(question.prompt)
+            assert code.vocabulary > max(ids)
+            answer = await code._text.call(lambda call: calls.AskDecode(call, [*ids, 1]))
+            assert answer.text == question.prompt, "special tokens are no text"
+            assert await reason_of(code.encode(Question("k", "\ud835", ""))) == "tokenizer error: UnicodeEncodeError"
+
+    asyncio.run(main())

@@ -13,11 +13,12 @@ from inflight.config import ConfigError, TaskConfig
 from inflight.models import TINY_CHARACTERS
 from inflight.tasks import TASKS, Item, make
 from inflight.tasks.addition import Addition
+from inflight.tasks.base import plain_score
 from inflight.tasks.progression import STYLES, Progression
 
 
 def score(task, item, completion):
-    return asyncio.run(task.score(item, completion))
+    return asyncio.run(plain_score(task, item, completion))
 
 
 # --- progression ---

@@ -37,7 +37,7 @@ TOKENS = 56
 EVERY = 12
 SHARED = [100 + 31 * n for n in range(36)]
 TOLERANCE = 1e-3
-"""Nats. Rounding alone makes 5.7e-5 (bench/RESULTS.md), the least of the faults 0.4."""
+"""Nats. Rounding alone makes 5.7e-5 (bench/log/2026-11-28.md), the least of the faults 0.4."""
 NOISE = 0.05
 TEMPERATURE = 0.8
 

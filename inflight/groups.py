@@ -10,18 +10,29 @@ MAX_VOCABULARY = 1 << 24
 """No model has more tokens."""
 LARGEST = 1e18
 """Of a reward or a log-probability: they are learnt from in float32, which holds its square."""
-_GROUP_ID = re.compile(r"q(0|[1-9][0-9]{0,17})")
+_GROUP_ID = re.compile(r"q(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,3}))?")
 
 
-def group_id(index: int) -> str:
-    """Name of the group that answers the index-th question."""
-    return f"q{index}"
+def group_id(index: int, attempt: int = 0) -> str:
+    """Name of the group that answers the index-th question; its `attempt` counts how often one was too old before."""
+    return f"q{index}.{attempt}" if attempt else f"q{index}"
 
 
 def index_of(name: str) -> int | None:
     """The question of a group; None when the name is none that `group_id` gives."""
     match = _GROUP_ID.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def first_name(name: str) -> str:
+    """Name of the first answer to the same question: its sampling seeds are those of all later ones."""
+    return name.partition(".")[0]
+
+
+def attempt_of(name: str) -> int:
+    """How often an answer to the same question was too old before this one; 0 for a name that is none."""
+    match = _GROUP_ID.fullmatch(name)
+    return int(match[2] or 0) if match else 0
 
 
 def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:

@@ -79,8 +79,8 @@ class Actor:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unacked: dict[str, tuple[GroupDone | GroupFailed, float]] = {}
         """Deliveries by group id, with when they were last sent (monotonic seconds)."""
-        self._waiting: collections.deque[int] = collections.deque()
-        """Questions granted and not started."""
+        self._waiting: dict[str, int] = {}
+        """Groups granted and not started, in their order, with the questions that they answer."""
         self.started = self.done = self.failed = 0
         self._failures = 0
         self._paused_until = 0.0
@@ -140,7 +140,8 @@ class Actor:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Grant):
-            self._waiting.extend(index for index in event.questions if not self._has(index))
+            granted = {group_id(index, event.attempts.get(index, 0)): index for index in event.questions}
+            self._waiting |= {name: index for name, index in granted.items() if not self._has(name)}
         elif isinstance(event, GroupAck):
             self._unacked.pop(event.group_id, None)
         elif isinstance(event, Refused):
@@ -153,16 +154,15 @@ class Actor:
             self._repeat()
         self._start_groups()
 
-    def _has(self, index: int) -> bool:
-        """Whether it works on a question already: one that was taken for lost may be granted anew."""
-        return group_id(index) in self._running or group_id(index) in self._unacked or index in self._waiting
+    def _has(self, name: str) -> bool:
+        """Whether it works on a group already: one that was taken for lost may be granted anew."""
+        return name in self._running or name in self._unacked or name in self._waiting
 
     def _start_groups(self) -> None:
         while self._waiting and self.in_flight < self._concurrency and time.monotonic() >= self._paused_until:
-            index = self._waiting.popleft()
+            name = next(iter(self._waiting))
             self.started += 1
-            name = group_id(index)
-            self._running[name] = asyncio.create_task(self._group(name, index), name=name)
+            self._running[name] = asyncio.create_task(self._group(name, self._waiting.pop(name)), name=name)
 
     async def _group(self, name: str, index: int) -> None:
         """One group from question to delivery; never raises."""

@@ -16,6 +16,7 @@ from inflight.actor.foreign import Foreign, GroupLost
 from inflight.actor.pool import NoGenerator, Pool
 from inflight.completions import Rejected, Retry, complete, sampling
 from inflight.config import RolloutConfig
+from inflight.groups import first_name
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 
 ATTEMPTS = 3
@@ -53,9 +54,9 @@ class Sampler:
         return RolloutGroup(group_id=group_id, prompt_key=question.key, rollouts=rollouts)
 
     async def _rollout(self, group_id: str, sample: int, question: Question, prompt_ids: list[int]) -> Rollout:
-        rollout_id = f"{group_id}/{sample}"
+        rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
         retries = Counter[str]()
-        turn, generator, started = await self._turn(prompt_ids, self._seed_of(rollout_id), retries)
+        turn, generator, started = await self._turn(prompt_ids, self._seed_of(drawn_as), retries)
         finished = time.time()
         self.tokens_out += len(turn.token_ids)
         score = await self._foreign.score(question, prompt_ids, turn)

@@ -7,6 +7,8 @@ from typing import Any
 
 from inflight.config.checks import MAX_PROCESSES, require, require_fields
 
+MAX_RETRIES = 1000
+"""Of a question, for answers that were too old."""
 MAX_GROUP = 4096
 """As types.RolloutGroup travels."""
 
@@ -71,8 +73,8 @@ class RolloutConfig(Sampling):
     task_start_timeout_s: float = 300.0
     """What making the task may take, its data included."""
     buffer_mib: float = 1024.0
-    """Finished groups that may wait for the trainer, in MiB as they travel; beyond, no more is asked than one step
-    needs."""
+    """Memory of the finished groups that wait for the trainer, in MiB. No more are asked than are likely to fit, by the
+    size of the last ones, but one step's worth at any rate."""
     keep: bool = True
     """Write every rollout to the run folder (needed by the audit)."""
 
@@ -108,6 +110,11 @@ class GateConfig:
     """Tokens older than this many versions are masked, but stay as context."""
     min_trained_share: float = 0.25
     """A sequence with a smaller share of unmasked tokens is dropped."""
+    on_stale: str = "retry"
+    """What becomes of the question of a group that is dropped for members that have grown too old. `retry`: it is
+    sampled again, with the same seeds, under newer weights. `drop`: it is done with."""
+    stale_retries: int = 2
+    """How often with `retry`; after that the question is dropped."""
     rules: list[dict[str, Any]] = field(default_factory=list)
     """Further rules in their order, such as `{name: oldest_lag, at_most: 2}`; `name` is built in or
     `package.module:function`."""
@@ -117,6 +124,10 @@ class GateConfig:
     def __post_init__(self) -> None:
         require_fields(self, "gate", "max_lag max_token_lag", least=0)
         require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
+        require(self.on_stale in ("retry", "drop"), "gate.on_stale", self.on_stale, "retry, drop")
+        require_fields(self, "gate", "stale_retries", least=1, most=MAX_RETRIES)
+        no_effect = self.on_stale == "drop" and self.stale_retries != GateConfig.stale_retries
+        require(not no_effect, "gate.stale_retries", self.stale_retries, "it has no effect with gate.on_stale=drop")
         for name in ("rules", "ratio_rules"):
             for index, rule in enumerate(getattr(self, name)):
                 named = isinstance(rule.get("name"), str)

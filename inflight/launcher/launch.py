@@ -225,7 +225,7 @@ def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequ
     event = listener.receive(POLL_S)
     while event is not None:
         if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
-            view.progress.update(event.peer, event.message.values)
+            view.heard(event.peer, event.message.values)
             restarts.heard(event.peer)
         event = listener.receive(0)
 

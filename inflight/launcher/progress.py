@@ -7,7 +7,7 @@ Fed by the processes' `Status` messages. Known keys, all optional:
 * generator  version, running, waiting, tokens_per_s, phase;
 * actor      in_flight, done, failed, phase.
 
-`phase` is a short text such as "loading", shown until the numbers come.
+`warnings` are lines that each are told once. `phase` is a short text such as "loading", shown until the numbers come.
 """
 
 from __future__ import annotations
@@ -146,9 +146,18 @@ class View:
         self._line_every_s = line_every_s
         self._next_line = time.monotonic() + line_every_s
         self._last_line, self._same_since = "", time.monotonic()
+        self._warned: set[tuple[str, str]] = set()
         self._live: Live | None = None
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False)
+
+    def heard(self, source: str, values: Mapping[str, Value]) -> None:
+        """Takes one status; a warning in it that is new is told at once."""
+        self.progress.update(source, values)
+        for warning in str(values.get("warnings", "")).splitlines():
+            if (source, warning) not in self._warned:
+                self._warned.add((source, warning))
+                self.tell(f"inflight launch: {source}: {warning}")
 
     def refresh(self) -> None:
         """Shows what is known now; cheap to call often."""

@@ -194,9 +194,13 @@ class ActorHello(Message, tag=True):
 
 
 class Grant(Message, tag=True):
-    """Questions that this actor shall answer, by their index in the task's stream, beyond those of earlier grants."""
+    """Questions that this actor shall answer, by their index in the task's stream, beyond those of earlier grants.
 
-    questions: Annotated[list[Annotated[int, Meta(ge=0, lt=1 << 53)]], Meta(min_length=1, max_length=1 << 16)]
+    `attempts`: of those whose answers were too old before, how often they were; the group's name tells it.
+    """
+
+    questions: Annotated[list[Count], Meta(min_length=1, max_length=1 << 16)]
+    attempts: Annotated[dict[Count, Count], Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
 
 
 class GroupDone(Message, tag=True):

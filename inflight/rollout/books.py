@@ -20,6 +20,8 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     failed: dict[str, Count]
     rollouts_dropped: dict[str, Count]
     ignored: dict[str, Count]
+    too_old: dict[int, Count] = msgspec.field(default_factory=dict)
+    """Of questions that are not done with: how often an answer was too old (`gate.on_stale`)."""
 
     @property
     def settled(self) -> Indices:

@@ -14,10 +14,11 @@ waits when the trainer is behind. ledger.py keeps the books; here are the thread
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import RunConfig
@@ -28,10 +29,11 @@ from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.ledger import Ledger
 from inflight.rollout.stream import Writer
-from inflight.types import RolloutGroup
+from inflight.rollout.waiting import StoredGroup
 
 ROLLOUTS_FILE = "rollouts/rollouts.msgpack"
 _POLL_S = 0.1
+log = logging.getLogger(__name__)
 
 
 class BufferClosed(RuntimeError):
@@ -57,18 +59,19 @@ class Buffer:
         listener: Listener,
         config: RunConfig,
         books: Books = NO_BOOKS,
-        groups: Sequence[RolloutGroup] = (),
+        groups: Sequence[StoredGroup] = (),
         *,
         vocabulary: int = MAX_VOCABULARY,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         """Starts at once; a run that goes on brings its checkpoint's books and the groups that wait to be trained on.
 
-        Groups with token ids of `vocabulary` and above are refused.
+        Groups with token ids of `vocabulary` and above are refused. `warn` gets a line when the gate lets nothing pass.
 
         Raises OSError or StreamError when the run folder's rollout file can't be written.
         """
         self._listener = listener
-        self._gate = config.gate
+        self._gate, self._warn = config.gate, warn
         self._writer = Writer(config.path / ROLLOUTS_FILE) if config.rollout.keep else None
         self._ledger = Ledger(config, books, groups, vocabulary=vocabulary)
         self._changed = threading.Condition()
@@ -98,6 +101,8 @@ class Buffer:
             while True:
                 self._check_open()
                 self._ledger.judge(usable, n_groups, version, self._gate)
+                if (news := self._ledger.drought.news()) is not None:
+                    self._warn(news)
                 if len(usable) == n_groups:
                     self._ledger.train(usable)
                     self._held_back = self._synchronous
@@ -108,6 +113,12 @@ class Buffer:
                 if left <= 0:
                     raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))
                 self._changed.wait(left)
+
+    def reject(self, groups: int, reason: str) -> None:
+        """Counts so many groups of the last batch as dropped: they could not be trained on."""
+        with self._changed:
+            self._ledger.reject(groups, reason)
+            self._grant()
 
     def finish(self, reason: str, timeout_s: float = 10.0) -> bool:
         """Tells all actors that the run is over, waits until nothing is in flight; False when some did not answer."""
@@ -163,15 +174,17 @@ class Buffer:
             f"{name} ({groups} in flight, heard {now - self._heard[name]:.0f} s ago)"
             for name, groups in sorted(self._ledger.in_flight.items())
         )
+        drought = f"; {self._ledger.drought}" if self._ledger.drought.groups else ""
         return (
             f"no batch within {timeout_s:.0f} s: {usable} of {wanted} groups buffered, {counts.in_flight} in flight; "
             f"actors alive: {actors or 'none'}; failed: {counts.failed or 'none'}; dropped: {counts.dropped or 'none'}"
+            f"{drought}"
         )
 
     def _grant(self) -> None:
         if self._finish is None and not self._held_back:
             for actor, questions in sorted(self._ledger.grants().items()):
-                self._send(actor, Grant(questions=questions))
+                self._send(actor, Grant(questions=questions, attempts=self._ledger.attempts(questions)))
 
     def _send(self, peer: str, message: AnyMessage) -> None:
         """A peer that is gone is not an error here: the bus reports it as Lost, which is where it is counted."""
@@ -196,7 +209,7 @@ class Buffer:
                 if isinstance(event, Lost):
                     self._ledger.leave(event.peer, ACTOR_LOST)
                 else:
-                    self._handle(event.peer, event.message, event.nbytes)
+                    self._handle(event.peer, event.message)
                 self._grant()
             except BaseException as error:
                 self._broken = error
@@ -204,7 +217,7 @@ class Buffer:
             finally:
                 self._changed.notify_all()
 
-    def _handle(self, peer: str, message: AnyMessage, nbytes: int) -> None:
+    def _handle(self, peer: str, message: AnyMessage) -> None:
         self._heard[peer] = time.monotonic()
         if isinstance(message, ActorHello):
             self._ledger.hello(peer, message.incarnation)
@@ -213,14 +226,14 @@ class Buffer:
         elif isinstance(message, ActorBye):
             self._ledger.leave(peer, message.reason)
         elif isinstance(message, GroupDone | GroupFailed):
-            self._settle(peer, message, nbytes)
+            self._settle(peer, message)
         else:
             self._ledger.ignore(f"unexpected {type(message).__name__}")
 
-    def _settle(self, peer: str, message: GroupDone | GroupFailed, nbytes: int) -> None:
+    def _settle(self, peer: str, message: GroupDone | GroupFailed) -> None:
         """Written before it is acknowledged, acknowledged every time it comes."""
-        group = self._ledger.settle(peer, message, nbytes)
-        if group is not None and self._writer is not None:
-            self._writer.append(group)
+        stored = self._ledger.settle(peer, message)
+        if stored is not None and self._writer is not None:
+            self._writer.append_frame(stored.frame)
         group_id = message.group.group_id if isinstance(message, GroupDone) else message.group_id
         self._send(peer, GroupAck(group_id=group_id))

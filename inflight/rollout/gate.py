@@ -19,6 +19,7 @@ those that grow old. So advantages are taken over `GatedGroup.rewards`, and only
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from inflight.config import GateConfig
@@ -51,12 +52,18 @@ def rules_of(config: GateConfig) -> list[Rule]:
 
 def gate_group(group: RolloutGroup, version: int, config: GateConfig) -> GatedGroup:
     """All rules on one group at trainer version `version`. Raises ValueError when spans do not fit tokens."""
-    gated = _ungated(group, version)
-    for rule in _chain(config):
+    gated, blamed = _ungated(group, version), list[str]()
+    for name, rule in _chain(config):
         if gated.dropped is not None:
             break
-        gated = rule(gated)
-    return gated
+        before, gated = gated, rule(gated)
+        if _did(before) != _did(gated):
+            blamed.append(name)
+    return replace(gated, rules=tuple(blamed))
+
+
+def _did(gated: GatedGroup) -> tuple[object, ...]:
+    return gated.dropped, gated.members_dropped, gated.masked, len(gated.rollouts)
 
 
 def _ungated(group: RolloutGroup, version: int) -> GatedGroup:
@@ -71,13 +78,19 @@ def _ungated(group: RolloutGroup, version: int) -> GatedGroup:
     )
 
 
-def _chain(config: GateConfig) -> list[Rule]:
+def _chain(config: GateConfig) -> list[tuple[str, Rule]]:
+    """The rules in their order, each under the name of what it is configured by."""
+    lag, share = config.max_token_lag, config.min_trained_share
+    own = [f"gate.rules[{index}] ({each['name']})" for index, each in enumerate(config.rules)]
     return [
-        lambda group: rules.token_lag(group, at_most=config.max_token_lag),
-        lambda group: rules.trained_share(group, at_least=config.min_trained_share),
-        *rules_of(config),
-        lambda group: rules.drop_members(group, lambda member: not any(member.mask), SequenceDrop.STALE),
-        lambda group: rules.smallest_group(group, at_least=MIN_GROUP),
+        (f"gate.max_token_lag={lag}", lambda group: rules.token_lag(group, at_most=lag)),
+        (f"gate.min_trained_share={share:g}", lambda group: rules.trained_share(group, at_least=share)),
+        *zip(own, rules_of(config), strict=True),
+        (
+            "a token at least in each rollout",
+            lambda group: rules.drop_members(group, lambda member: not any(member.mask), SequenceDrop.STALE),
+        ),
+        (f"{MIN_GROUP} rollouts at least", lambda group: rules.smallest_group(group, at_least=MIN_GROUP)),
     ]
 
 

@@ -18,14 +18,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inflight.config import GateConfig, RunConfig
-from inflight.groups import MAX_VOCABULARY, defect, index_of
+from inflight.groups import MAX_VOCABULARY, attempt_of, defect, index_of
 from inflight.messages import GroupDone, GroupFailed
 from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout.books import NO_BOOKS, Books, Counts
-from inflight.rollout.gate import GatedGroup, gate_group
+from inflight.rollout.drought import Drought
+from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
 from inflight.rollout.questions import Questions
-from inflight.rollout.stream import encode_frame
-from inflight.types import RolloutGroup
+from inflight.rollout.waiting import StoredGroup, Waiting
 
 UNDELIVERED = "not delivered before the buffer closed"
 MAX_REASONS = 64
@@ -53,7 +53,7 @@ class Ledger:
         self,
         config: RunConfig,
         books: Books = NO_BOOKS,
-        groups: Iterable[RolloutGroup] = (),
+        groups: Iterable[StoredGroup] = (),
         *,
         vocabulary: int = MAX_VOCABULARY,
     ) -> None:
@@ -66,14 +66,14 @@ class Ledger:
         self._concurrency = config.rollout.concurrency
         self._group_size, self._vocabulary = config.rollout.group_size, vocabulary
         self._accounts: dict[str, _Account] = {}
-        self._queue = collections.deque(groups)
+        self._queue = Waiting(groups, most_bytes(config))
         self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
-        self._held = {
-            index: len(encode_frame(group)) for group in self._queue if (index := index_of(group.group_id)) is not None
-        }
-        """Questions of the groups in the queue, and their bytes as they travelled."""
-        self._questions = Questions(books.settled, self._held)
+        self.drought = Drought(self._step)
+        """Whether anything passes the gate."""
+        self._questions = Questions(books.settled, self._queue.indices)
         self._tries: collections.Counter[int] = collections.Counter()
+        self._too_old = collections.Counter(books.too_old)
+        """Of questions that are not settled: how often an answer was too old."""
         self._trained = books.trained
         self._dropped = collections.Counter(books.dropped)
         self._failed = collections.Counter(books.failed)
@@ -98,7 +98,7 @@ class Ledger:
         return Books(
             settled_below=settled.below, settled_beyond=settled.beyond, trained=self._trained,
             dropped=dict(self._dropped), failed=dict(self._failed), rollouts_dropped=dict(self._rollouts_dropped),
-            ignored=dict(self._ignored),
+            ignored=dict(self._ignored), too_old=dict(self._too_old),
         )  # fmt: skip
 
     def hello(self, actor: str, incarnation: str) -> None:
@@ -118,8 +118,7 @@ class Ledger:
     def grants(self) -> dict[str, list[int]]:
         """Hands every free slot to the actor with the fewest in flight; the new questions by actor."""
         taken = sum(self.in_flight.values()) + len(self._queue)
-        most = self.capacity if sum(self._held.values()) < self._max_bytes else self._step
-        room = min(most, self._wanted - self._trained) - taken
+        room = min(self.capacity, max(self._step, self._fitting()), self._wanted - self._trained) - taken
         told: dict[str, list[int]] = {}
         while room > 0:
             free = [(len(account.in_flight), name) for name, account in self._accounts.items()]
@@ -133,10 +132,12 @@ class Ledger:
             room -= 1
         return told
 
-    def settle(self, actor: str, message: GroupDone | GroupFailed, nbytes: int = 0) -> RolloutGroup | None:
-        """Counts a group exactly once, however often it comes; returns it when it is new and sound, now buffered.
+    def attempts(self, questions: Iterable[int]) -> dict[int, int]:
+        """Of those whose answers were too old before, how often they were."""
+        return {index: self._too_old[index] for index in questions if index in self._too_old}
 
-        `nbytes` is its size as it came.
+    def settle(self, actor: str, message: GroupDone | GroupFailed) -> StoredGroup | None:
+        """Counts a group exactly once, however often it comes; returns it when it is new and sound, now buffered.
 
         A whole group is welcome from whoever has it: from an actor that was taken for lost, too, as long as nobody
         else was quicker. A failure counts only from the actor that the question is granted to now.
@@ -145,8 +146,10 @@ class Ledger:
         index = index_of(name)
         if index is None:
             self.ignore("not granted")
-        elif index in self._questions.settled or index in self._held:
+        elif index in self._questions.settled or index in self._queue or attempt_of(name) < self._too_old[index]:
             self.ignore("repeat")
+        elif attempt_of(name) > self._too_old[index]:
+            self.ignore("not granted")
         elif isinstance(message, GroupFailed):
             self._fail(actor, index, message.reason, again=message.again)
         elif (reason := defect(message.group, self._group_size, self._vocabulary)) is not None:
@@ -154,10 +157,9 @@ class Ledger:
         elif not self._claim(index):
             self.ignore("not granted")
         else:
-            self._queue.append(message.group)
-            self._held[index] = nbytes
+            self._queue.append(stored := StoredGroup.of(message.group))
             self._produced += 1
-            return message.group
+            return stored
         return None
 
     def ignore(self, reason: str) -> None:
@@ -167,24 +169,34 @@ class Ledger:
     def judge(self, usable: list[GatedGroup], wanted: int, version: int, gate: GateConfig) -> None:
         """Extends `usable`, the verdicts on the first groups of the queue, towards `wanted`; drops what fails the gate.
 
-        The groups stay in the queue until `train`, so that an attempt that ends early loses nothing.
+        The groups stay in the queue until `train`, so that an attempt that ends early loses nothing. The question of
+        one that is dropped as too old is asked again, a bounded number of times (`gate.on_stale`).
         """
         while len(usable) < min(wanted, len(self._queue)):
-            gated = gate_group(self._queue[len(usable)], version, gate)
+            gated = gate_group(self._queue[len(usable)].group(), version, gate)
+            self.drought.judged(gated)
             if gated.dropped is None:
                 usable.append(gated)
                 continue
-            del self._queue[len(usable)]
-            self._dropped[str(gated.dropped)] += 1
-            self._done_with(gated)
+            index = self._leaves(len(usable), gated)
+            retried = gated.stale and gate.on_stale == "retry" and self._too_old[index] < gate.stale_retries
+            self._dropped[GroupDrop.RETRIED.value if retried else str(gated.dropped)] += 1
+            if retried:
+                self._too_old[index] += 1
+                self._questions.give_back(index)
+            else:
+                self._settled(index)
 
     def train(self, usable: list[GatedGroup]) -> None:
         """The trainer takes the first groups of the queue, those that `judge` found usable."""
         for gated in usable:
-            if self._queue.popleft() is not gated.group:
-                raise RuntimeError(f"group {gated.group.group_id} is not the oldest of the buffer")
-            self._done_with(gated)
+            self._settled(self._leaves(0, gated))
         self._trained += len(usable)
+
+    def reject(self, groups: int, reason: str) -> None:
+        """So many groups that the trainer took could not be trained on; others will be asked in their place."""
+        self._trained -= groups
+        self._dropped[reason] += groups
 
     def close(self) -> None:
         """Counts what is still in flight as failed."""
@@ -232,13 +244,31 @@ class Ledger:
         known = reason in self._failed or len(self._failed) < MAX_REASONS
         self._failed[reason if known else "other"] += 1
 
-    def _done_with(self, gated: GatedGroup) -> None:
-        """A group has left the queue, trained on or dropped."""
+    def _leaves(self, at: int, gated: GatedGroup) -> int:
+        """A group leaves its place in the queue, to be trained on or dropped; the question that it answers."""
+        stored = self._queue[at]
+        if stored.name != gated.group.group_id or stored.index is None:
+            raise RuntimeError(f"group {gated.group.group_id} is not where it was in the buffer: {stored.name} is")
+        self._queue.pop(at)
         self._rollouts_dropped.update({str(why): count for why, count in gated.members_dropped.items()})
-        if (index := index_of(gated.group.group_id)) is not None:
-            self._held.pop(index, None)
-            self._settled(index)
+        return stored.index
+
+    def _fitting(self) -> int:
+        """Groups that may be in flight or buffered by the memory that they take or are likely to take."""
+        in_flight = sum(self.in_flight.values())
+        left = self._max_bytes - self._queue.nbytes - in_flight * self._queue.typical
+        return len(self._queue) + in_flight + int(max(left, 0.0) // self._queue.typical)
 
     def _settled(self, index: int) -> None:
         self._questions.settle(index)
-        del self._tries[index]
+        del self._tries[index], self._too_old[index]
+
+
+def most_bytes(config: RunConfig) -> float:
+    """What a group takes at the most, encoded, as far as that is known before one has come.
+
+    A token's number takes up to 5 bytes, a log-probability 9. What is recorded beside them is left out but for kept
+    sets: it is not the rule.
+    """
+    kept = 5 * config.rollout.kept_tokens if config.rollout.cuts else 0
+    return float(config.rollout.group_size * config.generator.max_model_len * (14 + kept))

@@ -5,36 +5,43 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from inflight.groups import index_of
+from inflight.groups import attempt_of, index_of
 from inflight.rollout.books import Books
 from inflight.rollout.stream import Reader, Writer
+from inflight.rollout.waiting import StoredGroup
 from inflight.types import RolloutGroup
 
 
-def restore(path: Path, books: Books, version: int) -> list[RolloutGroup]:
+def restore(path: Path, books: Books, version: int) -> list[StoredGroup]:
     """Rewrites the rollout file for a run that goes on from `version`; the groups to be trained on, oldest first.
 
     A group with a token of a later version leaves the file: that version was undone, another one will bear its number,
-    and the tag would lie. Its question is asked again. So is that of a torn frame. All others stay; those whose
-    question is not settled in `books` are returned. The file is replaced whole. Reads all of it once.
+    and the tag would lie. Its question is asked again. So is that of a torn frame. So does a later attempt at a
+    question whose earlier answer `books` do not know yet to be too old. All others stay; those that are the newest
+    attempt at a question that is not settled in `books` are returned. The file is replaced whole. Reads all of it once.
 
     Raises StreamError when the file is none of ours, OSError when the disk is full.
     """
     if not path.exists() or not path.stat().st_size:
         return []
-    settled, seen = books.settled, set[int]()
-    waiting: list[RolloutGroup] = []
+    settled, seen = books.settled, set[str]()
+    waiting: list[StoredGroup] = []
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     with Writer(partial) as kept:
         for group in Reader(path):
-            index = index_of(group.group_id)
-            if newest_version(group) > version or index is None or index in seen:
+            name = group.group_id
+            index, attempt = index_of(name), attempt_of(name)
+            if newest_version(group) > version or index is None or name in seen:
                 continue
-            seen.add(index)
-            kept.append(group)
-            if index not in settled:
-                waiting.append(group)
+            newest = books.too_old.get(index, 0)
+            if index not in settled and attempt > newest:
+                continue
+            seen.add(name)
+            stored = StoredGroup.of(group)
+            kept.append_frame(stored.frame)
+            if index not in settled and attempt == newest:
+                waiting.append(stored)
     os.replace(partial, path)
     return waiting
 

@@ -46,6 +46,11 @@ def encode_frame(group: RolloutGroup) -> bytes:
     return _HEAD.pack(len(body), zlib.crc32(body)) + body
 
 
+def decode_frame(frame: bytes) -> RolloutGroup:
+    """The group of a frame that `encode_frame` has made."""
+    return _decoder.decode(memoryview(frame)[_HEAD.size :])
+
+
 class Reader:
     """Yields the whole groups of a stream; afterwards `torn` says what the file ends with, if not with a whole frame.
 
@@ -165,7 +170,11 @@ class Writer:
 
     def append(self, group: RolloutGroup) -> None:
         """Adds one group with one write. Raises StreamError when it is too large, OSError when the disk is full."""
-        self._write(encode_frame(group))
+        self.append_frame(encode_frame(group))
+
+    def append_frame(self, frame: bytes) -> None:
+        """Adds a group that is encoded already."""
+        self._write(frame)
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""

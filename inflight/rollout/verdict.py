@@ -17,6 +17,10 @@ class SequenceDrop(StrEnum):
     MEAN = "too old on average"
 
 
+AGED = frozenset({SequenceDrop.STALE, SequenceDrop.OLDEST, SequenceDrop.MEAN})
+"""Reasons that younger tokens would not have given."""
+
+
 class GroupDrop(StrEnum):
     """Why a whole group is not trained on."""
 
@@ -24,6 +28,10 @@ class GroupDrop(StrEnum):
     SMALL = "fewer than 2 usable rollouts"
     INCOMPLETE = "a member was dropped"
     UNIFORM = "all rewards equal"
+    RETRIED = "too old, to be sampled again"
+    """By one of the above, for want of fresh members (`gate.on_stale`)."""
+    NOT_FINITE = "gradient not finite"
+    """It had passed the gate: of a batch whose gradient could not be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +64,14 @@ class GatedGroup:
     """Members left out by reason, usually a SequenceDrop, whether or not the group is kept."""
     masked: dict[str, int] = field(default_factory=dict)
     """Tokens masked by reason, of members that were dropped later too."""
+    rules: tuple[str, ...] = ()
+    """The rules that have masked or left out something, in their order."""
+
+    @property
+    def stale(self) -> bool:
+        """Whether it is dropped for members that have grown too old."""
+        incomplete = self.dropped is not None and self.dropped not in (GroupDrop.UNIFORM, GroupDrop.UNPUBLISHED)
+        return incomplete and not AGED.isdisjoint(self.members_dropped)
 
     @property
     def rewards(self) -> list[float]:

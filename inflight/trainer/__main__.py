@@ -96,7 +96,9 @@ def _run(config: RunConfig) -> int:
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
         vocabulary = policy.master.config.get_text_config().vocab_size
-        buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting, vocabulary=vocabulary))
+        buffer = stack.enter_context(
+            Buffer(rollouts, config, begun.books, waiting, vocabulary=vocabulary, warn=reporter.warn)
+        )
         start = reference(config, model_dir, accelerator.device)
         learner = Learner(policy, config, accelerator, start, team, step=begun.step)
         if config.checkpoint:

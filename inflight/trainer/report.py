@@ -18,7 +18,7 @@ import logging
 import statistics
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,6 +37,8 @@ from inflight.weights.publish.publisher import Publisher, PublishReport
 
 _TICK_S = 0.2
 _STATUS_S = 1.0
+WARNINGS_KEPT = 16
+"""In the status, so that one that comes twice in a second is not missed."""
 log = logging.getLogger(__name__)
 Value = float | int | str
 
@@ -136,6 +138,7 @@ class Reporter:
         self._link, self._watch = link, watch
         self._lock = threading.Lock()
         self._values: dict[str, Value] = {"steps": config.trainer.steps}
+        self._warnings: deque[str] = deque(maxlen=WARNINGS_KEPT)
         self._publisher: Publisher | None = None
         self._noted = 0
         self._error: OSError | None = None
@@ -152,6 +155,13 @@ class Reporter:
         """What the trainer is at, for the status."""
         with self._lock:
             self._values["phase"] = text
+
+    def warn(self, text: str) -> None:
+        """A line that whoever started the run should see now: in the log, and on the launcher's screen."""
+        log.warning("%s", text)
+        with self._lock:
+            self._warnings.append(" ".join(text.split()))
+            self._values["warnings"] = "\n".join(self._warnings)
 
     def line(self, values: dict[str, object]) -> None:
         """Writes a step's line; its numbers go into the status as well. Raises OSError when the disk is full."""

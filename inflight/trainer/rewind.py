@@ -12,13 +12,13 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import restore
+from inflight.rollout.waiting import StoredGroup
 from inflight.trainer.checkpoints import SCHEMA, Saved, read
-from inflight.types import RolloutGroup
 
 log = logging.getLogger(__name__)
 
 
-def begin(config: RunConfig) -> tuple[Saved, list[RolloutGroup]]:
+def begin(config: RunConfig) -> tuple[Saved, list[StoredGroup]]:
     """Where this start of a run begins, and the groups that wait to be trained on; the folder is taken back to there.
 
     Raises CheckpointError, StreamError or ValueError naming a file that is damaged, OSError when the disk is full.

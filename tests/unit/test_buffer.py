@@ -1,5 +1,6 @@
 """The buffer over the real bus: grants, acknowledgements, waiting, losing actors and closing."""
 
+import dataclasses
 import threading
 import time
 
@@ -7,6 +8,7 @@ import pytest
 from rollout_samples import make_config, make_group
 
 from inflight.bus import Link, Listener
+from inflight.config import GateConfig
 from inflight.messages import ActorBye, ActorHello, Finish, Grant, GroupAck, GroupDone, GroupFailed
 from inflight.rollout.buffer import ROLLOUTS_FILE, Buffer, BufferClosed
 from inflight.rollout.stream import Reader
@@ -15,11 +17,13 @@ from inflight.rollout.stream import Reader
 class Party:
     """A listener with a buffer, and links that play the actors."""
 
-    def __init__(self, tmp_path, **kwargs):
+    def __init__(self, tmp_path, gate=None, warn=None, **kwargs):
         self.config = make_config(tmp_path, **kwargs)
+        if gate is not None:
+            self.config = dataclasses.replace(self.config, gate=GateConfig(max_lag=1, **gate))
         self.endpoint = f"ipc://{tmp_path}/b"
         self.listener = Listener(self.endpoint, self.config.bus)
-        self.buffer = Buffer(self.listener, self.config)
+        self.buffer = Buffer(self.listener, self.config, **({"warn": warn} if warn else {}))
         self.links = []
 
     def actor(self, name="a0", incarnation="0" * 16):
@@ -97,7 +101,7 @@ def test_taking_frees_slots_when_the_buffer_is_full(party):
 
 
 def test_take_waits_and_goes_on_past_what_the_gate_drops(party):
-    room = party(max_token_lag=0)
+    room = party(max_token_lag=0, on_stale="drop")
     actor = room.actor()
     expect(actor, Grant)
     got = []
@@ -283,7 +287,7 @@ def test_a_broken_disk_stops_the_run_instead_of_losing_rollouts(party, monkeypat
     def full(group):
         raise OSError("no space left")
 
-    monkeypatch.setattr(room.buffer._writer, "append", full)
+    monkeypatch.setattr(room.buffer._writer, "append_frame", full)
     actor.send(done("q0"))
     with pytest.raises(BufferClosed, match="no space left"):
         room.buffer.take(2, version=0, timeout_s=10)
@@ -293,3 +297,41 @@ def test_a_broken_disk_stops_the_run_instead_of_losing_rollouts(party, monkeypat
 def test_more_than_the_capacity_can_never_come(party):
     with pytest.raises(ValueError, match="capacity is 4"):
         party().buffer.take(5, version=0, timeout_s=1)
+
+
+@pytest.mark.parametrize(
+    ("gate", "version", "says"),
+    [
+        ({"rules": [{"name": "uniform_rewards"}]}, 0, "all rewards equal: 16), by gate.rules[0] (uniform_rewards): 16"),
+        (
+            {"max_token_lag": 0, "min_trained_share": 1.0, "on_stale": "drop"}, 3,
+            "fewer than 2 usable rollouts: 16), by gate.max_token_lag=0: 16, gate.min_trained_share=1: 16, "
+            "2 rollouts at least: 16; rollouts left out of them: too few fresh tokens: 32",
+        ),
+        ({}, -1, "version not published: 16)"),
+    ],
+)  # fmt: skip
+def test_a_gate_that_lets_nothing_pass_is_told_after_a_bounded_number_of_groups(party, gate, version, says):
+    """Once, not once a group; what ends the run in the end says it too."""
+    warned = []
+    room = party(step=8, concurrency=8, gate=gate, warn=warned.append)
+    actor, answered = room.actor(), 0
+    takers = [threading.Thread(target=wait_in_vain, args=[room.buffer, version])]
+    takers[0].start()
+    while answered < 30:
+        message = actor.receive(0.1)
+        for index in message.questions[: 30 - answered] if isinstance(message, Grant) else ():
+            answered += 1
+            actor.send(done(f"q{index}"))
+    until(lambda: sum(room.buffer.counts().dropped.values()) == 30)
+    assert warned == [f"the gate has let nothing pass: 16 groups dropped in a row ({says}"]
+    room.buffer.finish("enough", 0.0)
+    takers[0].join(20)
+    room.buffer._finish = None
+    with pytest.raises(TimeoutError, match=r"30 groups dropped in a row \("):
+        room.buffer.take(8, version, timeout_s=0.0)
+
+
+def wait_in_vain(buffer, version):
+    with pytest.raises(BufferClosed):
+        buffer.take(8, version, timeout_s=60)

@@ -100,3 +100,12 @@ def test_a_terminal_gets_the_live_view(progress):
         view.refresh()
     assert "night" in console.file.getvalue()
     assert "2/8" in console.file.getvalue()
+
+
+def test_a_warning_is_told_once(progress, capsys):
+    with View(progress, line_every_s=600) as view:
+        for warnings in ("the gate: 16", "the gate: 16\nthe gate: 32", "the gate: 16\nthe gate: 32"):
+            view.heard("trainer", {"step": 3, "warnings": warnings})
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["inflight launch: trainer: the gate: 16", "inflight launch: trainer: the gate: 32"]
+    assert "step 3/8" in said.out

@@ -25,12 +25,23 @@ def test_what_is_true_stays_and_what_waits_is_given_back(tmp_path):
     with path.open("ab") as file:
         file.write(b"\x10\x00\x00")
     books = msgspec.structs.replace(NO_BOOKS, settled_below=1)
-    assert restore(path, books, 4) == [waiting]
+    assert [stored.group() for stored in restore(path, books, 4)] == [waiting]
     reader = Reader(path)
     assert list(reader) == [settled, waiting]
     assert reader.torn is None
-    assert restore(path, books, 4) == [waiting], "a second time changes nothing"
+    assert [stored.group() for stored in restore(path, books, 4)] == [waiting], "a second time changes nothing"
     assert [each.name for each in tmp_path.iterdir()] == ["rollouts.msgpack"]
+
+
+def test_of_several_answers_to_a_question_the_newest_waits(tmp_path):
+    """Of 0 the first was too old; of 1 and 2 too, but the checkpoint is from before; all that led to 3 is settled."""
+    path = tmp_path / "rollouts.msgpack"
+    names = ["q3", "q0", "q1", "q2", "q0.1", "q1.1", "q3.1"]
+    groups = {name: make_group(name) for name in names}
+    write(path, *groups.values())
+    books = msgspec.structs.replace(NO_BOOKS, settled_beyond=[3], too_old={0: 1})
+    assert [stored.name for stored in restore(path, books, 4)] == ["q1", "q2", "q0.1"]
+    assert [group.group_id for group in Reader(path)] == ["q3", "q0", "q1", "q2", "q0.1", "q3.1"]
 
 
 def test_a_run_that_wrote_none(tmp_path):

@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from rollout_samples import make_config, make_group, make_rollout
 
-from inflight.groups import defect, group_id, index_of
+from inflight.groups import attempt_of, defect, group_id, index_of
 from inflight.messages import GroupDone, GroupFailed
 from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout import ledger as ledger_module
 from inflight.rollout.ledger import MAX_TRIES, UNDELIVERED, Ledger
 from inflight.rollout.questions import Indices, Questions
 from inflight.rollout.restore import newest_version
+from inflight.rollout.verdict import GroupDrop
+from inflight.rollout.waiting import StoredGroup
 from inflight.types import RolloutGroup, RoutedExperts, StepReward
 
 ACTORS = st.sampled_from(["a0", "a1", "a2"])
@@ -33,10 +35,14 @@ class Books(RuleBasedStateMachine):
         self.trained: list[str] = []
         self.kept = (self.ledger.books(), 0, 0)
         """What a checkpoint holds, the version, and how many were trained."""
-        self.written: list[RolloutGroup] = []
+        self.written: list[StoredGroup] = []
         self.version = 0
         self.most = 24
         """Groups that all steps take."""
+
+    def name_of(self, index):
+        """Of the group that answers a question now."""
+        return group_id(index, self.ledger.attempts([index]).get(index, 0))
 
     def grant(self):
         for actor, questions in self.ledger.grants().items():
@@ -66,7 +72,7 @@ class Books(RuleBasedStateMachine):
     def deliver(self, data, kind):
         actor = data.draw(st.sampled_from([name for name, started in self.started.items() if started]))
         started = self.started[actor]
-        name = group_id(started.pop(data.draw(st.integers(0, len(started) - 1))))
+        name = self.name_of(started.pop(data.draw(st.integers(0, len(started) - 1))))
         version = self.version + 1 if kind == "future" else data.draw(st.integers(0, self.version))
         group = make_group(name, spans=[(0, version)], logprobs=[-1.0] * (5 if kind == "malformed" else 6))
         message = GroupDone(group=group)
@@ -84,10 +90,10 @@ class Books(RuleBasedStateMachine):
     def repeat(self, data):
         """Late, twice or from somebody else: a whole group may come in, all else changes nothing."""
         actor, message = data.draw(st.sampled_from(self.sent))
-        in_flight = [index for started in self.started.values() for index in started]
+        in_flight = [self.name_of(index) for started in self.started.values() for index in started]
         if isinstance(message, GroupFailed) and index_of(message.group_id) in self.started.get(actor, []):
             return  # that would be news
-        if isinstance(message, GroupDone) and index_of(message.group.group_id) in in_flight:
+        if isinstance(message, GroupDone) and message.group.group_id in in_flight:
             return  # so would that
         before = self.ledger.counts()
         kept = self.ledger.settle(actor, message)
@@ -113,8 +119,11 @@ class Books(RuleBasedStateMachine):
     def die_and_go_on(self):
         books, self.version, trained = self.kept
         del self.trained[trained:]
-        self.written = [group for group in self.written if newest_version(group) <= self.version]
-        waiting = [group for group in self.written if index_of(group.group_id) not in books.settled]
+        self.written = [group for group in self.written if newest_version(group.group()) <= self.version]
+        later = {group.name for group in self.written if attempt_of(group.name) > books.too_old.get(group.index, 0)}
+        self.written = [group for group in self.written if group.name not in later or group.index in books.settled]
+        current = [group for group in self.written if attempt_of(group.name) == books.too_old.get(group.index, 0)]
+        waiting = [group for group in current if group.index not in books.settled]
         self.most = trained + 2 * (12 - self.version)
         checkpoint = f"step-{self.version:06d}" if self.version else ""
         self.ledger = Ledger(dataclasses.replace(self.config, checkpoint=checkpoint), books, waiting)
@@ -132,16 +141,22 @@ class Books(RuleBasedStateMachine):
     def every_question_is_somewhere_once(self):
         """Settled, buffered, in flight or waiting to be asked again: none is skipped."""
         questions = self.ledger._questions
-        held = [index_of(group.group_id) for group in self.ledger._queue]
+        held = [group.index for group in self.ledger._queue]
         placed = held + [index for started in self.started.values() for index in started] + questions._open
         placed += [index for index in range(questions._next) if index in questions.settled]
         assert sorted(placed) == list(range(questions._next))
 
     @invariant()
     def nothing_is_trained_twice(self):
-        assert len(set(self.trained)) == len(self.trained)
+        assert len(set(map(index_of, self.trained))) == len(self.trained)
         settled = self.ledger.books().settled
         assert all(index_of(name) in settled for name in self.trained)
+
+    @invariant()
+    def a_question_is_too_old_a_bounded_number_of_times(self):
+        books = self.ledger.books()
+        assert max(books.too_old.values(), default=0) <= self.config.gate.stale_retries
+        assert not [index for index in books.too_old if index in books.settled]
 
     @invariant()
     def no_slot_lies_idle(self):
@@ -174,7 +189,7 @@ def test_slots_are_shared_out_evenly():
 
 
 def test_the_queue_is_first_in_first_out_and_an_early_end_loses_nothing():
-    config = make_config("unused", max_lag=1, step=2, concurrency=4)
+    config = make_config("unused", max_lag=1, step=2, concurrency=4, on_stale="drop")
     ledger = Ledger(config)
     ledger.hello("a0", "x")
     ledger.grants()
@@ -331,7 +346,7 @@ def test_training_out_of_order_is_refused():
     ledger.settle("a0", done("q1"))
     usable = []
     ledger.judge(usable, 2, 0, config.gate)
-    with pytest.raises(RuntimeError, match="not the oldest"):
+    with pytest.raises(RuntimeError, match="q1 is not where it was in the buffer: q0 is"):
         ledger.train(usable[1:])
 
 
@@ -414,14 +429,119 @@ def test_the_buffer_is_bounded_in_bytes_but_never_below_a_step():
     ledger.hello("a0", "x")
     assert ledger.grants() == {"a0": list(range(8))}
     for index in range(3):
-        ledger.settle("a0", done(group_id(index)), 600_000)
+        ledger.settle("a0", done(group_id(index), length=18_000))
     ledger.leave("a0", ACTOR_LOST)
     ledger.hello("a0", "y")
-    assert ledger.grants() == {}, "1.8 MB wait"
+    assert ledger.grants() == {}, "1.3 MB wait"
     usable = []
     ledger.judge(usable, 2, 0, config.gate)
     ledger.train(usable)
-    assert ledger.grants() == {"a0": list(range(3, 10))}
-    full = Ledger(config, groups=[make_group("q0", length=400_000)])
+    assert ledger.grants() == {"a0": [3]}, "0.4 MB wait, and two like it are all that fits"
+    full = Ledger(config, groups=[StoredGroup.of(make_group("q0", length=400_000))])
     full.hello("a0", "x")
     assert full.grants() == {"a0": [1]}, "one more makes a step, however large"
+
+
+def answers(ledger, version, **kwargs):
+    """All that is granted now is answered under `version`; the names of the groups."""
+    names = []
+    for actor, questions in ledger.grants().items():
+        attempts = ledger.attempts(questions)
+        for index in questions:
+            names.append(group_id(index, attempts.get(index, 0)))
+            assert ledger.settle(actor, done(names[-1], spans=[(0, version)], **kwargs)) is not None
+    return names
+
+
+def test_a_question_whose_answer_is_too_old_is_asked_again_a_bounded_number_of_times():
+    """Under a name of its own each time, so that a late repeat of an older answer is not taken for the newer one."""
+    config = make_config("unused", max_lag=0, step=1, max_token_lag=0, concurrency=1)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    usable = []
+    for attempt, name in enumerate(["q0", "q0.1", "q0.2"]):
+        assert answers(ledger, 0) == [name], "the lowest open question comes first"
+        assert ledger.settle("a0", done(name)) is None
+        ledger.judge(usable, 1, 1, config.gate)
+        assert usable == []
+        counts = ledger.counts()
+        counts.check()
+        retried = min(attempt + 1, 2)
+        done_with = {"fewer than 2 usable rollouts": 1} if attempt == 2 else {}
+        assert counts.dropped == {"too old, to be sampled again": retried} | done_with
+        assert ledger.books().too_old == ({} if attempt == 2 else {0: retried})
+        assert ledger.settle("a0", done(name)) is None, "it has come already"
+        assert ledger.settle("a0", done("q0.7")) is None
+    assert answers(ledger, 1) == ["q1"]
+    ledger.judge(usable, 1, 1, config.gate)
+    ledger.train(usable)
+    assert ledger.books().settled_below == 2
+
+
+def test_a_run_that_goes_on_keeps_how_often_an_answer_was_too_old():
+    config = make_config("unused", max_lag=1, step=1, max_token_lag=0, concurrency=2)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    assert answers(ledger, 0) == ["q0", "q1"]
+    ledger.judge([], 1, 1, config.gate)
+    books = msgspec.json.decode(msgspec.json.encode(ledger.books()), type=type(ledger.books()))
+    assert books == ledger.books()
+    assert books.too_old == {0: 1, 1: 1}
+    after = Ledger(config, books)
+    after.counts().check()
+    after.hello("a0", "x")
+    assert answers(after, 1) == ["q0.1", "q1.1"]
+    usable = []
+    after.judge(usable, 2, 1, config.gate)
+    after.train(usable)
+    assert (after.books().settled_below, after.books().too_old) == (2, {})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"on_stale": "drop"}, GroupDrop.SMALL), ({"reward": 1.0}, GroupDrop.UNIFORM)]
+)
+def test_what_is_dropped_for_another_reason_or_by_choice_is_done_with(change, reason):
+    config = make_config("unused", max_lag=0, step=1, max_token_lag=0)
+    rules = [{"name": "uniform_rewards"}] if "reward" in change else []
+    gate = dataclasses.replace(config.gate, rules=rules, on_stale=change.get("on_stale", "retry"))
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    assert answers(ledger, 0) == ["q0"]
+    ledger.judge([], 1, 0 if rules else 1, gate)
+    assert ledger.counts().dropped == {reason: 1}
+    assert ledger.books().settled_below == 1
+
+
+def test_on_policy_without_synchronous_steps_loses_no_question():
+    """What is granted before a step is published is one version old when the next step takes it."""
+    config = make_config("unused", max_lag=0, step=2, max_token_lag=0, concurrency=8, steps=20)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    trained = []
+    for version in range(20):
+        usable = []
+        while len(usable) < 2:
+            answers(ledger, version)
+            ledger.judge(usable, 2, version, config.gate)
+        ledger.train(usable)
+        trained += [index_of(gated.group.group_id) for gated in usable]
+        answers(ledger, version)  # before this version's successor is there
+    assert trained == list(range(40))
+    assert set(ledger.counts().dropped) == {"too old, to be sampled again"}
+
+
+def test_groups_that_could_not_be_trained_on_are_replaced():
+    config = make_config("unused", max_lag=0, step=2, concurrency=4, steps=1)
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    assert answers(ledger, 0) == ["q0", "q1"]
+    usable = []
+    ledger.judge(usable, 2, 0, config.gate)
+    ledger.train(usable)
+    assert ledger.grants() == {}, "the run has but one step"
+    ledger.reject(2, GroupDrop.NOT_FINITE)
+    counts = ledger.counts()
+    counts.check()
+    assert (counts.trained, counts.dropped) == (0, {"gradient not finite": 2})
+    assert ledger.grants() == {"a0": [2, 3]}
+    assert ledger.books().settled_below == 2, "they do not come again"

@@ -13,7 +13,13 @@ from msgspec import Meta
 
 from inflight.messages.base import MAX_BUCKETS, Checksum, Message, Seconds, Text
 from inflight.messages.ranks import RankMessage
-from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, RolloutGroup, Url, Version
+from inflight.messages.rollouts import ActorBye as ActorBye
+from inflight.messages.rollouts import ActorHello as ActorHello
+from inflight.messages.rollouts import Grant as Grant
+from inflight.messages.rollouts import GroupAck as GroupAck
+from inflight.messages.rollouts import GroupDone as GroupDone
+from inflight.messages.rollouts import GroupFailed as GroupFailed
+from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, Url, Version
 
 SCHEMA = 4
 MAX_FRAME_BYTES = 64 << 20
@@ -37,6 +43,12 @@ class Goodbye(Message, tag=True):
 
 class Refused(Message, tag=True):
     """The peer is not accepted; the receiver ends with this reason."""
+
+    reason: Text
+
+
+class Finish(Message, tag=True):
+    """The run is over: no more groups are wanted."""
 
     reason: Text
 
@@ -178,64 +190,6 @@ class Aborted(Message, tag=True):
 
     version: Version
     attempt: Count
-
-
-# --- rollouts: buffer (ROUTER) with actors (DEALER) ---------------------------------------------------------------
-
-
-class ActorHello(Message, tag=True):
-    """An actor joins, and says so again every few seconds; it may start no group before it is granted one.
-
-    `incarnation` differs from process to process: a new one under the same name comes from a restart.
-    """
-
-    actor: Name
-    incarnation: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-
-
-class Grant(Message, tag=True):
-    """Questions that this actor shall answer, by their index in the task's stream, beyond those of earlier grants.
-
-    `attempts`: of those whose answers were too old before, how often they were; the group's name tells it.
-    """
-
-    questions: Annotated[list[Count], Meta(min_length=1, max_length=1 << 16)]
-    attempts: Annotated[dict[Count, Count], Meta(max_length=1 << 16)] = msgspec.field(default_factory=dict)
-
-
-class GroupDone(Message, tag=True):
-    """A finished group; repeated until acknowledged."""
-
-    group: RolloutGroup
-
-
-class GroupFailed(Message, tag=True):
-    """A started group that will not come, with the reason by which it is counted.
-
-    `again`: the question is not at fault (a generator was), so it should be asked once more.
-    """
-
-    group_id: Name
-    reason: Annotated[str, Meta(max_length=128)]
-    again: bool
-
-
-class GroupAck(Message, tag=True):
-    """The buffer has the group (or has counted it as failed); the actor forgets it."""
-
-    group_id: Name
-
-
-class ActorBye(Message, tag=True):
-    """The actor leaves; what it was granted and has not delivered is to be asked again."""
-
-    reason: Annotated[str, Meta(max_length=128)]
-
-
-class Finish(Message, tag=True):
-    """The run is over: no more groups are wanted."""
-
-    reason: Text
 
 
 # --- status: every process (DEALER) to the launcher (ROUTER) ------------------------------------------------------

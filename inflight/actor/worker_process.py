@@ -1,8 +1,8 @@
 """One child process that runs foreign code, from the actor's side: started, asked, and killed when it is late.
 
-    starting --Ready--> serving --late answer, memory--> spent --last call answered--> killed
-                           |  a call later than its limit, end of the process
-                           +--> killed; each of its calls fails, and is told whether others were under way beside it
+starting --Ready--> serving --late answer, memory--> spent --last call answered--> killed
+                       |  a call later than its limit, end of the process
+                       +--> killed; each of its calls fails, and is told whether others were under way beside it
 """
 
 from __future__ import annotations

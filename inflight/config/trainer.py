@@ -12,6 +12,8 @@ MAX_UPDATES = 1024
 """Of one kind, for one batch."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_REFERENCES = ("start", "teacher")
+COMPARE_START = ("refuse", "warn", "off")
+COMPARE_LAG_0 = ("warn", "stop", "off")
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,12 @@ class TrainerConfig:
     checkpoints_kept: int = 0
     """The newest so many stay, older ones are removed; 0 keeps all."""
     batch_timeout_s: float = 600.0
+    compare_start: str = "refuse"
+    """Each generator is asked for a few tokens, when it joins and after its next swap, and the trainer scores the same
+    ones. Where the log-probabilities differ by more than rounding, `refuse` does without the generator, or ends the run
+    before the first step if there is no other; `warn` says so (docs/operations.md)."""
+    compare_lag_0: str = "warn"
+    """The same during the run, of the rollouts' tokens that the trainer's own version has sampled; `stop` ends it."""
 
     @property
     def updates(self) -> int:
@@ -110,4 +118,6 @@ class TrainerConfig:
         require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
         require_fields(self, "trainer", "learning_rate weight_decay", least=0, most=LARGEST_REAL)
         require_fields(self, "trainer", "warmup_steps checkpoint_every checkpoints_kept", least=0)
+        for name, allowed in (("compare_start", COMPARE_START), ("compare_lag_0", COMPARE_LAG_0)):
+            require(getattr(self, name) in allowed, f"trainer.{name}", getattr(self, name), ", ".join(allowed))
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")

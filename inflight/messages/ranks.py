@@ -65,10 +65,11 @@ class Order(Message, tag=True):
 
     `update`: the optimizer's step. `step`: the same for the last time in a batch, and the learning rate's. `gather`:
     the parameters to publish. `checkpoint`: parameters and optimizer. `drop`: the gradient is not wanted.
+    `compare`: a forward pass, of which rank 0 alone wants what it gives.
     """
 
     number: Count
-    what: Annotated[str, Meta(pattern="^(update|step|gather|checkpoint|drop)$")]
+    what: Annotated[str, Meta(pattern="^(update|step|gather|checkpoint|drop|compare)$")]
 
 
 class Done(Message, tag=True):

@@ -13,7 +13,7 @@ import torch
 from inflight.rollout.gate import GatedGroup, GatedRollout
 from inflight.trainer.advantage import Advantage
 from inflight.trainer.evidence import kept_sets, routed_experts, teacher_logprobs
-from inflight.types import versions_of_tokens
+from inflight.types import Turn, versions_of_tokens
 
 NO_VERSION = -1
 """In `versions` and `lags` where no token was sampled: prompt and padding."""
@@ -23,8 +23,9 @@ NO_VERSION = -1
 class Batch:
     """B sequences, each its prompt, its completion and padding on the right up to the longest, L tokens.
 
-    Every field but `scales` is [B, L] or [B, L, ...] and speaks at `[b, t]` of the token `input_ids[b, t]`. Padding
-    stands on the right because causal attention then never sees it: no attention mask is needed.
+    Every field but `scales` and `one_version` is [B, L] or [B, L, ...] and speaks at `[b, t]` of the token
+    `input_ids[b, t]`. Padding stands on the right because causal attention then never sees it: no attention mask is
+    needed.
 
     Example: prompt [7, 8] and completion [5, 6] beside a longer sequence give
     `input_ids=[7, 8, 5, 6, 0]`, `completion_mask=[F, F, T, T, F]`, `versions=[-1, -1, 3, 4, -1]`.
@@ -47,6 +48,8 @@ class Batch:
     scales: torch.Tensor
     """[B] float32: what a token of the sequence weighs in the step's loss. Known for the whole step before it is cut
     into micro-batches or handed out to ranks, so their losses are summed, whatever the cut."""
+    one_version: torch.Tensor | None = None
+    """[B] bool: all of the sequence's tokens and all KV that they were sampled from are of one version."""
     proximal_logprobs: torch.Tensor | None = None
     """[B, L] float32 under the weights before the batch's first update; None where those are the ones trained on,
     which they are when there is one update a batch."""
@@ -128,6 +131,7 @@ def collate(
         lags=blank(NO_VERSION, torch.int64),
         advantages=blank(0, torch.float32),
         scales=scales([sum(each.mask) for each in gated], normalise, max_tokens),
+        one_version=torch.tensor([_is_of_one_version(each.rollout.turn) for each in gated]),
         teacher_logprobs=teacher_logprobs(gated, length),
         kept=kept_sets(gated, length),
         routed_experts=routed_experts(gated, length),
@@ -164,6 +168,11 @@ def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tupl
         by_id = {rollout.rollout_id: each for rollout, each in zip(group.group.rollouts, advantages, strict=True)}
         found.append([(each, by_id[each.rollout.rollout_id]) for each in group.rollouts])
     return found
+
+
+def _is_of_one_version(turn: Turn) -> bool:
+    tokens, prefills = turn.token_versions, turn.prefill_versions
+    return len({span.version for span in tokens} | {span.version for span in prefills}) == 1
 
 
 def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float]) -> None:

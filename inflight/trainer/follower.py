@@ -17,13 +17,16 @@ from inflight.config import RunConfig
 from inflight.messages import AnyMessage, Finish
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, Scored, TrainerHello
 from inflight.models import prepare
+from inflight.sampling import Sampling
 from inflight.trainer.batch import Batch
 from inflight.trainer.bound import bounded
+from inflight.trainer.comparison import batch_of
 from inflight.trainer.keep import load_optimizer, model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
 from inflight.trainer.parcel import pack, pack_tensor, unpack
 from inflight.trainer.policy import load_policy, reference
 from inflight.trainer.sharding import form_group
+from inflight.weights.publish.comparison import Sampled
 from inflight.weights.publish.guard import ReadGuard
 from inflight.weights.source import WeightSource
 from inflight.weights.transport.rendezvous import Board
@@ -118,6 +121,8 @@ class Follower:
         match what:
             case "step" | "update":
                 self._learner.step(last=what == "step")
+            case "compare":
+                self._learner.logprobs(batch_of([Sampled([0], [0])]), Sampling())
             case "drop":
                 self._learner.policy.drop_gradients()
             case "gather":

@@ -22,14 +22,13 @@ from transformers import PreTrainedModel
 
 from inflight.trainer import randomness
 from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, all_of, name_of
+from inflight.trainer.companions import copy_companions, plain_generation
 from inflight.weights.shards import is_sharded, sharded_like
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
 OPTIMIZER_FILE = "trainer/optimizer.safetensors"
 RANDOM_FILE = "trainer/random.safetensors"
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
-# What a model's directory holds besides weights and what save_pretrained writes: tokenizer and chat template.
-_COMPANIONS = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.jinja")
 
 
 def keep_version(source: WeightSource, version: int, path: Path) -> None:
@@ -77,11 +76,9 @@ def save_checkpoint(
         weights, moments = model_tensors(model), optimizer_tensors(model, optimizer)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=folder))
     try:
-        with _writing(target):
+        with _writing(target), plain_generation(model):
             model.save_pretrained(partial, state_dict=weights)
-        for pattern in _COMPANIONS:
-            for file in model_dir.glob(pattern):
-                shutil.copy(file, partial)
+        copy_companions(model_dir, partial)
         (partial / STATE_FILE).parent.mkdir()
         with _writing(target):
             save_file(moments, partial / OPTIMIZER_FILE)

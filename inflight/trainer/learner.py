@@ -15,6 +15,7 @@ from inflight.config import RunConfig, TrainerConfig
 from inflight.rollout.gate import GatedGroup
 from inflight.sampling import Sampling
 from inflight.trainer.advantage import advantage_of
+from inflight.trainer.baseline import Baseline
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.loss import make_loss
@@ -58,6 +59,8 @@ class Learner:
         schedule of the learning rate goes on from there. Raises ConfigError for an objective or an advantage that does
         not exist or refuses its options.
         """
+        self.baseline: Baseline | None = None
+        """Is shown what is scored."""
         self.policy, self._config, self._accelerator = policy, config, accelerator
         self.team = team or Team(None, config)
         self._reference, self._loss = reference, make_loss(config)
@@ -115,7 +118,9 @@ class Learner:
     @torch.no_grad()
     def score(self, batch: Batch) -> torch.Tensor:
         """[B, L] float32 on the CPU: log-probabilities of a micro-batch's tokens under the weights as they are now."""
-        return self._score(self.policy.score, batch.to(self._accelerator.device)).logprobs.cpu()
+        scores = self._score(self.policy.score, batch.to(self._accelerator.device))
+        self.policy.reshard()
+        return scores.logprobs.cpu()
 
     def backward(self, batch: Batch, stop: Callable[[], bool]) -> tuple[float, Stats]:
         """Leaves the gradient of the batch's loss on the master weights; the loss and what happened.
@@ -142,11 +147,25 @@ class Learner:
         """Adds the gradient of a micro-batch; its share of the step's loss, and what happened."""
         part = batch.to(self._accelerator.device)
         scores = self._score(self.policy.score, part, entropy_gradient=self._loss.entropy > 0)
+        if self.baseline is not None:
+            self.baseline.add(scores.logprobs, part)
         share, stats = self._loss(scores, part, self._reference_logprobs(part))
         # FSDP2 averages the ranks' gradients, but each has a share of one sum.
         self._accelerator.backward(share * self._config.trainer.processes)
         self.policy.collect_gradients()
         return float(share.detach()), stats
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, sampling: Sampling) -> torch.Tensor:
+        """[B, L] float32 on the CPU: log-probabilities of the completions under `sampling`, 0 elsewhere.
+
+        To be called by rank 0; the others take part with a sequence of their own, so that collectives inside meet.
+        """
+        with self.team.together("compare"):
+            part = batch.to(self._accelerator.device)
+            scores = self.policy.score(part, sampling, packing=self._config.trainer.packing)
+            self.policy.reshard()
+        return scores.logprobs.cpu()
 
     def _score(self, score: Callable[..., Scores], batch: Batch, *, entropy_gradient: bool = False) -> Scores:
         packing = self._config.trainer.packing

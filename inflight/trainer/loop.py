@@ -10,13 +10,16 @@ from pathlib import Path
 
 from inflight.config import RunConfig
 from inflight.rollout.buffer import Buffer, BufferClosed, DataEnded
+from inflight.trainer.baseline import Baseline
 from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
+from inflight.trainer.comparison import Comparing
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.learner import Learner, LearnError, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.stop import Stop
 from inflight.trainer.team import TeamError
 from inflight.trainer.updates import train
+from inflight.weights.publish.comparison import NumbersDiffer
 from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
 
@@ -50,6 +53,9 @@ class Trainer:
         self._stop = stop
         self._patience = config.publish.transfer_timeout_s + config.publish.commit_timeout_s
         """Seconds that a published version may take until it is live or has failed."""
+        self._comparing = Comparing(config, publisher, learner, stop.is_set)
+        self._baseline = Baseline(config)
+        learner.baseline = self._baseline
         self._clock = Clock(begun.elapsed_s)
         self.steps_done = begun.step
         self.data_ended = ""
@@ -58,8 +64,13 @@ class Trainer:
         """Of the moment when the optimizer's last step was done: what a checkpoint says was trained on, it has seen."""
 
     def run(self) -> None:
-        """All steps, then the end of the run for everyone. Raises TrainError, TimeoutError or LearnError, and NotFinite
-        in place of each when the newest version can't be gone on from."""
+        """All steps, then the end of the run for everyone.
+
+        Raises TrainError, TimeoutError, LearnError or NumbersDiffer, and NotFinite in place of each when the newest
+        version can't be gone on from.
+        """
+        self._reporter.phase("comparing with generators")
+        self._comparing.begin(self.steps_done)
         self._reporter.phase("training")
         while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
             try:
@@ -73,7 +84,8 @@ class Trainer:
                     self._save_before(error)
                     raise error from end
                 break
-            except (TimeoutError, LearnError) as end:  # no batch came, or the optimizer has refused its gradient
+            # no batch came, the optimizer has refused its gradient, or the generators' numbers are not the trainer's
+            except (TimeoutError, LearnError, NumbersDiffer) as end:
                 self._save_before(end)
                 raise
             self.steps_done += 1
@@ -82,11 +94,13 @@ class Trainer:
 
     def train_step(self, step: int) -> None:
         """One version: a batch judged at the version before, the optimizer's steps on it, the publication."""
+        self._baseline.require()
         with self._clock.phase("wait_s"):
             settings = self._config.trainer
             if settings.synchronous:
                 self._publisher.flush(self._patience)
             groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
+            self._comparing.before_step(step - 1)
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)
             updates = train(self._learner, batch, self._stop.is_set)
@@ -109,6 +123,7 @@ class Trainer:
         now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3)}
         rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
         refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
+        learned |= self._comparing.told() | self._baseline.judge()
         self._reporter.line(now | learned | rates | delivery(self._publisher, report, self._buffer.counts()) | refused)
 
     def _checkpoint_when_due(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -54,6 +55,13 @@ class Policy:
     def score(self, *inputs: Any, **settings: Any) -> Scores:
         """`score_tokens` under the policy: all its arguments but the model."""
         return Scores(*self.scorer(*inputs, **settings))
+
+    def reshard(self) -> None:
+        """After a forward pass that no backward pass follows: parameters that FSDP2 has gathered for that are given up,
+        and are shards again. Without sharding nothing happens."""
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def collect_gradients(self) -> None:
         """Adds what a backward pass left on the twin to the master's gradients, in float32, and frees it."""

@@ -7,7 +7,8 @@ each where there are several; all other figures of tokens are of the first epoch
 let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
 wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
 of `train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens
-of the batch by the time since the last step ended; `questions` are the indices of those that were trained on.
+of the batch by the time since the last step ended; `questions` are the indices of those that were trained on;
+`compared` and `lag_0` are told in docs/operations.md.
 """
 
 from __future__ import annotations

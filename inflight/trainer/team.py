@@ -4,7 +4,7 @@
     other rank <-----Meet------- rank 0      where the process group is formed
     other rank <-----Learn------ rank 0      a micro-batch each, so all take part in the same collectives
     other rank ----Learned-----> rank 0      or Scored, where only its log-probabilities are wanted
-    other rank <-----Order------ rank 0      update, step, gather, checkpoint, drop
+    other rank <-----Order------ rank 0      update, step, gather, checkpoint, drop, compare
     other rank -----Done-------> rank 0
     other rank <-----Finish----- rank 0
 

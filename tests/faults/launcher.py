@@ -18,7 +18,7 @@ STAND_IN = Path(__file__).parent / "stand_in.py"
 
 
 def main(overrides: list[str]) -> int:
-    config = compose("tiny", overrides)
+    config = compose("tiny", ["trainer.compare_start=off", *overrides])  # stand-ins compute nothing
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, name=str(models.prepare("tiny"))))
     commands = [
         dataclasses.replace(each, argv=[sys.executable, str(STAND_IN), config.run_dir, each.name])

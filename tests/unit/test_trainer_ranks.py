@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from fake_generator import eventually
+from model_server import ModelServer
 from rollout_samples import make_config
 from safetensors.torch import load_file
 from test_trainer_run import FakeActor, Run
@@ -62,12 +63,12 @@ def make_trainers(tmp_path_factory):
     """Runs with a played generator and actor, whose trainer is real."""
     opened = []
 
-    def make(dtype="float32", **trainer):
+    def make(dtype="float32", server=None, **trainer):
         settings = {"steps": STEPS, "groups_per_step": 4, "autocast": dtype == "bfloat16"}
         run = Run(tmp_path_factory.mktemp("run"), **(settings | trainer))
         run.config = dataclasses.replace(run.config, model=ModelConfig(name="tiny", dtype=dtype))
         save(run.config)
-        run.start()
+        run.start(server=server)
         opened.append(Trainers(run))
         return opened[-1]
 
@@ -77,10 +78,13 @@ def make_trainers(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(make_trainers):
-    """A float32 run over two ranks; in its last round of micro-batches one rank has nothing to do."""
-    trainers = make_trainers(processes=2, micro_batch=3)
+def two(make_trainers, tiny_model):
+    """A float32 run over two ranks, which compares its numbers with a real model's; in its last round of micro-batches
+    one rank has nothing to do."""
+    server = ModelServer(tiny_model)
+    trainers = make_trainers(server=server, processes=2, micro_batch=3, compare_start="refuse")
     assert trainers.wait() == [0, 0], trainers.log(0) + trainers.log(1)
+    server.close()
     return trainers
 
 
@@ -110,6 +114,12 @@ def test_two_ranks_learn_what_one_process_learns(one, two):
     assert distance(end, start) > 100 * TOLERANCE
 
 
+def test_two_ranks_compute_what_a_generator_does_and_are_shards_again_afterwards(two):
+    """The forward pass without a backward one: what is published and kept after it is compared by the other tests."""
+    told = [line["compared"]["g0"] for line in two.run.lines() if "compared" in line]
+    assert [(figures["version"], figures["agrees"]) for figures in told] == [(0, True), (1, True)]
+
+
 def test_checkpoints_hold_the_whole_model_and_optimizer(one, two):
     for name in ("model.safetensors", "trainer/optimizer.safetensors"):
         files = [next(each.run.folder.glob("checkpoints/step-*")) / name for each in (two, one)]
@@ -137,7 +147,7 @@ def go_on(trainers, folder, **trainer):
     run.folder, run.statuses = folder, []
     run.config = dataclasses.replace(
         run.config, run_dir=str(folder), resume=True, checkpoint=str(checkpoints.newest(folder)),
-        trainer=dataclasses.replace(run.config.trainer, **trainer),
+        trainer=dataclasses.replace(run.config.trainer, compare_start="off", **trainer),
     )  # fmt: skip
     save(run.config)
     run.launcher = Listener(run.config.endpoint("status"), run.config.bus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -92,6 +93,7 @@ class Run:
 
     def __init__(self, folder, **trainer):
         settings = {"steps": 4, "groups_per_step": 2, "micro_batch": 2, "learning_rate": 1e-3, "batch_timeout_s": 30.0}
+        settings["compare_start"] = "off"  # a played generator computes nothing, unless it has a server
         self.config = dataclasses.replace(
             make_config(folder, keep=True),
             model=ModelConfig(name="tiny", dtype="bfloat16"),
@@ -101,17 +103,24 @@ class Run:
             ),
             audit=AuditConfig(keep_versions=True),
         )
-        save(self.config)
+        self.save()
         (folder / "bus").mkdir()
         self.folder = folder
         self.statuses: list[Status] = []
         self.launcher = Listener(self.config.endpoint("status"), self.config.bus)
         self.generator: FakeGenerator | None = None
         self.actor: FakeActor | None = None
+        self.others: list[FakeGenerator] = []
 
-    def start(self, *, actor=True):
-        version = self.config.start_version
-        self.generator = FakeGenerator(self.config.endpoint("weights"), version=version).start()
+    def save(self):
+        save(self.config)
+
+    def start(self, *, actor=True, server=None):
+        """`server`: a ModelServer that answers for the generator."""
+        version, url = self.config.start_version, server.url if server else "http://127.0.0.1:1"
+        self.generator = FakeGenerator(self.config.endpoint("weights"), version=version, url=url).start()
+        if server:
+            server.generator = self.generator
         if actor:
             self.actor = FakeActor(self.config, self.generator)
         return self
@@ -126,9 +135,17 @@ class Run:
         return self.statuses
 
     def close(self):
-        for each in (self.actor, self.generator, self.launcher):
+        for each in (self.actor, self.generator, *self.others, self.launcher):
             if each is not None:
                 each.close()
+
+    @contextlib.contextmanager
+    def beside(self, action):
+        """Runs `action` in a thread."""
+        thread = threading.Thread(target=action, daemon=True)
+        thread.start()
+        yield
+        thread.join(60)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from inflight.weights.publish.dispatch import Dispatch
 from inflight.weights.publish.finite import NotFinite, require_finite
 from inflight.weights.publish.guard import ReadGuard
 from inflight.weights.publish.routes import RoutesFile
+from inflight.weights.publish.served import Served
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer, resolve
 from inflight.weights.transport.sums import warm_up
@@ -45,7 +46,7 @@ class PublishReport:
     """In the optimizer steps since the publish before, until the parameters were read (weights/publish/guard.py)."""
 
 
-class Publisher:
+class Publisher(Served):
     """Publishes the versions of a module to generators, each with a transport of its own.
 
     There is one send buffer, as large as the model on the wire, and it holds the newest version: whoever joins, comes

@@ -152,6 +152,15 @@ class Roster:
         self._enter_without_claim(delivery, State.POISONED, f"{peer}: {reason}")
         self.tell({delivery.engine} & self._postbox.peers(), Refused(reason=f"{peer} may hold a torn version"))
 
+    def refuse(self, generator: str, incarnation: str, reason: str) -> None:
+        """→ ABSENT, for this incarnation for good: its numbers are not the trainer's. Its engine is told to end."""
+        delivery = self.deliveries[generator]
+        if delivery.state in GONE or (delivery.incarnation or "") != incarnation:
+            return
+        self.leave(delivery, reason)
+        delivery.replaced.add(incarnation)
+        self.tell({delivery.engine} & self._postbox.peers(), Refused(reason=reason[:MAX_REASON]))
+
     def enquire(self, delivery: Delivery) -> None:
         """Asks those of an ABSENT generator that are connected to say hello.
 

@@ -1,0 +1,99 @@
+"""Tokens of lag 0, watched for more than rounding: there trainer and generator have the same weights, so what their
+log-probabilities differ by is the difference between two implementations."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import torch
+
+from inflight import agreement
+from inflight.config import RunConfig
+from inflight.sampling import Sampling
+from inflight.trainer.batch import Batch
+from inflight.weights.publish.comparison import SUSPECTS, NumbersDiffer
+
+PROMPTS = 16
+"""That are judged together: those of one step may be too few to tell a difference from chance."""
+TOKENS_A_STEP = 1 << 14
+"""That are looked at, of those on this rank."""
+log = logging.getLogger(__name__)
+
+
+def coarser(config: RunConfig) -> str:
+    """The dtype whose rounding is seen where the trainer's log-probabilities meet the generators'."""
+    return "bfloat16" if config.trainer.autocast else config.model.dtype
+
+
+class Baseline:
+    """Collects (recorded, computed) pairs of steps until there are PROMPTS of them, and judges by the same rule as the
+    comparison at the start. Warns when they begin to disagree; with `trainer.compare_lag_0=stop` `require` raises then.
+
+    Of sequences that one version has sampled from the first token to the last, prefill included: the trainer computes a
+    sequence under one version, as no generator does that swapped meanwhile. Of several ranks, those of rank 0.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._mode, self._dtype = config.trainer.compare_lag_0, coarser(config)
+        self._sampling = Sampling.of(config.rollout)
+        self._parts: list[tuple[np.ndarray, ...]] = []
+        self._tokens = 0
+        self._problem = ""
+        """Of the tokens that were judged last."""
+
+    @torch.no_grad()
+    def add(self, logprobs: torch.Tensor, batch: Batch) -> None:
+        """Takes from a micro-batch what the trainer computed, [B, L], unless the batch tells what that was before its
+        first update."""
+        if self._mode == "off" or batch.one_version is None or self._tokens >= TOKENS_A_STEP:
+            return
+        computed = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
+        taken = batch.completion_mask & (batch.lags == 0) & batch.one_version[:, None] & (batch.scales > 0)[:, None]
+        rows = taken.nonzero(as_tuple=True)[0].tolist()
+        if not rows:
+            return
+        prompt_of = {row: _prompt(batch, row) for row in set(rows)}
+        cut = torch.full_like(taken, self._sampling.cuts)
+        if batch.kept is not None:
+            cut &= (batch.kept < 0).all(dim=-1)
+        values = (each[taken].cpu().numpy() for each in (batch.behaviour_logprobs, computed, cut))
+        self._parts.append((*values, np.array([prompt_of[row] for row in rows])))
+        self._tokens += len(rows)
+
+    def judge(self) -> dict[str, object]:
+        """To be called once a step: its part of the step's line, empty until there was enough to judge."""
+        self._tokens = 0
+        if not self._parts:
+            return {}
+        recorded, computed, cut, prompt = (np.concatenate(each) for each in zip(*self._parts, strict=True))
+        if len(np.unique(prompt)) < PROMPTS:
+            return {}
+        self._parts.clear()
+        found = agreement.compare(
+            recorded, computed, self._dtype, temperature=self._sampling.temperature, prompt=prompt, cut=cut
+        )
+        problem = "" if found.agrees else f"{'; '.join(found.problems)} ({found.tokens} tokens)"
+        if problem and not self._problem:
+            log.warning("%s", _line(problem))
+        self._problem = problem
+        figures = {"tokens": found.tokens, "median": found.median, "largest": found.largest, "agrees": found.agrees}
+        return {"lag_0": figures}
+
+    def require(self) -> None:
+        """Raises NumbersDiffer, with `stop`, when the tokens that were judged last disagree."""
+        if self._problem and self._mode == "stop":
+            raise NumbersDiffer(_line(self._problem))
+
+
+def _line(problem: str) -> str:
+    return (
+        f"tokens of lag 0 have other log-probabilities than the trainer computes under the same weights: {problem}; "
+        f"the usual suspects: {SUSPECTS}"
+    )
+
+
+def _prompt(batch: Batch, row: int) -> int:
+    """A number that sequences of the same prompt have in common."""
+    drawn = batch.completion_mask[row]
+    return hash(tuple(batch.input_ids[row, : int(drawn.int().argmax())].tolist()))

@@ -1,0 +1,229 @@
+"""The trainer's numbers against each generator's, before wrong ones are trained on (weights/publish/comparison.py).
+
+Each start of a generator is compared twice: at the version that it is first met with, and at the next one that it gets,
+because a swap may be what goes wrong, and swaps may alternate between two sets of weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from inflight.config import RunConfig
+from inflight.sampling import Sampling
+from inflight.trainer.baseline import coarser
+from inflight.trainer.batch import NO_VERSION, Batch
+from inflight.trainer.learner import Learner
+from inflight.types import Route
+from inflight.weights.publish.comparison import ANSWER_S, REQUESTS, TOKENS, Comparison, NumbersDiffer, Sampled, compare
+from inflight.weights.publish.publisher import Publisher, PublishError
+
+VERSIONS = 2
+"""Of a start of a generator, that are compared."""
+TRIES = 3
+"""To compare a start of a generator, before it is taken for one that can't be."""
+RETRY_S = 30.0
+"""Before the second of them, and twice as long before each further one."""
+SHORT = (4, 24)
+"""Tokens of short prompts."""
+LONG = 1024
+LONGEST = 16384
+"""Tokens of a long prompt, and of one that reaches beyond a window: what a comparison may cost."""
+TOKENS_AT_ONCE = 8192
+"""Of prompts in one forward pass; one prompt may have more."""
+_POLL_S = 0.2
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Start:
+    """What is known of one start of a generator."""
+
+    compared: set[int] = field(default_factory=set)
+    """Versions at which all agreed, or was warned of."""
+    awaited: bool = False
+    """It was given the time to get the newest version."""
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class Comparing:
+    """Compares who is to be compared, and refuses or warns as `trainer.compare_start` says."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        publisher: Publisher,
+        learner: Learner,
+        stop: Callable[[], bool],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stop()` ends a comparison early."""
+        self._mode, self._dtype = config.trainer.compare_start, coarser(config)
+        self._publisher, self._learner, self._stop, self._clock = publisher, learner, stop, clock
+        self._patience_s, self._join_s = config.publish.supersede_after_s, config.publish.join_timeout_s
+        self._api_key = config.api_key
+        self._sampling = replace(Sampling.of(config.rollout), top_p=1.0, top_k=0, min_p=0.0)
+        model = learner.policy.master.config.get_text_config()
+        self._prompts = prompts_for(model, config.generator.max_model_len, config.seed)
+        self._starts: dict[tuple[str, str], _Start] = {}
+        self._told: dict[str, dict[str, Any]] = {}
+        self._names = set(config.generator_names())
+        self._refused: dict[str, str] = {}
+        """Generators whose newest start was refused, and why."""
+
+    def begin(self, version: int) -> None:
+        """Returns when a generator agrees with the trainer, whose weights are those of `version`; others are compared
+        when they come. With `warn` it looks once.
+
+        Raises NumbersDiffer when one that was met disagrees and none agrees, or when none can be compared within
+        `publish.join_timeout_s`.
+        """
+        deadline = self._clock() + self._join_s
+        found = self.before_step(version)
+        while self._mode == "refuse" and not self._stop() and not any(each.compared for each in self._starts.values()):
+            if wrong := [each for each in found if each.problem]:
+                raise NumbersDiffer("; ".join(map(str, wrong)))
+            if self._clock() > deadline:
+                why = "; ".join(map(str, found)) or "none holds the trainer's version"
+                raise NumbersDiffer(f"no generator was compared with the trainer within {self._join_s:g} s: {why}")
+            time.sleep(_POLL_S)
+            found = self.before_step(version) or found
+
+    def before_step(self, version: int) -> list[Comparison]:
+        """Compares those that are due and hold `version`, the weights that the trainer has at hand.
+
+        The first time, one that is due gets the time that a publication would wait for it. Raises NumbersDiffer when
+        all generators of the run were refused.
+        """
+        if self._mode == "off":
+            return []
+        served = self._due(version)
+        late = [
+            start
+            for name, route in served.items()
+            if route.version != version and not (start := self._of(name, route)).awaited
+        ]
+        if late:
+            with contextlib.suppress(PublishError):  # the next publication raises it
+                self._publisher.flush(self._patience_s)
+            for start in late:
+                start.awaited = True
+            served = self._due(version)
+        served = {name: route for name, route in served.items() if route.version == version}
+        found = compare(
+            served, self._score, self._prompts, dtype=self._dtype, sampling=self._sampling, timeout_s=ANSWER_S,
+            api_key=self._api_key(), stop=self._stop,
+        ) if served else []  # fmt: skip
+        if not self._stop():
+            for each in found:
+                self._settle(each, self._of(each.generator, served[each.generator]))
+        if self._refused.keys() >= self._names:
+            raise NumbersDiffer("; ".join(self._refused.values()))
+        return found
+
+    def told(self) -> dict[str, object]:
+        """The part of a step's line about what was compared since the last one; empty when nothing was."""
+        told, self._told = self._told, {}
+        return {"compared": told} if told else {}
+
+    def _of(self, name: str, route: Route) -> _Start:
+        return self._starts.setdefault((name, route.incarnation), _Start())
+
+    def _due(self, version: int) -> dict[str, Route]:
+        now, due = self._clock(), {}
+        for name, route in self._publisher.served.items():
+            start = self._of(name, route)
+            known = version in start.compared or len(start.compared) >= VERSIONS
+            if not known and start.failures < TRIES and now >= start.retry_at:
+                due[name] = route
+        return due
+
+    def _settle(self, found: Comparison, start: _Start) -> None:
+        self._told[found.generator] = found.values()
+        refuse = self._mode == "refuse"
+        if found.shown:
+            log.info("%s", found)
+            start.failures, start.awaited = 0, False
+        elif found.problem:
+            log.log(logging.ERROR if refuse else logging.WARNING, "%s", found)
+        else:
+            start.failures += 1
+            start.retry_at = self._clock() + RETRY_S * 2.0 ** (start.failures - 1)
+            log.warning("%s (%d of %d tries)", found, start.failures, TRIES)
+        if refuse and (found.problem or start.failures == TRIES):
+            self._refused[found.generator] = str(found)
+            self._publisher.refuse(found.generator, found.incarnation, str(found))
+        elif not found.unanswered:
+            self._refused.pop(found.generator, None)
+            start.compared.add(found.version)
+
+    def _score(self, asked: Sequence[Sampled]) -> list[list[float]]:
+        scored: list[list[float]] = [[] for _ in asked]
+        for part in _parts(asked):
+            batch = batch_of([asked[index] for index in part])
+            logprobs = self._learner.logprobs(batch, self._sampling)
+            for row, index in enumerate(part):
+                scored[index] = logprobs[row][batch.completion_mask[row]].tolist()
+        return scored
+
+
+def prompts_for(model: PretrainedConfig, max_model_len: int, seed: int) -> list[list[int]]:
+    """Token ids to compare by, the same for the same model and seed: short ones, long ones, and some that reach beyond
+    what the model's configuration draws a line at, at least three of each length."""
+    limit = max(min(max_model_len - TOKENS, LONGEST), 1)
+    wanted = {*SHORT, min(limit, LONG), *(2 * edge for edge in edges(model) if edge < limit)}
+    lengths = sorted({min(length, limit) for length in wanted})
+    lengths = lengths[: len(SHORT)] + lengths[len(SHORT) :][-(REQUESTS // 3 - len(SHORT)) :]
+    source = random.Random(seed)
+    return [
+        [source.randrange(model.vocab_size) for _ in range(lengths[each % len(lengths)])] for each in range(REQUESTS)
+    ]
+
+
+def edges(model: PretrainedConfig) -> list[int]:
+    """Positions at which attention or positions change: a sliding window, chunks, the length that rope was made for."""
+    rope = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None) or {}
+    scaled = [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    found = [
+        getattr(model, name, None) for name in ("sliding_window", "attention_chunk_size", "max_position_embeddings")
+    ]
+    found += [each.get("original_max_position_embeddings") for each in scaled]
+    return sorted({edge for edge in found if isinstance(edge, int) and edge > 0})
+
+
+def batch_of(asked: Sequence[Sampled]) -> Batch:
+    """The sequences as a batch to be scored; nothing in it is trained on."""
+    width = max(len(each.prompt_ids) + len(each.token_ids) for each in asked)
+    ids = torch.zeros(len(asked), width, dtype=torch.int64)
+    drawn = torch.zeros(len(asked), width, dtype=torch.bool)
+    for row, each in enumerate(asked):
+        start, end = len(each.prompt_ids), len(each.prompt_ids) + len(each.token_ids)
+        ids[row, :end] = torch.tensor([*each.prompt_ids, *each.token_ids])
+        drawn[row, start:end] = True
+    nothing, none = torch.zeros(len(asked), width), torch.full((len(asked), width), NO_VERSION)
+    return Batch(
+        input_ids=ids, completion_mask=drawn, trained_mask=torch.zeros_like(drawn), behaviour_logprobs=nothing,
+        versions=none, lags=none, advantages=nothing, scales=torch.zeros(len(asked)),
+    )  # fmt: skip
+
+
+def _parts(asked: Sequence[Sampled]) -> Iterator[list[int]]:
+    """Indices of sequences to score together: of similar lengths, and no more than TOKENS_AT_ONCE with padding."""
+    part: list[int] = []
+    lengths = [len(each.prompt_ids) + len(each.token_ids) for each in asked]
+    for index in sorted(range(len(asked)), key=lengths.__getitem__):
+        if part and (len(part) + 1) * lengths[index] > TOKENS_AT_ONCE:
+            yield part
+            part = []
+        part.append(index)
+    yield part

@@ -1,0 +1,236 @@
+"""Whether generators compute what the trainer does: each is asked for a few tokens, and the trainer scores the same.
+
+Two implementations of a model that share its weights may still differ: rope scaling, sliding windows, soft caps, dtypes
+or a vLLM that is wrong with CUDA graphs. Nothing fails then; each recorded log-probability is wrong, and so is each
+ratio that the trainer computes from it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+
+from inflight import agreement
+from inflight.agreement import Agreement
+from inflight.completions import Rejected, Retry, Unpatched, complete
+from inflight.config import Sampling
+from inflight.types import Route, Turn, versions_of_tokens
+
+REQUESTS = 16
+"""Prompts that a comparison needs at the most."""
+TOKENS = 8
+"""That each is continued by."""
+ANSWER_S = 60.0
+"""What a generator gets to answer all of them, beside the requests that it works on."""
+SUSPECTS = "rope scaling, sliding window, logit soft cap, dtype, temperature, vocabulary"
+_POLL_S = 0.2
+
+
+class Sampled(NamedTuple):
+    """A prompt and what a generator continued it by."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+
+
+Score = Callable[[Sequence[Sampled]], Sequence[Sequence[float]]]
+"""For each sequence, the log-probability in nats of each token of its `token_ids` given all tokens before it, of the
+distribution that it was asked to be drawn from."""
+
+
+class NumbersDiffer(RuntimeError):
+    """A generator does not compute what the trainer does, or none could be asked; one line with figure and suspects."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What came of asking one generator."""
+
+    generator: str
+    incarnation: str
+    version: int
+    agreement: Agreement | None = None
+    """Of all tokens that were compared; None where it gave none."""
+    problem: str = ""
+    """What speaks against it, with the figure; empty when nothing does."""
+    unanswered: str = ""
+    """Why it was not compared, or not wholly."""
+
+    @property
+    def shown(self) -> bool:
+        """Whether all was compared, and agrees."""
+        return not self.problem and not self.unanswered
+
+    def __str__(self) -> str:
+        if self.problem:
+            return (
+                f"{self.generator} does not compute what the trainer does, at version {self.version}: {self.problem}; "
+                f"the usual suspects: {SUSPECTS}"
+            )
+        if self.unanswered:
+            return f"{self.generator} could not be compared with the trainer: {self.unanswered}"
+        return f"{self.generator} computes what the trainer does, at version {self.version}"
+
+    def values(self) -> dict[str, Any]:
+        """For metrics."""
+        found = self.agreement
+        figures = {} if found is None else {"tokens": found.tokens, "median": found.median, "largest": found.largest}
+        return {"version": self.version, "agrees": self.shown, **figures}
+
+
+def compare(
+    served: Mapping[str, Route],
+    score: Score,
+    prompts: Sequence[Sequence[int]],
+    *,
+    dtype: str,
+    sampling: Sampling,
+    timeout_s: float = ANSWER_S,
+    api_key: str = "",
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Comparison]:
+    """Asks all generators at once, scores and judges each; in the order of `served`.
+
+    `prompts` are token ids, at most REQUESTS; `dtype` is the coarser one of both computations, `sampling` what tokens
+    are drawn by, without cuts: what top-p leaves of a distribution is no matter of the model. Ends early when `stop()`
+    says so. Raises ValueError for other input, or where `score` does not return a number a token; what `score` raises
+    goes to the caller.
+    """
+    if not 1 <= len(prompts) <= REQUESTS or not all(prompts):
+        raise ValueError(f"{len(prompts)} prompts to compare by: 1 to {REQUESTS} are allowed, none of them empty")
+    if sampling.cuts:
+        raise ValueError("numbers are compared without top-p, top-k and min-p")
+    requests = [_request(list(map(int, prompt)), sampling, seed) for seed, prompt in enumerate(prompts)]
+    with ThreadPoolExecutor(1, "comparison") as pool:  # the caller may have an event loop of its own
+        answers = pool.submit(asyncio.run, _ask_all(served, requests, timeout_s, api_key, stop)).result()
+    found = []
+    for name, route in served.items():
+        whole, unanswered = _of_version(answers[name], route.version)
+        asked = [
+            Sampled(request["prompt"], turn.token_ids) for request, turn in zip(requests, whole, strict=True) if turn
+        ]
+        recorded = [turn.logprobs for turn in whole if turn]
+        result = Comparison(name, route.incarnation, route.version, unanswered=unanswered)
+        if asked:
+            verdict, problem = _judge(asked, recorded, _scored(score, asked), dtype, sampling.temperature)
+            result = dataclasses.replace(result, agreement=verdict, problem=problem)
+        found.append(result)
+    return found
+
+
+def require(found: Sequence[Comparison]) -> None:
+    """Raises NumbersDiffer when one of them disagrees or was not compared, and when there is none."""
+    wrong = [each for each in found if not each.shown]
+    if wrong or not found:
+        raise NumbersDiffer("; ".join(map(str, wrong)) or "no generator holds the trainer's version: none was compared")
+
+
+def _request(prompt: list[int], sampling: Sampling, seed: int) -> dict[str, Any]:
+    """As the actor asks (completions.py); an end of sequence does not end it, so that there is something to compare."""
+    return {
+        **dataclasses.asdict(Sampling.of(sampling)), "n": 1, "stream": False, "prompt": prompt, "seed": seed,
+        "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }  # fmt: skip
+
+
+async def _ask_all(
+    served: Mapping[str, Route],
+    requests: Sequence[dict[str, Any]],
+    timeout_s: float,
+    api_key: str,
+    stop: Callable[[], bool],
+) -> dict[str, list[Turn | str]]:
+    """For each generator its answers, or why there is none, in the order of the requests."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
+
+        async def ask(name: str, url: str, request: dict[str, Any]) -> Turn | str:
+            try:
+                return await complete(session, name, url, request, timeout_s)
+            except (Retry, Rejected, Unpatched) as error:
+                return str(error)
+
+        asking = {
+            name: [asyncio.create_task(ask(name, route.url, request)) for request in requests]
+            for name, route in served.items()
+        }
+        pending = {task for tasks in asking.values() for task in tasks}
+        while pending and not stop():
+            _, pending = await asyncio.wait(pending, timeout=_POLL_S)
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        return {
+            name: ["given up" if task.cancelled() else task.result() for task in tasks]
+            for name, tasks in asking.items()
+        }
+
+
+def _of_version(answers: Sequence[Turn | str], version: int) -> tuple[list[Turn | None], str]:
+    """Those that were computed under `version` from the first to the last token, None for the others, and why."""
+    whole: list[Turn | None] = []
+    reasons = list[str]()
+    for answer in answers:
+        if isinstance(answer, str):
+            reasons.append(answer)
+        elif not answer.token_ids:
+            reasons.append("an answer of no tokens")
+        elif others := _versions(answer) - {version}:
+            reasons.append(f"an answer of version {others.pop()}, not {version}")
+        else:
+            whole.append(answer)
+            continue
+        whole.append(None)
+    return whole, f"{len(reasons)} of {len(answers)} requests: {reasons[0]}" if reasons else ""
+
+
+def _versions(turn: Turn) -> set[int]:
+    tokens = versions_of_tokens(turn.token_versions, len(turn.token_ids))
+    return {*tokens, *(span.version for span in turn.prefill_versions)}
+
+
+def _scored(score: Score, asked: Sequence[Sampled]) -> list[list[float]]:
+    scored = [[float(value) for value in values] for values in score(asked)]
+    given, wanted = [len(values) for values in scored], [len(each.token_ids) for each in asked]
+    if given != wanted:
+        raise ValueError(f"score returns {given} log-probabilities for sequences of {wanted} tokens")
+    return scored
+
+
+def _judge(
+    asked: Sequence[Sampled],
+    recorded: Sequence[Sequence[float]],
+    scored: Sequence[Sequence[float]],
+    dtype: str,
+    temperature: float,
+) -> tuple[Agreement, str]:
+    """The agreement of all tokens, and what is wrong: with all, or with those of one length of prompt.
+
+    What a window or rope scaling does shows beyond a length only, where few of the tokens may be; of those alone the
+    median is looked at, which a few can tell.
+    """
+    ours, theirs = np.concatenate(scored), np.concatenate(recorded)
+    lengths = np.repeat([len(each.prompt_ids) for each in asked], [len(each.token_ids) for each in asked])
+    prompt = np.repeat(np.arange(len(asked)), [len(each.token_ids) for each in asked])
+
+    def of(which: np.ndarray) -> Agreement:
+        return agreement.compare(theirs[which], ours[which], dtype, temperature=temperature, prompt=prompt[which])
+
+    whole = of(lengths > 0)
+    for length in np.unique(lengths):
+        part = of(lengths == length)
+        if part.steps > agreement.TYPICAL:
+            return whole, f"after prompts of {length} tokens, {part.problems[0]}"
+    if whole.agrees:
+        return whole, ""
+    with np.errstate(invalid="ignore"):
+        at = int(np.nanargmax(np.nan_to_num(np.abs(theirs - ours), nan=np.inf)))
+    return whole, f"{'; '.join(whole.problems)} ({whole.tokens} tokens, the largest after a prompt of {lengths[at]})"

@@ -1,0 +1,76 @@
+"""The generators that serve a publisher's versions: who they are, whether they compute what the trainer does, and the
+end of one that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inflight.config import Sampling
+from inflight.messages import Manifest
+from inflight.types import Route
+from inflight.weights.publish.comparison import ANSWER_S, Comparison, Score, compare, require
+from inflight.weights.publish.dispatch import Dispatch
+
+_COARSER = ("float32", "float16", "bfloat16")
+"""Dtypes, each with larger roundings than the one before."""
+
+
+class Served:
+    """The part of a Publisher that asks generators instead of sending to them."""
+
+    manifest: Manifest
+    _dispatch: Dispatch
+
+    @property
+    def served(self) -> dict[str, Route]:
+        """Generators that take part: where they serve, and which version they stamp; without those of which that is not
+        certain."""
+        with self._dispatch.changed:
+            return {
+                each.generator: Route(url=each.url, version=version, incarnation=each.incarnation or "")
+                for each in self._dispatch.roster.deliveries.values()
+                if (version := each.committed) is not None
+            }
+
+    def compare(
+        self,
+        score: Score,
+        prompts: Sequence[Sequence[int]],
+        *,
+        dtype: str = "",
+        sampling: Sampling | None = None,
+        timeout_s: float = ANSWER_S,
+        api_key: str = "",
+    ) -> list[Comparison]:
+        """Lets each generator that holds the newest version continue `prompts` by 8 tokens, and compares the
+        log-probabilities that it records with those of `score`, of the module as it is now.
+
+        To be called when `wait_joined` has returned, after the first swap (`publish` and `flush`) and when a generator
+        has joined. `prompts` are token ids, at most 16 of them: short ones, long ones, and some beyond a sliding
+        window. `score` is given (prompt_ids, token_ids) pairs and returns for each a list of len(token_ids)
+        log-probabilities, in nats. `dtype` is the coarser one of both computations (default: what travels).
+
+        Raises NumbersDiffer, in one line with the figure and the usual suspects, when one differs by more than
+        rounding (inflight/agreement.py) or did not answer all within `timeout_s`; ValueError for bad input.
+
+        Example:
+            def score(asked):
+                return [logprobs_of(model, prompt_ids, token_ids) for prompt_ids, token_ids in asked]
+
+            publisher.wait_joined(300)
+            publisher.compare(score, [[5, 3, 8], list(range(100))])
+        """
+        newest = self._dispatch.conversation.version
+        found = compare(
+            {name: route for name, route in self.served.items() if route.version == newest}, score, prompts,
+            dtype=dtype or max((slot.meta.dtype for slot in self.manifest.slots), key=_COARSER.index),
+            sampling=sampling or Sampling(), timeout_s=timeout_s, api_key=api_key,
+        )  # fmt: skip
+        require(found)
+        return found
+
+    def refuse(self, generator: str, incarnation: str, reason: str) -> None:
+        """Does without the present start of a generator, and tells it to end; one that is another already stays."""
+        with self._dispatch.changed:
+            self._dispatch.roster.refuse(generator, incarnation, reason)
+            self._dispatch.changed.notify_all()

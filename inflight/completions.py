@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import io
 from typing import Any
 
@@ -16,11 +17,13 @@ import msgspec
 import numpy as np
 
 from inflight.config import RolloutConfig
-from inflight.types import PrefillSpan, RoutedExperts, Turn, VersionSpan, versions_of_tokens
+from inflight.types import PrefillSpan, RoutedExperts, TokenIds, Turn, VersionSpan, versions_of_tokens
 
 MAX_ANSWER_BYTES = 64 << 20
 REJECTING = (400, 413, 422)
 """HTTP statuses that blame the request. Others blame the server, be it for a key that it does not know (401)."""
+TOO_LONG = "prompt too long"
+"""Reason of a question whose prompt leaves no room for a token."""
 IMPOSSIBLE = -9999.0
 """What vLLM writes for the logarithm of zero."""
 
@@ -49,12 +52,14 @@ class Rejected(Exception):
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None = None
+    top_logprobs: list[dict[str, float | None] | None] | None = None
 
 
-class _Choice(msgspec.Struct):
+class Choice(msgspec.Struct):
+    """What one sample has come to: a whole answer's, or one chunk's of a stream."""
+
     finish_reason: str | None = None
-    token_ids: list[int] | None = None
+    token_ids: TokenIds | None = None
     logprobs: _Logprobs | None = None
     token_versions: list[VersionSpan] | None = None
     prefill_versions: list[PrefillSpan] | None = None
@@ -62,7 +67,7 @@ class _Choice(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[Choice]
 
 
 _decoder = msgspec.json.Decoder(_Answer)
@@ -88,6 +93,7 @@ def sampling(config: RolloutConfig, vocabulary: int) -> dict[str, Any]:
         "logprobs": min(config.kept_tokens + 1, vocabulary) if config.cuts and config.kept_tokens else 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        **({"stop": config.stop} if config.stop else {}),
     }
 
 
@@ -108,30 +114,43 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
         raise Retry("aborted", detail=f"{generator}: finish_reason {choice.finish_reason}")
     if choice.token_versions is None or choice.prefill_versions is None:
         raise Unpatched(f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)")
-    if choice.token_ids is None or choice.logprobs is None:
-        raise Retry("malformed answer", detail=f"{generator}: no token_ids or no logprobs")
-    logprobs = [value for value in choice.logprobs.token_logprobs if value is not None]
+    if choice.token_ids is None:
+        raise Retry("malformed answer", detail=f"{generator}: no token_ids")
+    logprobs = logprobs_of(choice, generator)
     try:
         versions_of_tokens(choice.token_versions, len(choice.token_ids))
     except ValueError as error:
         raise Retry("malformed answer", detail=f"{generator}: {error}") from None
-    if len(logprobs) != len(choice.token_ids):
-        raise Retry(
-            "malformed answer", detail=f"{generator}: {len(logprobs)} logprobs for {len(choice.token_ids)} tokens"
-        )
     turn = Turn(
         token_ids=choice.token_ids,
         logprobs=logprobs,
         token_versions=choice.token_versions,
         prefill_versions=choice.prefill_versions,
         finish_reason=choice.finish_reason,
-        kept=_kept(choice, asked, generator),
+        kept=kept_sets(choice, asked, generator),
         routed_experts=_experts(choice, generator),
     )
-    return _checked(turn, generator)
+    return checked(turn, generator)
 
 
-def _checked(turn: Turn, generator: str) -> Turn:
+def logprobs_of(choice: Choice, generator: str) -> list[float]:
+    """[T] the log-probability of each token.
+
+    Raises Rejected for one that is no number, which vLLM writes as null: under these weights it would be none again,
+    and what was sampled there is nothing to learn from. Raises Retry("malformed answer") when their number is wrong.
+    """
+    tokens = len(choice.token_ids or ())
+    given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
+    if len(given) != tokens:
+        raise Retry("malformed answer", detail=f"{generator}: {len(given)} logprobs for {tokens} tokens")
+    logprobs = [value for value in given if value is not None]
+    if len(logprobs) != tokens:
+        detail = f"{generator}: {tokens - len(logprobs)} of {tokens} log-probabilities are no numbers"
+        raise Rejected("log-probability not finite", detail)
+    return logprobs
+
+
+def checked(turn: Turn, generator: str) -> Turn:
     """The turn, when all of it is within bounds: another one the buffer could not read, and it would come for ever."""
     plain = msgspec.to_builtins(turn, builtin_types=(bytes,))
     try:
@@ -140,7 +159,7 @@ def _checked(turn: Turn, generator: str) -> Turn:
         raise Retry("malformed answer", detail=f"{generator}: {error}") from None
 
 
-def _kept(choice: _Choice, asked: int, generator: str) -> list[list[int]] | None:
+def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | None:
     """The sets that the tokens were drawn from; an empty one where more tokens were left than were asked for."""
     if not asked:
         return None
@@ -153,14 +172,16 @@ def _kept(choice: _Choice, asked: int, generator: str) -> list[list[int]] | None
         raise Retry("malformed answer", detail=f"{generator}: {error}") from None
 
 
-def _possible(given: dict[str, float], asked: int) -> list[int]:
+def _possible(given: dict[str, float | None], asked: int) -> list[int]:
     """Ids, from keys such as `token_id:17`, of the tokens whose probability is not zero; none when all asked for are
     possible, because there may be more. Raises ValueError for another key."""
-    possible = sorted(int(key.removeprefix("token_id:")) for key, value in given.items() if value > IMPOSSIBLE)
+    possible = sorted(
+        int(key.removeprefix("token_id:")) for key, value in given.items() if value is not None and value > IMPOSSIBLE
+    )
     return possible if len(possible) < asked else []
 
 
-def _experts(choice: _Choice, generator: str) -> RoutedExperts | None:
+def _experts(choice: Choice, generator: str) -> RoutedExperts | None:
     """From base64 of a .npy array [tokens, layers, experts a token] of integers, as vLLM sends it when asked to."""
     if choice.routed_experts is None:
         return None
@@ -195,13 +216,27 @@ async def complete(
     except TimeoutError:
         raise Retry("request timeout", detail=f"{generator}: no answer within {timeout_s:.0f} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise Retry("connection lost", down=True, detail=f"{generator}: {type(error).__name__}: {error}") from None
+        raise lost(error, generator) from None
     if status == 200:
         return parse_turn(body, generator, request["logprobs"])
-    detail = f"{generator}: http {status}: {body[:300].decode('utf-8', 'replace')}"
-    if status in REJECTING:
-        raise Rejected(f"http {status}", detail)
-    raise Retry(f"http {status}", down=status == 503, detail=detail)
+    raise refused(status, body, generator)
+
+
+def lost(error: aiohttp.ClientError | OSError, generator: str) -> Retry:
+    """What a connection that failed means: a generator that is down, unless this process may not open one more."""
+    detail = f"{generator}: {type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return Retry("too many open files", detail=f"{detail} (raise the limit: ulimit -n)")
+    return Retry("connection lost", down=True, detail=detail)
+
+
+def refused(status: int, body: bytes, generator: str) -> Retry | Rejected:
+    """What an HTTP status other than 200 means, or an error of that code within a stream."""
+    text = body[:300].decode("utf-8", "replace")
+    detail = f"{generator}: http {status}: {text}"
+    if status not in REJECTING:
+        return Retry(f"http {status}", down=status == 503, detail=detail)
+    return Rejected(TOO_LONG if "context length" in text else f"http {status}", detail)
 
 
 async def _read(response: aiohttp.ClientResponse, generator: str) -> bytes:

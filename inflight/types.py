@@ -115,6 +115,13 @@ class StepReward(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens that one generator made: from index `start` to the next piece's start."""
+
+    start: Count
+    generator: Name
+
+
 class Rollout(Record, omit_defaults=True):
     """A finished, scored sample: everything the gate, the loss and the audit need."""
 
@@ -135,6 +142,9 @@ class Rollout(Record, omit_defaults=True):
     """[T] log-probability of each token under a teacher that scored the rollout."""
     retries: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)] = {}
     """Requests for this sample that came to nothing before, by reason: `aborted` by an engine, `connection lost`, …"""
+    pieces: Annotated[list[Piece], Meta(max_length=1 << 16)] = []
+    """Who made which tokens, where a generator was lost and another one continued the sequence; none: `generator` made
+    all, otherwise it made the last piece."""
 
 
 class RolloutGroup(Record):

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import logging
 import re
+import resource
 import signal
 import sys
 import time
@@ -31,6 +32,7 @@ from inflight.messages.reasons import ACTOR_STOPPED
 from inflight.types import Routes
 
 STATUS_EVERY_S = 1.0
+MOST_CONNECTIONS = 1 << 16
 
 
 async def work(config: RunConfig, name: str) -> bool:
@@ -46,10 +48,20 @@ async def work(config: RunConfig, name: str) -> bool:
             Link(config.endpoint("rollouts"), name, config.bus) as link,
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
-            async with Pool(session, config.generator_names(), url_of) as pool:
-                sampler = Sampler(config.rollout, config.seed, code, session, pool)
+            async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
+                room = config.generator.max_model_len
+                sampler = Sampler(config.rollout, config.seed, code, session, pool, max_model_len=room)
                 actor = Actor(name, link, sampler, concurrency=config.rollout.concurrency)
                 return await _run(config, actor, pool, status)
+
+
+def connections() -> int:
+    """How many requests may be open at a time: half of the files that a process may open.
+
+    The other half is for what a generator with the same limit has open beside its connections.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(soft // 2, MOST_CONNECTIONS))
 
 
 _routes = msgspec.json.Decoder(Routes)

@@ -77,17 +77,21 @@ class Foreign:
             raise GroupLost("task error: prompt", f"{question.key}: a prompt of no token")
         return answer.token_ids
 
+    async def decode(self, token_ids: list[int], about: str = "a completion") -> str:
+        """Text of tokens; `about` names them in an error. Raises GroupLost."""
+        answer = await self._call(self._text, "tokenizer", about, lambda call: calls.AskDecode(call, token_ids))
+        assert isinstance(answer, calls.TextIs)
+        return answer.text
+
     async def score(self, question: Question, prompt_ids: list[int], turn: Turn) -> Score:
         """The task's score. One that fails, is late or is no number loses the group: it is never taken for 0.
 
         Raises GroupLost.
         """
-        key, token_ids = question.key, turn.token_ids
-        text = await self._call(self._text, "tokenizer", key, lambda call: calls.AskDecode(call, token_ids))
-        assert isinstance(text, calls.TextIs)
+        key, text = question.key, await self.decode(turn.token_ids, question.key)
         whole = (prompt_ids, turn) if self._scores.ready.turns else ([], None)
         answer = await self._call(
-            self._scores, "reward", key, lambda call: calls.AskScore(call, question, text.text, *whole)
+            self._scores, "reward", key, lambda call: calls.AskScore(call, question, text, *whole)
         )
         assert isinstance(answer, calls.ScoreIs)
         score = Score(answer.reward, answer.step_rewards, answer.teacher_logprobs)

@@ -130,9 +130,10 @@ class Actor:
             "failed": self.failed,
             "in_flight": self.in_flight,
             "unacknowledged": len(self._unacked),
-            "aborted": self._sampler.aborted,
-            "retries": self._sampler.retries,
-            "tokens": self._sampler.tokens_out,
+            "aborted": self._sampler.answers.aborted,
+            "retries": self._sampler.answers.retries,
+            "continued": self._sampler.answers.continued,
+            "tokens": self._sampler.answers.tokens,
             "reward": statistics.fmean(self._last_rewards) if self._last_rewards else 0.0,
         }
 

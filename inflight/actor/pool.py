@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 
+from inflight.actor.silence import Calls
 from inflight.completions import healthy
 
 PROBE_EVERY_S = 0.5
@@ -28,6 +29,7 @@ class Generator:
     load: int = 0
     """Requests of this actor that it works on."""
     up: bool = False
+    calls: Calls = field(default_factory=Calls)
     version: int = 0
     """Version of the newest token seen from it."""
 
@@ -40,9 +42,15 @@ class Pool:
     Use from one event loop; `async with` starts and stops the probing of those that are down.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, names: list[str], url_of: Callable[[str], str]) -> None:
-        """`url_of` gives a generator's current url and raises OSError while it must not be asked."""
+    def __init__(
+        self, session: aiohttp.ClientSession, names: list[str], url_of: Callable[[str], str], *, most: int = 1 << 16
+    ) -> None:
+        """`url_of` gives a generator's current url and raises OSError while it must not be asked.
+
+        At most `most` leases are given at a time, so that no more connections are open.
+        """
         self._session = session
+        self._free = asyncio.Semaphore(most)
         self._url_of = url_of
         self.generators = {name: Generator(name) for name in names}
         self._came_up = asyncio.Condition()
@@ -71,8 +79,18 @@ class Pool:
     async def lease(self, avoid: Collection[str], timeout_s: float) -> AsyncIterator[Generator]:
         """The least loaded generator that is up, rather one that is not in `avoid`; counts as load while in use.
 
-        Raises NoGenerator when none is up within `timeout_s`.
+        Waits for others to end while as many leases are given as may be; they are served in turn. After that, raises
+        NoGenerator when no generator is up within `timeout_s`.
         """
+        async with self._free:
+            generator = await self._one_that_is_up(avoid, timeout_s)
+            generator.load += 1
+            try:
+                yield generator
+            finally:
+                generator.load -= 1
+
+    async def _one_that_is_up(self, avoid: Collection[str], timeout_s: float) -> Generator:
         generator = self._choose(avoid)
         if generator is None:
             async with self._came_up:
@@ -83,11 +101,7 @@ class Pool:
                     raise NoGenerator(f"no generator answered within {timeout_s:.0f} s: {names}") from None
                 generator = self._choose(avoid)
         assert generator is not None
-        generator.load += 1
-        try:
-            yield generator
-        finally:
-            generator.load -= 1
+        return generator
 
     def mark_down(self, generator: Generator) -> None:
         """Routes nothing to it until it answers a probe."""

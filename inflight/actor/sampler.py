@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Coroutine
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 import aiohttp
 
+from inflight.actor.answers import Answer, Answers
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign, GroupLost
 from inflight.actor.pool import NoGenerator, Pool
-from inflight.completions import Rejected, Retry, complete, sampling
+from inflight.completions import TOO_LONG, Rejected, Retry, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
-
-ATTEMPTS = 3
-"""Requests for one sample before its group is given up."""
 
 T = TypeVar("T")
 
@@ -29,25 +26,30 @@ class Sampler:
     """Makes groups. Holds no state but counters, so that any number of groups may be under way in one event loop."""
 
     def __init__(
-        self, config: RolloutConfig, seed: int, foreign: Foreign, session: aiohttp.ClientSession, pool: Pool
+        self,
+        config: RolloutConfig,
+        seed: int,
+        foreign: Foreign,
+        session: aiohttp.ClientSession,
+        pool: Pool,
+        *,
+        max_model_len: int,
     ) -> None:
+        """`max_model_len` is how many tokens of prompt and completion the generators take."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
-        self._session = session
-        self._pool = pool
-        self._sampling = sampling(config, foreign.vocabulary)
-        self.aborted = 0
-        """Requests that an engine gave up; they were asked again."""
-        self.retries = 0
-        """Attempts that failed and were repeated, aborted ones included."""
-        self.tokens_out = 0
-        """Tokens received in whole samples."""
+        self._max_model_len = max_model_len
+        request = sampling(config, foreign.vocabulary)
+        self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
     async def group(self, group_id: str, index: int) -> RolloutGroup:
         """All samples of the task's index-th question, scored. Raises GroupLost or Unpatched."""
         question = await self._foreign.question(index)
         prompt_ids = await self._foreign.encode(question)
+        if len(prompt_ids) >= self._max_model_len:
+            detail = f"{question.key}: {len(prompt_ids)} tokens, and generator.max_model_len={self._max_model_len}"
+            raise GroupLost(TOO_LONG, f"{detail} leaves room for one token after {self._max_model_len - 1} at most")
         rollouts = await _all(
             [self._rollout(group_id, sample, question, prompt_ids) for sample in range(self._config.group_size)]
         )
@@ -55,10 +57,8 @@ class Sampler:
 
     async def _rollout(self, group_id: str, sample: int, question: Question, prompt_ids: list[int]) -> Rollout:
         rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
-        retries = Counter[str]()
-        turn, generator, started = await self._turn(prompt_ids, self._seed_of(drawn_as), retries)
+        answer, turn = await self._answer(prompt_ids, self._seed_of(drawn_as))
         finished = time.time()
-        self.tokens_out += len(turn.token_ids)
         score = await self._foreign.score(question, prompt_ids, turn)
         return Rollout(
             rollout_id=rollout_id,
@@ -66,46 +66,26 @@ class Sampler:
             prompt_ids=prompt_ids,
             turn=turn,
             reward=score.reward,
-            generator=generator,
-            started=started,
+            generator=answer.generator,
+            started=answer.started,
             finished=finished,
-            first_token_s=0.0,
+            first_token_s=answer.first_token_s,
             step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
             teacher_logprobs=None if score.teacher_logprobs is None else list(score.teacher_logprobs),
-            retries=dict(retries),
+            retries=dict(answer.retries),
+            pieces=answer.pieces,
         )
 
-    async def _turn(self, prompt_ids: list[int], seed: int, retries: Counter[str]) -> tuple[Turn, str, float]:
-        """A turn, the name of the generator that gave it and when it was asked (Unix seconds).
-
-        Attempts that came to nothing are counted in `retries`, by reason.
-        """
-        request = self._sampling | {"prompt": prompt_ids, "seed": seed}
-        limit = self._config.request_timeout_s
-        failed_at: list[str] = []
-        last = Retry("not tried")
-        for _ in range(ATTEMPTS):
-            try:
-                async with self._pool.lease(failed_at, limit) as generator:
-                    started = time.time()
-                    turn = await complete(self._session, generator.name, generator.url, request, limit)
-            except Retry as error:
-                last = error
-                retries[error.reason] += 1
-                self.retries += 1
-                self.aborted += error.reason == "aborted"
-                failed_at.append(generator.name)
-                if error.down:
-                    self._pool.mark_down(generator)
-            except Rejected as error:
-                raise GroupLost(error.reason, str(error)) from None
-            except NoGenerator as error:
-                raise GroupLost("no generator", str(error), again=True) from None
-            else:
-                if turn.token_versions:
-                    generator.version = max(generator.version, turn.token_versions[-1].version)
-                return turn, generator.name, started
-        raise GroupLost(last.reason, str(last), again=True)
+    async def _answer(self, prompt_ids: list[int], seed: int) -> tuple[Answer, Turn]:
+        """A sample. Raises GroupLost or Unpatched."""
+        try:
+            return await self.answers.answer(prompt_ids, seed)
+        except Retry as error:
+            raise GroupLost(error.reason, str(error), again=True) from None
+        except Rejected as error:
+            raise GroupLost(error.reason, str(error)) from None
+        except NoGenerator as error:
+            raise GroupLost("no generator", str(error), again=True) from None
 
     def _seed_of(self, rollout_id: str) -> int:
         """A sampling seed of its own for each sample, the same in a run with the same seed."""

@@ -59,9 +59,13 @@ class RolloutConfig(Sampling):
     kept_tokens: int = 19
     """The largest set of tokens left by min-p, top-k and top-p that is recorded with a token; in place of a larger one
     the trainer computes its own (docs/decisions/007-kept-sets.md)."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a completion, which holds the one that ended it."""
     concurrency: int = 4
     """Groups an actor keeps in flight at the most."""
-    request_timeout_s: float = 300.0
+    token_timeout_s: float = 300.0
+    """Seconds without a token after which a request is presumed lost; its sequence is continued by another generator.
+    One that waits for its turn in a generator's queue is not late for that, and no answer is too long."""
     reward_timeout_s: float = 30.0
     """What a task may take for a score; for a question as well. Then its process is killed."""
     reward_workers: int = 0
@@ -82,8 +86,9 @@ class RolloutConfig(Sampling):
         fits = 2 <= self.group_size <= MAX_GROUP
         require(fits, "rollout.group_size", self.group_size, f"2 (advantages are relative) to {MAX_GROUP}")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
+        require(all(self.stop), "rollout.stop", self.stop, "texts of a character or more")
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM takes a lower one for that
-        require_fields(self, "rollout", "request_timeout_s reward_timeout_s task_start_timeout_s buffer_mib")
+        require_fields(self, "rollout", "token_timeout_s reward_timeout_s task_start_timeout_s buffer_mib")
         require_fields(self, "rollout", "reward_workers", least=0, most=MAX_PROCESSES)
         require_fields(self, "rollout", "reward_concurrency", least=1, most=4096)
         require(

@@ -28,7 +28,8 @@ ON_CUDA: dict[str, Any] = {
     # device is free. By default that is nearly all, which refuses a device that the trainer is on as well.
     "gpu_memory_utilization": 0.05,
 }
-
+STREAM_INTERVAL = 32
+"""Tokens in a chunk of a stream. Each chunk costs the front end time; what is not sent yet is lost with the engine."""
 
 OWN = {
     "model": "model.name",
@@ -106,6 +107,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     return {
         "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
         **(ON_CUDA if worker == CUDA_WORKER else {}),
+        "stream_interval": STREAM_INTERVAL,
         **generator.extra,
         "model": model,
         "served_model_name": [config.model.name],

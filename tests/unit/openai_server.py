@@ -1,6 +1,7 @@
 """A small real HTTP server that answers like a patched vLLM, for the tests of the actor (not a test file)."""
 
 import asyncio
+import json
 
 from aiohttp import web
 
@@ -34,11 +35,19 @@ def choice(text="07", version=0, **changes):
     } | changes
 
 
+def chunk(text, start=0, version=0, finish=None, **changes):
+    """A choice of a stream: tokens from the answer's `start`-th on, whose prefill events come with the last chunk."""
+    prefills = [[0, 0, version]] if finish else []
+    spans = [[start, version]] if text else []
+    return choice(text, finish_reason=finish, token_versions=spans, prefill_versions=prefills, **changes)
+
+
 class Server:
     """`async with Server() as server`: serves on loopback, keeps all requests, answers as told.
 
     `answers` is consumed first, one a request: a dict is the choice, an int a bare HTTP status, None drops the
-    connection, a callable is awaited for one of these. Afterwards `default` is used.
+    connection, a callable is awaited for one of these. Afterwards `default` is used. A list is a stream's events one
+    by one: a dict is a choice, a text the event as it is, None drops the connection, a callable is awaited.
     """
 
     def __init__(self, default=None):
@@ -81,6 +90,22 @@ class Server:
                 return web.Response()
             if isinstance(answer, int):
                 return web.Response(status=answer, text="because")
+            if body.get("stream"):
+                return await self._stream(request, answer if isinstance(answer, list) else [answer, "[DONE]"])
             return web.json_response({"id": "x", "model": "m", "choices": [answer], "usage": {}})
         finally:
             self.active -= 1
+
+    async def _stream(self, request, events):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for event in events:
+            if event is None:
+                request.transport.abort()
+                break
+            if callable(event):
+                await event()
+                continue
+            text = event if isinstance(event, str) else json.dumps({"id": "x", "choices": [event]})
+            await response.write(f"data: {text}\n\n".encode())
+        return response

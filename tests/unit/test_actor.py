@@ -68,7 +68,8 @@ class Room:
                 self.buffer = stack.enter_context(Buffer(listener, self.config))
                 link = stack.enter_context(Link(self.config.endpoint("rollouts"), "a0", self.config.bus))
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
-                self.sampler = Sampler(self.config.rollout, 0, self.code, session, self.pool)
+                room = self.config.generator.max_model_len
+                self.sampler = Sampler(self.config.rollout, 0, self.code, session, self.pool, max_model_len=room)
                 self.actor = Actor("a0", link, self.sampler, concurrency=self.config.rollout.concurrency)
                 await self.pool.wait_any(LIMIT_S)
                 self.running = asyncio.create_task(self.actor.run())
@@ -134,7 +135,7 @@ def test_groups_from_question_to_batch_and_to_the_end(play):
                 assert (rollout.generator, rollout.turn.finish_reason) == ("g0", "stop")
                 assert rollout.started <= rollout.finished
         assert len({request["seed"] for request in requests}) == len(requests), "a seed a sample"
-        wanted = {"n": 1, "logprobs": 0, "return_token_ids": True, "stream": False, "temperature": 1.0, "top_p": 1.0}
+        wanted = {"n": 1, "logprobs": 0, "return_token_ids": True, "stream": True, "temperature": 1.0, "top_p": 1.0}
         assert all(request.items() >= wanted.items() for request in requests)
         assert room.pool.generators["g0"].version == 3
 
@@ -180,7 +181,7 @@ def test_a_failed_request_is_asked_of_another_generator(play, answer):
         await room.take(2)
         seed = first.requests[0]["seed"]
         assert seed in [request["seed"] for request in other.requests], "although the other had more to do"
-        assert room.sampler.retries == 1
+        assert room.sampler.answers.retries == 1
         assert room.buffer.counts().failed == {}
 
     play(
@@ -210,20 +211,20 @@ def test_a_generator_that_comes_back_elsewhere_is_used_again(play):
 def test_aborted_requests_are_counted_and_asked_again(play):
     async def scene(room):
         batch = await room.take(2)
-        assert room.sampler.aborted == 2
+        assert room.sampler.answers.aborted == 2
         assert room.buffer.counts().failed == {}
         # Each is told by the sample that was asked again, which is all that a run's summary knows of it.
         told = [rollout.rollout.retries for group in batch for rollout in group.rollouts]
         assert sum(each.get("aborted", 0) for each in told) == 2
         assert sum(map(bool, told)) in (1, 2)
 
-    play(scene, answers=[choice(finish_reason="abort", token_versions=None)] * 2)
+    play(scene, answers=[choice("", finish_reason="abort")] * 2)
 
 
 @pytest.mark.parametrize(
     ("answer", "reason", "requests"),
     [
-        (choice(finish_reason="abort"), "aborted", 6),
+        (choice("", finish_reason="abort"), "aborted", 6),
         (500, "http 500", 6),
         (400, "http 400", 1),
         (401, "http 401", 6),

@@ -187,7 +187,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         *((GeneratorConfig, {name: 0}) for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs")),
         (GeneratorConfig, {"threads": 0}),
         *((GeneratorConfig, {name: -1.0}) for name in ("kv_cache_gib", "start_timeout_s")),
-        *((RolloutConfig, {name: 0}) for name in ("max_tokens", "concurrency", "request_timeout_s", "top_p")),
+        *((RolloutConfig, {name: 0}) for name in ("max_tokens", "concurrency", "token_timeout_s", "top_p")),
         (RolloutConfig, {"reward_timeout_s": float("inf")}),
         (RolloutConfig, {"temperature": float("nan")}),
         (RolloutConfig, {"top_k": -1}),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import aiohttp
 import pytest
 import torch
 from aiohttp import web
 from in_process import in_process
-from openai_server import Tokens, choice
+from openai_server import Server, Tokens, choice
 from rollout_samples import make_config
 from transformers import AutoModelForCausalLM
 
+from inflight.actor.pool import Pool
 from inflight.actor.sampler import GroupLost, Sampler
 from inflight.config import ConfigError, TaskConfig
 from inflight.tasks import Score, make
@@ -130,32 +132,22 @@ class Steps:
         return self.score_
 
 
-def sample(tmp_path, monkeypatch, score_):
-    async def complete(*_):
-        made = choice("019")
-        return Turn(
-            token_ids=made["token_ids"], logprobs=[-0.5] * 3, token_versions=[VersionSpan(0, 0)],
-            prefill_versions=[PrefillSpan(0, 0, 0)], finish_reason="stop",
-        )  # fmt: skip
+def sample(tmp_path, score_):
+    async def main():
+        async with (
+            Server(lambda: choice("019")) as server,
+            aiohttp.ClientSession() as session,
+            Pool(session, ["g0"], lambda name: server.url) as pool,
+        ):
+            config = make_config(tmp_path).rollout
+            sampler = Sampler(config, 0, in_process(Steps(score_), Tokens()), session, pool, max_model_len=64)
+            return (await sampler.group("g", 0)).rollouts[0]
 
-    class OneGenerator:
-        def lease(self, *_):
-            return self
-
-        async def __aenter__(self):
-            return type("G", (), {"name": "g0", "url": "", "version": 0})()
-
-        async def __aexit__(self, *_):
-            pass
-
-    monkeypatch.setattr("inflight.actor.sampler.complete", complete)
-    config = make_config(tmp_path).rollout
-    sampler = Sampler(config, 0, in_process(Steps(score_), Tokens()), None, OneGenerator())
-    return asyncio.run(sampler.group("g", 0)).rollouts[0]
+    return asyncio.run(main())
 
 
-def test_what_a_task_says_of_tokens_comes_into_the_rollout(tmp_path, monkeypatch):
-    rollout = sample(tmp_path, monkeypatch, Score(0.5, [(1, 1.0), (2, -1.0)], [-0.1, -0.2, -0.3]))
+def test_what_a_task_says_of_tokens_comes_into_the_rollout(tmp_path):
+    rollout = sample(tmp_path, Score(0.5, [(1, 1.0), (2, -1.0)], [-0.1, -0.2, -0.3]))
     assert rollout.reward == 0.5
     assert rollout.step_rewards == [StepReward(1, 1.0), StepReward(2, -1.0)]
     assert rollout.teacher_logprobs == [-0.1, -0.2, -0.3]
@@ -164,6 +156,6 @@ def test_what_a_task_says_of_tokens_comes_into_the_rollout(tmp_path, monkeypatch
 @pytest.mark.parametrize(
     "bad", [Score(float("nan")), Score(1.0, [(0, float("inf"))]), Score(1.0, (), [0.0, 0.0, float("-inf")])]
 )
-def test_a_part_that_is_no_number_loses_the_group(tmp_path, monkeypatch, bad):
+def test_a_part_that_is_no_number_loses_the_group(tmp_path, bad):
     with pytest.raises(GroupLost, match="not finite"):
-        sample(tmp_path, monkeypatch, bad)
+        sample(tmp_path, bad)

@@ -1,0 +1,163 @@
+"""One whole answer to a prompt, by as many generators as it takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from inflight.actor.continuation import StartAnew, crossing_stop, rest_of
+from inflight.actor.pool import Generator, Pool
+from inflight.actor.sequence import Sequence
+from inflight.actor.silence import Call
+from inflight.actor.streaming import chunks, unless_silent
+from inflight.completions import Retry
+from inflight.types import Piece, Turn
+
+ATTEMPTS = 3
+"""Requests in a row that brought no token, before a sample is given up."""
+PAUSE_S = 0.05
+"""Before the next attempt; doubled by each that brought no token."""
+MALFORMED = "malformed answer"
+MAX_REASONS = 14
+"""Of a sample's retries, by name; types.Rollout holds 16."""
+
+
+@dataclass
+class Answer:
+    """A sample on its way, and how it came about. Times are Unix seconds."""
+
+    sequence: Sequence
+    started: float = 0.0
+    """When the first request was sent that contributed."""
+    first_token_s: float = 0.0
+    """Seconds from there to its first token."""
+    retries: Counter[str] = field(default_factory=Counter)
+    """Requests that came to nothing or to a part, by reason."""
+
+    @property
+    def generator(self) -> str:
+        """Who made the last token."""
+        return self.sequence.pieces[-1].generator
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Who made which tokens; empty when one generator made all."""
+        return self.sequence.pieces if len(self.sequence.pieces) > 1 else []
+
+
+class Answers:
+    """Asks generators of a pool. Holds no state but counters, so that any number of answers may be under way."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        pool: Pool,
+        request: dict[str, Any],
+        *,
+        silence_s: float,
+        decode: Callable[[list[int]], Awaitable[str]],
+    ) -> None:
+        """`request` holds what all have in common; `silence_s` bounds the time without a token; `decode` gives the text
+        of tokens, and what it raises ends the answer."""
+        self._session = session
+        self._pool = pool
+        self._request = request | {"stream": True}
+        self._silence_s = silence_s
+        self._decode = decode
+        self.aborted = 0
+        """Requests that an engine gave up; they were continued."""
+        self.retries = 0
+        """Attempts that failed and were repeated, aborted ones included."""
+        self.continued = 0
+        """Sequences that another generator continued, counted each time."""
+        self.anew = 0
+        """Sequences that had tokens and could not be continued exactly."""
+        self.tokens = 0
+        """Tokens received, those that were given up later included."""
+
+    async def answer(self, prompt_ids: list[int], seed: int) -> tuple[Answer, Turn]:
+        """A finished sample, and the whole of its sequence.
+
+        Raises Retry when ATTEMPTS in a row brought no token, Rejected, Unpatched or NoGenerator.
+        """
+        request = self._request | {"prompt": prompt_ids, "seed": seed}
+        answer = Answer(Sequence(len(prompt_ids), request["max_tokens"], request["logprobs"]))
+        avoid: list[str] = []
+        fruitless = 0
+        while True:
+            had = len(answer.sequence.token_ids)
+            async with self._pool.lease(avoid, self._silence_s) as generator:
+                try:
+                    return answer, await self._attempt(generator, request, answer)
+                except Retry as error:
+                    if error.down:
+                        self._pool.mark_down(generator)
+                    self._count(answer, error.reason)
+                    fruitless = 0 if len(answer.sequence.token_ids) > had else fruitless + 1
+                    if fruitless >= ATTEMPTS:
+                        raise
+                    avoid.append(generator.name)
+            await asyncio.sleep(PAUSE_S * 2**fruitless)
+
+    async def _attempt(self, generator: Generator, request: dict[str, Any], answer: Answer) -> Turn:
+        """Asks one generator for what is left; the whole sequence. Raises Retry, with the generator's part closed."""
+        sequence = answer.sequence
+        try:
+            rest = rest_of(request, sequence.token_ids)
+        except StartAnew:
+            self.anew += 1
+            answer.retries["started anew"] += 1
+            sequence.restart()
+            rest = request
+        if sequence.token_ids:
+            self.continued += 1
+        else:
+            answer.started = time.time()
+        sequence.begin(generator.name)
+        call = Call(asked=time.monotonic())
+        try:
+            reading = self._read(generator, rest, answer, call)
+            await unless_silent(reading, call, generator.calls, generator.name, self._silence_s)
+            if sequence.finish_reason in (None, "abort", "error"):
+                raise Retry("aborted", detail=f"{generator.name}: finish_reason {sequence.finish_reason}")
+            return sequence.turn()
+        except Retry as error:
+            if error.reason == MALFORMED:
+                sequence.drop_piece()
+            else:
+                sequence.lose()
+            raise
+
+    async def _read(self, generator: Generator, request: dict[str, Any], answer: Answer, call: Call) -> None:
+        """Takes in a stream until it ends, or until a stop string is complete that began before it."""
+        sequence, stops = answer.sequence, request.get("stop") or ()
+        seam = len(sequence.token_ids)
+        async with aclosing(chunks(self._session, generator.name, generator.url, request)) as stream:
+            async for choice in stream:
+                had = len(sequence.token_ids)
+                sequence.add(choice)
+                if len(sequence.token_ids) == had:
+                    continue
+                generator.calls.hear(call, time.monotonic())
+                generator.version = max(generator.version, sequence.newest_version)
+                self.tokens += len(sequence.token_ids) - had
+                if had == 0:
+                    answer.first_token_s = max(0.0, time.time() - answer.started)
+                end = await crossing_stop(self._decode, sequence.token_ids, seam, stops)
+                if end is not None:
+                    sequence.cut(end)
+                    sequence.lose()
+                    sequence.finish_reason = "stop"
+                    return
+
+    def _count(self, answer: Answer, reason: str) -> None:
+        answer.retries[reason if len(answer.retries) < MAX_REASONS else "other"] += 1
+        self.retries += 1
+        self.aborted += reason == "aborted"

@@ -1,0 +1,149 @@
+"""One sampled sequence while it grows: the tokens of one generator, or of several that continued each other's.
+
+Tags stay as exact as those of a whole answer. The generator that continues a sequence computes the KV of everything
+before from its own weights, and says so itself: as after a preemption, a prefill event from position 0 on. A
+generator that is lost takes its prefill events with it, because vLLM tells them with the last chunk only; its tokens
+keep their versions, and their KV is marked as unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from inflight.completions import Choice, Retry, Unpatched, checked, kept_sets, logprobs_of
+from inflight.types import Piece, PrefillSpan, Turn, VersionSpan, versions_of_tokens
+
+UNKNOWN = -1
+"""Version in a prefill event where nobody can tell."""
+
+
+class Sequence:
+    """Tokens so far, with what the engines said about them."""
+
+    def __init__(self, prompt_tokens: int, most: int, asked: int = 0) -> None:
+        """Of at most `most` tokens; `asked` is how many log-probabilities were asked for beside the drawn token's."""
+        self._prompt = prompt_tokens
+        self._most = most
+        self._asked = asked
+        self.token_ids: list[int] = []
+        self.pieces: list[Piece] = []
+        """Who made which tokens; the last piece may still grow."""
+        self._logprobs: list[float] = []
+        self._kept: list[list[int]] = []
+        self._spans: list[VersionSpan] = []
+        self._prefills: list[PrefillSpan] = []
+        self.finish_reason: str | None = None
+
+    @property
+    def newest_version(self) -> int:
+        """Version of the last token; there must be one."""
+        return self._spans[-1].version
+
+    @property
+    def seam(self) -> int:
+        """Index of the first token of the newest piece; 0 while there is one piece only."""
+        return self.pieces[-1].start if self.pieces else 0
+
+    def begin(self, generator: str) -> None:
+        """From here on tokens come from `generator`."""
+        self.pieces.append(Piece(len(self.token_ids), generator))
+
+    def add(self, choice: Choice) -> None:
+        """Takes in one chunk of a stream, whose spans count from the first token of the newest piece.
+
+        Raises Unpatched for one without tags, Rejected for one with a log-probability that is no number and
+        Retry("malformed answer") for any other that contradicts itself or the chunks before; nothing is kept of those.
+        """
+        generator, seam = self.pieces[-1].generator, self.seam
+        tokens, have = choice.token_ids or [], len(self.token_ids) - seam
+        finished = choice.finish_reason is not None
+        if (tokens and choice.token_versions is None) or (finished and choice.prefill_versions is None):
+            raise Unpatched(
+                f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)"
+            )
+        if len(self.token_ids) + len(tokens) > self._most:
+            raise Retry("malformed answer", detail=f"{generator}: more than the {self._most} tokens asked for")
+        logprobs = logprobs_of(choice, generator) if tokens else []
+        kept = kept_sets(choice, self._asked, generator) if tokens else []
+        spans = choice.token_versions or []
+        try:
+            own = [VersionSpan(_not_below(span.start - have), span.version) for span in spans]
+            versions_of_tokens(own, len(tokens))
+            prefills = [
+                PrefillSpan(_not_below(each.output_index) + seam, each.position, each.version)
+                for each in choice.prefill_versions or []
+            ]
+        except ValueError as error:
+            raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+        self.token_ids += tokens
+        self._logprobs += logprobs
+        self._kept += kept or []
+        self._extend((VersionSpan(span.start + seam, span.version) for span in spans) if tokens else ())
+        self._prefills += prefills
+        self.finish_reason = choice.finish_reason
+
+    def lose(self) -> None:
+        """The generator of the newest piece will say no more. A piece without tokens never was.
+
+        One that gave the request up of its own accord has told its prefill events.
+        """
+        self.finish_reason = None
+        self._prefills = [each for each in self._prefills if each.output_index < len(self.token_ids)]
+        if self.seam == len(self.token_ids):
+            self.pieces.pop()
+        elif not any(each.output_index >= self.seam for each in self._prefills):
+            self._prefills += self._unknown_prefills()
+
+    def cut(self, length: int) -> None:
+        """Forgets all tokens of the newest piece from index `length` on."""
+        del self.token_ids[length:], self._logprobs[length:], self._kept[length:]
+        self._spans = [span for span in self._spans if span.start < length]
+        self._prefills = [each for each in self._prefills if each.output_index < length]
+
+    def drop_piece(self) -> None:
+        """Forgets the newest piece: its generator talks nonsense."""
+        self.cut(self.seam)
+        self.lose()
+
+    def restart(self) -> None:
+        """Forgets all tokens: this sequence can't be continued exactly."""
+        self.pieces.clear()
+        self.cut(0)
+
+    def turn(self) -> Turn:
+        """The whole sequence, once it is finished. Raises Retry("malformed answer") when a part is out of bounds."""
+        turn = Turn(
+            token_ids=self.token_ids,
+            logprobs=self._logprobs,
+            token_versions=self._spans,
+            prefill_versions=self._prefills,
+            finish_reason=self.finish_reason or "",
+            kept=self._kept if self._asked else None,
+        )
+        return checked(turn, self.pieces[-1].generator)
+
+    def _extend(self, spans: Iterable[VersionSpan]) -> None:
+        for span in spans:
+            if not self._spans or self._spans[-1].version != span.version:
+                self._spans.append(span)
+
+    def _unknown_prefills(self) -> list[PrefillSpan]:
+        """What is certain without the generator's word: the step that samples a token computes the position before it.
+
+        Everything before may have been computed under any version: by chunks of the prefill before a swap at the
+        start, and anew, after a preemption, wherever a later version begins.
+        """
+        starts = sorted({self.seam, *(span.start for span in self._spans if span.start > self.seam)})
+        versions = versions_of_tokens(self._spans, len(self.token_ids))
+        events = []
+        for start in starts:
+            last = self._prompt + start - 1
+            events += [PrefillSpan(start, 0, UNKNOWN)] if last else []
+            events.append(PrefillSpan(start, last, versions[start]))
+        return events
+
+
+def _not_below(index: int) -> int:
+    if index < 0:
+        raise ValueError(f"a span begins {-index} tokens before the chunk that it is in")
+    return index

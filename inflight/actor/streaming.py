@@ -1,0 +1,119 @@
+"""A completion as vLLM's OpenAI server streams it: server-sent events, one JSON object in each.
+
+vLLM sends a chunk for the first token, then one for as many as its `stream_interval` says, then the rest with the
+reason for the end (generator/engine_args.py). Nothing here waits for the whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from inflight.actor.silence import SILENT, Call, Calls
+from inflight.completions import MAX_ANSWER_BYTES, Choice, Retry, lost, refused
+
+CONNECT_S = 10.0
+LOOKS_A_BOUND = 20
+"""How often silence is looked at within its bound; what is late by so little is none."""
+DONE = b"[DONE]"
+
+
+class _Error(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[Choice] = []
+    error: _Error | None = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk)
+
+
+async def chunks(
+    session: aiohttp.ClientSession, generator: str, url: str, request: dict[str, Any]
+) -> AsyncGenerator[Choice, None]:
+    """What comes of a request, chunk by chunk, until the server says that it is done.
+
+    Raises Retry or Rejected. Ends only by them, by the server's last event or by cancellation; see `unless_silent`.
+    """
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
+    try:
+        async with session.post(f"{url}/v1/completions", json=request, timeout=timeout) as response:
+            if response.status != 200:
+                body = bytearray()
+                async for data in _bounded(response.content, generator):
+                    body += data
+                raise refused(response.status, bytes(body), generator)
+            async for event in _events(response.content, generator):
+                if event == DONE:
+                    return
+                for choice in _choices(event, generator):
+                    yield choice
+    except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError: no connection within CONNECT_S
+        raise lost(error, generator) from None
+    raise Retry("connection lost", down=True, detail=f"{generator}: the stream ended before its last event")
+
+
+def _choices(event: bytes, generator: str) -> list[Choice]:
+    """Of one event. Raises Retry or Rejected for one that tells of an error, or is damaged."""
+    try:
+        chunk = _decoder.decode(event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+    if chunk.error is not None:
+        code = chunk.error.code if isinstance(chunk.error.code, int) else 500
+        raise refused(code, chunk.error.message.encode(), generator)
+    if len(chunk.choices) > 1:
+        raise Retry("malformed answer", detail=f"{generator}: {len(chunk.choices)} choices instead of one")
+    return chunk.choices
+
+
+async def _events(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
+    """The data of each event; vLLM writes one line of it an event. aiohttp's own lines have a limit that the first
+    chunk of a long prompt exceeds."""
+    rest = b""
+    async for data in _bounded(content, generator):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+async def _bounded(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
+    size = 0
+    async for data in content.iter_any():
+        size += len(data)
+        if size > MAX_ANSWER_BYTES:
+            raise Retry("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
+        yield data
+
+
+async def unless_silent(
+    reading: Coroutine[Any, Any, None], call: Call, calls: Calls, generator: str, bound_s: float
+) -> None:
+    """Awaits `reading`, which reports tokens to `calls`, for as long as they keep coming.
+
+    Raises what it raises, and Retry with the verdict when it is presumed lost.
+    """
+    task = asyncio.ensure_future(reading)
+    suspected = False
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=bound_s / LOOKS_A_BOUND)
+            if done:
+                return task.result()
+            verdict = calls.verdict(call, time.monotonic(), bound_s)
+            if verdict is not None and suspected:
+                detail = f"{generator}: no token of this request for {bound_s:g} s"
+                raise Retry(verdict, down=verdict == SILENT, detail=detail)
+            suspected = verdict is not None  # this process may have slept, with the tokens waiting in a socket
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,133 @@
+"""Tags of a sequence that several generators made, and the forward passes that they claim."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from openai_server import Tokens, chunk
+
+from inflight.actor.sequence import Sequence
+from inflight.audit.segments import UNKNOWN, Segment, segments
+from inflight.completions import Choice, Rejected, Retry, Unpatched
+from inflight.types import Piece, PrefillSpan, Rollout, VersionSpan
+
+PROMPT = [1, 2, 3]
+
+
+def parsed(*args, **kwargs):
+    return msgspec.convert(chunk(*args, **kwargs), Choice)
+
+
+def started(*pieces, prompt=PROMPT, most=64):
+    """A sequence of the given pieces, each a list of chunks; all but the last one's generators are lost."""
+    sequence = Sequence(len(prompt), most)
+    for number, chunks in enumerate(pieces):
+        if number:
+            sequence.lose()
+        sequence.begin(f"g{number}")
+        for each in chunks:
+            sequence.add(each)
+    return sequence
+
+
+def claims(turn, prompt=PROMPT):
+    rollout = Rollout(
+        rollout_id="q0/0", group_id="q0", prompt_ids=prompt, turn=turn, reward=0.0, generator="g0", started=0.0,
+        finished=1.0, first_token_s=0.0,
+    )  # fmt: skip
+    return segments(rollout)
+
+
+def test_a_stream_is_the_whole_answer():
+    turn = started([parsed("0"), parsed("12", 1, version=1), parsed("3", 3, version=1, finish="length")]).turn()
+    assert Tokens().decode(turn.token_ids) == "0123"
+    assert turn.logprobs == [-0.5] * 4
+    assert turn.token_versions == [VersionSpan(0, 0), VersionSpan(1, 1)]
+    assert turn.prefill_versions == [PrefillSpan(0, 0, 1)]
+    assert turn.finish_reason == "length"
+
+
+def test_the_second_generator_says_what_it_computed_and_of_the_lost_one_only_what_is_certain_is_claimed():
+    sequence = started([parsed("01", version=4), parsed("23", 2, version=5)], [parsed("45", version=3, finish="stop")])
+    turn = sequence.turn()
+    assert turn.token_versions == [VersionSpan(0, 4), VersionSpan(2, 5), VersionSpan(4, 3)]
+    assert turn.prefill_versions == [
+        PrefillSpan(0, 0, UNKNOWN),
+        PrefillSpan(0, 2, 4),  # the position before a token is computed by the step that samples it
+        PrefillSpan(2, 0, UNKNOWN),  # a preemption may have had the later version compute all of it anew
+        PrefillSpan(2, 4, 5),
+        PrefillSpan(4, 0, 3),
+    ]
+    assert sequence.pieces == [Piece(0, "g0"), Piece(4, "g1")]
+    assert claims(turn) == [
+        Segment(0, 2, UNKNOWN, 2), Segment(2, 4, 4, 2), Segment(0, 4, UNKNOWN, 4), Segment(4, 6, 5, 4),
+        Segment(0, 8, 3, 6),
+    ]  # fmt: skip
+
+
+def test_nothing_is_unknown_of_a_prompt_of_one_token():
+    turn = started([parsed("01", version=4)], [parsed("2", version=4, finish="stop")], prompt=[7]).turn()
+    assert turn.token_versions == [VersionSpan(0, 4)]
+    assert turn.prefill_versions == [PrefillSpan(0, 0, 4), PrefillSpan(2, 0, 4)]
+    assert claims(turn, [7]) == [Segment(0, 2, 4, 0), Segment(0, 3, 4, 2)]
+
+
+def test_an_engine_that_gives_a_request_up_has_told_its_events():
+    aborted = parsed("23", 2, version=5, finish="abort")
+    aborted.prefill_versions = [PrefillSpan(0, 0, 4), PrefillSpan(1, 0, 5), PrefillSpan(4, 0, 6)]
+    turn = started([parsed("01", version=5), aborted], [parsed("4", version=7, finish="stop")]).turn()
+    assert turn.prefill_versions == [PrefillSpan(0, 0, 4), PrefillSpan(1, 0, 5), PrefillSpan(4, 0, 7)]
+
+
+def test_two_generators_are_lost_one_after_the_other():
+    turn = started([parsed("01")], [parsed("23", version=1)], [parsed("4", version=2, finish="stop")]).turn()
+    assert turn.prefill_versions[-3:] == [PrefillSpan(2, 0, UNKNOWN), PrefillSpan(2, 4, 1), PrefillSpan(4, 0, 2)]
+    assert turn.token_versions == [VersionSpan(0, 0), VersionSpan(2, 1), VersionSpan(4, 2)]
+
+
+def test_a_generator_that_gave_no_token_leaves_no_trace():
+    sequence = started([parsed("01")], [], [parsed("2", version=1, finish="stop")])
+    assert sequence.pieces == [Piece(0, "g0"), Piece(2, "g2")]
+    sequence.drop_piece()
+    assert (sequence.token_ids, sequence.pieces) == ([0, 1], [Piece(0, "g0")])
+    sequence.restart()
+    assert (sequence.token_ids, sequence.pieces, sequence.finish_reason) == ([], [], None)
+
+
+def test_a_stop_string_across_the_seam_cuts_tokens_and_tags():
+    sequence = started([parsed("01")], [parsed("23", version=1), parsed("45", 2, version=2)])
+    sequence.cut(3)
+    sequence.lose()
+    sequence.finish_reason = "stop"
+    turn = sequence.turn()
+    assert (turn.token_ids, turn.token_versions) == ([0, 1, 2], [VersionSpan(0, 0), VersionSpan(2, 1)])
+    assert claims(turn)[-2:] == [Segment(0, 4, UNKNOWN, 4), Segment(4, 5, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "text"),
+    [
+        (chunk("23", 1), Retry, "1 tokens before the chunk"),
+        (chunk("23", 3), Retry, "must start at token 0"),
+        (chunk("23", 2) | {"token_versions": [[2, 0], [4, 1]]}, Retry, "does not fit"),
+        (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0]}}, Retry, "1 logprobs for 2 tokens"),
+        (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0, None]}}, Rejected, "1 of 2 .* no numbers"),
+        (chunk("23", 2) | {"token_versions": None}, Unpatched, "not patched"),
+        (chunk("23", 2, finish="stop") | {"prefill_versions": None}, Unpatched, "not patched"),
+        (chunk("2" * 9, 2), Retry, "more than the 10 tokens"),
+    ],
+)
+def test_a_damaged_chunk_leaves_the_sequence_as_it_was(bad, error, text):
+    sequence = started([parsed("01")], most=10)
+    before = sequence.turn()
+    with pytest.raises(error, match=text):
+        sequence.add(msgspec.convert(bad, Choice))
+    assert sequence.turn() == before
+
+
+def test_kept_sets_are_joined():
+    sequence = Sequence(3, 8, asked=3)
+    for generator, tops in (("g0", {"token_id:5": -0.1, "token_id:3": -2.0}), ("g1", {"token_id:7": -0.4})):
+        sequence.begin(generator)
+        sequence.add(parsed("0", logprobs={"token_logprobs": [-0.1], "top_logprobs": [tops]}))
+    assert sequence.turn().kept == [[3, 5], [7]]

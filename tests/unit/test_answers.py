@@ -257,25 +257,35 @@ def test_no_more_connections_are_open_than_may_be():
 
 
 def test_too_many_open_files_are_no_fault_of_the_generator():
-    async def scene(there):
-        await asyncio.sleep(0.1)  # the probe's connection is closed
-        before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
-        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        try:
-            with contextlib.suppress(OSError):
-                while True:
-                    taken.append(os.dup(0))
-            with pytest.raises(Retry, match="ulimit -n") as error:
-                await there.ask()
-        finally:
-            for each in taken:
-                os.close(each)
-            resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        assert error.value.reason == "too many open files"
-        assert there.pool.generators["g0"].up
+    async def scene():
+        async with aiohttp.ClientSession() as session:
+            pool = Pool(session, ["g0"], lambda name: "")
+            generator = pool.generators["g0"]
+            generator.url, generator.up = "http://127.0.0.1:9", True
+            answers = Answers(session, pool, sampling(RolloutConfig(), 17), silence_s=LIMIT_S, decode=Tokens().decode)
+            with no_file_left(), pytest.raises(Retry, match="ulimit -n") as error:
+                await answers.answer(PROMPT, 7)
+            assert error.value.reason == "too many open files"
+            assert generator.up
 
-    play(scene, [])
+    asyncio.run(scene())
     assert lost(OSError(errno.ECONNREFUSED, "no"), "g0").down
+
+
+@contextlib.contextmanager
+def no_file_left():
+    """This process may open no file more."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for each in taken:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.parametrize(("soft", "most"), [(256, 128), (4, 8), (1 << 30, 1 << 16), (resource.RLIM_INFINITY, 1 << 16)])

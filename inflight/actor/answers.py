@@ -22,8 +22,8 @@ from inflight.types import Piece, Turn
 
 ATTEMPTS = 3
 """Requests in a row that brought no token, before a sample is given up."""
-PAUSE_S = 0.05
-"""Before the next attempt; doubled by each that brought no token."""
+PAUSE_S = 0.2
+"""Before an attempt after two that brought no token; the first may be made at once, elsewhere."""
 MALFORMED = "malformed answer"
 MAX_REASONS = 14
 """Of a sample's retries, by name; types.Rollout holds 16."""
@@ -104,7 +104,7 @@ class Answers:
                     if fruitless >= ATTEMPTS:
                         raise
                     avoid.append(generator.name)
-            await asyncio.sleep(PAUSE_S * 2**fruitless)
+            await asyncio.sleep(PAUSE_S * max(0, fruitless - 1))
 
     async def _attempt(self, generator: Generator, request: dict[str, Any], answer: Answer) -> Turn:
         """Asks one generator for what is left; the whole sequence. Raises Retry, with the generator's part closed."""

@@ -38,7 +38,8 @@ _LOOK_S = 0.05
 """How often a rank that waits for a broadcast asks for the sender."""
 _END_S = 2.0
 """How long anyone waits for NCCL to end a communicator, which has no bound of its own: a publisher has more to do. It
-took 0.5 s where bytes went through sockets and up to 0.9 s between two GPUs, with a dead rank (bench/log/2026-11-28.md)."""
+took 0.5 s where bytes went through sockets and up to 0.9 s between two GPUs, with a dead rank
+(bench/log/2026-11-28.md)."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 """No thread of torch's looks at such a group. Its works are not waited for, which would block: the stream waits."""
 _making = threading.Lock()

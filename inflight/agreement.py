@@ -61,8 +61,10 @@ class Agreement:
     """Nats, of |d|; infinite when a value is no number."""
     steps: float
     """Median of |d| in steps."""
-    worst: float
+    steps_max: float
     """Largest |d| in steps."""
+    at: int | None
+    """Which token that is; the first one that is no number, if there is one."""
     mean: float
     """Nats, of d."""
     slope: float
@@ -100,11 +102,13 @@ def compare(
     temperature: float = 1.0,
     prompt: ArrayLike | None = None,
     cut: ArrayLike | None = None,
+    most: float | None = None,
 ) -> Agreement:
     """Compares [N] log-probabilities, in nats.
 
     `prompt` ([N] int) says which prompt each token's sequence begins with (default: one each); `cut` see
-    rounding_steps. Raises ValueError for shapes that differ, KeyError for a dtype that STEP does not know.
+    rounding_steps. `most` is the largest difference allowed, in nats, in place of SPREAD. Raises ValueError for shapes
+    that differ, KeyError for a dtype that STEP does not know.
     """
     x, y = np.asarray(replayed, dtype=float), np.asarray(recorded, dtype=float)
     if x.ndim != 1 or x.shape != y.shape:
@@ -112,41 +116,51 @@ def compare(
     prompts = np.arange(len(x)) if prompt is None else np.asarray(prompt)
     known = np.isfinite(x) & np.isfinite(y)
     strange = int(len(known) - known.sum())
+    where = np.flatnonzero(known)
     x, y, prompts = x[known], y[known], prompts[known]
     steps = rounding_steps(x, dtype, temperature=temperature, cut=None if cut is None else np.asarray(cut)[known])
-    sizes = np.abs(y - x)
-    typical, worst = (float(each(sizes / steps)) if len(x) else math.nan for each in (np.median, np.max))
+    sizes, in_steps = np.abs(y - x), np.abs(y - x) / steps
     mean, mean_problem = _mean(y - x, prompts, STEP[dtype] / temperature)
     slope, slope_problem = _slope(x, y, prompts)
     problems = [f"{strange} of {len(known)} log-probabilities are no numbers"] if strange else []
-    problems += _sizes(sizes, sizes / steps, dtype) + mean_problem + slope_problem
+    problems += _typical(sizes, in_steps, dtype) + _largest(sizes, in_steps, dtype, most) + mean_problem + slope_problem
+    at = int(np.flatnonzero(~known)[0]) if strange else int(where[in_steps.argmax()]) if len(x) else None
     return Agreement(
         tokens=len(known),
         median=float(np.median(sizes)) if len(x) else math.nan,
         largest=math.inf if strange else float(sizes.max(initial=0.0)),
-        steps=typical, worst=worst, mean=mean, slope=slope,
+        steps=float(np.median(in_steps)) if len(x) else math.nan,
+        steps_max=float(in_steps.max()) if len(x) else math.nan,
+        at=at, mean=mean, slope=slope,
         correlation=float(np.corrcoef(x, y)[0, 1]) if len(x) > 1 and x.std() > 0 and y.std() > 0 else math.nan,
         problems=problems,
     )  # fmt: skip
 
 
-def _sizes(sizes: np.ndarray, in_steps: np.ndarray, dtype: str) -> list[str]:
-    """Problems with sizes of differences, in nats and in steps ([N] each)."""
+def _typical(sizes: np.ndarray, in_steps: np.ndarray, dtype: str) -> list[str]:
+    """What is wrong with most differences, in nats and in steps ([N] each)."""
+    if not len(sizes) or (typical := float(np.median(in_steps))) <= TYPICAL:
+        return []
+    nats = f"{np.median(sizes):.3g} nats"
+    return [f"the median difference, {nats}, is {typical:.3g} roundings of {dtype}; {TYPICAL:g} are allowed"]
+
+
+def _largest(sizes: np.ndarray, in_steps: np.ndarray, dtype: str, most: float | None) -> list[str]:
+    """What is wrong with the largest difference."""
     if not len(sizes):
         return []
+    if most is not None:
+        return (
+            [] if sizes.max() <= most else [f"the largest difference is {sizes.max():.3g} nats; {most:g} are allowed"]
+        )
     typical, at = float(np.median(in_steps)), int(in_steps.argmax())
     allowed = SPREAD * max(typical, 1.0)
-    found = []
-    if typical > TYPICAL:
-        nats = f"{np.median(sizes):.3g} nats"
-        found.append(f"the median difference, {nats}, is {typical:.3g} roundings of {dtype}; {TYPICAL:g} are allowed")
-    if in_steps[at] > allowed:
-        nats = f"{sizes[at]:.3g} nats"
-        found.append(
-            f"the largest difference, {nats}, is {in_steps[at]:.3g} roundings of {dtype}; "
-            f"{allowed:.3g} are allowed where the median is {typical:.2g}"
-        )
-    return found
+    if in_steps[at] <= allowed:
+        return []
+    return [
+        f"the largest difference, {sizes[at]:.3g} nats, is {in_steps[at]:.3g} roundings of {dtype}; "
+        f"{allowed:.3g} are allowed where the median is {typical:.2g}"
+    ]
 
 
 def _mean(off: np.ndarray, prompt: np.ndarray, step: float) -> tuple[float, list[str]]:

@@ -86,7 +86,7 @@ MAY_IMPORT = {
         "sampling",
         "tasks",
     },
-    "audit": {"agreement", "types", "config", "models", "metrics", "rollout", "sampling", "generator"},
+    "audit": {"agreement", "groups", "types", "config", "models", "metrics", "rollout", "sampling", "generator"},
     "report": {"types", "metrics", "rollout"},
 }
 UNBOUND = {"launcher", "cli"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,26 +11,29 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
+from inflight.audit import counts
 from inflight.audit.alternatives import STANDARD, Alternative, by_name
 from inflight.audit.compare import Auditor
+from inflight.audit.record import Record, read
 from inflight.audit.replay import AuditError, KeptVersions, Replayer, TransformersReplayer
-from inflight.audit.report import AuditReport, text
-from inflight.config import ConfigError, load
+from inflight.audit.report import AuditReport, Completeness, Outcome
+from inflight.audit.text import text
+from inflight.config import ConfigError, RunConfig, load
 from inflight.models import ModelError, prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import Reader, StreamError
+from inflight.rollout.stream import StreamError
 from inflight.sampling import Sampling
-from inflight.types import Rollout
 
 AUDIT_FILE = "audit.json"
-EXACT_TOLERANCE = 1e-4
-"""Nats, for float32 runs: rounding alone stays below 1e-5 on the models that were tried."""
+FAILED, BAD_INPUT, NOT_SHOWN = 1, 2, 3
+"""Exit codes; 0 is a run that passed."""
 THROUGH = ("transformers", "engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when every tag that was checked is right, 1 when not, 2 when the run can't be audited."""
+    """Exit code: 0 when every tag that was checked is right, 1 when something is wrong, 2 when the run can't be
+    audited, 3 when nothing is known to be wrong, but that all is right is not shown."""
     parser = argparse.ArgumentParser(prog="inflight audit", description="Check every version tag of a run.")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -49,9 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
         print(f"inflight audit: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return BAD_INPUT
     print(text(report))
-    return 0 if report.passed else 1
+    return {Outcome.PASSED: 0, Outcome.FAILED: FAILED, Outcome.NOT_SHOWN: NOT_SHOWN}[report.outcome]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=_above(0.0, float),
-        help=f"largest difference allowed, in nats (float32 runs: {EXACT_TOLERANCE:g})",
+        help="largest difference allowed, in nats (default: what rounding in the run's dtype allows)",
     )
     parser.add_argument(
         "--alternatives",
@@ -110,15 +112,15 @@ def run(
 
     Raises ConfigError, AuditError, StreamError, ModelError or OSError when there is nothing that can be audited.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
     config = load(run_dir)
     if through == "engine":
-        _require_engines_own(dtype=dtype, device=device, token_by_token=token_by_token)
+        _require_engines_own(dtype=dtype, device=device, token_by_token=token_by_token, threads=threads)
         dtype = config.model.dtype
+    if threads is not None:
+        torch.set_num_threads(threads)
     dtype = dtype or "float32"
     exact = config.model.dtype == "float32" and dtype == "float32"
-    rollouts, torn = _rollouts(run_dir / ROLLOUTS_FILE, limit)
+    record = read(run_dir / ROLLOUTS_FILE, limit)
     kept = KeptVersions(config.version_file(0).parent)
     if not any(kept.folder.glob("*.safetensors")):
         raise AuditError(f"{kept.folder} holds no versions: the run must be started with audit.keep_versions=true")
@@ -131,34 +133,32 @@ def run(
     if through == "engine":
         from inflight.audit.engine import EngineReplayer  # late: it needs vLLM
 
-        lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for rollout in rollouts]
+        lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for rollout in record.rollouts]
         replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
     else:
         replayer = TransformersReplayer(
             model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device or "cpu"
         )
     report = Auditor(replayer, kept).audit(
-        rollouts,
+        record.rollouts,
         run=str(run_dir),
         dtype=dtype,
-        tolerance=EXACT_TOLERANCE if tolerance is None and exact else tolerance,
+        recorded_in=config.model.dtype,
+        tolerance=tolerance,
         alternatives=stories,
-        torn_tail=torn,
+        complete=_completeness(record, run_dir, config),
     )
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report
 
 
-def _rollouts(path: Path, limit: int | None) -> tuple[list[Rollout], str | None]:
-    if not path.is_file():
-        raise AuditError(f"{path} does not exist: the run must be started with rollout.keep=true")
-    reader = Reader(path)
-    if limit is None:
-        return [rollout for group in reader for rollout in group.rollouts], reader.torn
-    there = sum(len(group.rollouts) for group in reader)  # read twice: a long run's rollouts fill a machine's memory
-    chosen = set(random.Random(0).sample(range(there), min(limit, there)))
-    numbered = enumerate(rollout for group in reader for rollout in group.rollouts)
-    return [rollout for number, rollout in numbered if number in chosen], reader.torn
+def _completeness(record: Record, run_dir: Path, config: RunConfig) -> Completeness:
+    size, start = config.rollout.group_size, config.start_version
+    unknown = counts.unknown(run_dir)
+    if record.torn:
+        unknown.append(f"the rollout file's tail is torn: {record.torn}")
+    wrong = counts.faults(record.census, run_dir, group_size=size, start_version=start)
+    return Completeness(wrong=wrong, unknown=unknown)
 
 
 def _require_engines_own(**given: object) -> None:

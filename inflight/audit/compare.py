@@ -2,61 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from inflight.agreement import Agreement
+from inflight.agreement import compare as compare_logprobs
 from inflight.audit.alternatives import Alternative, Previous, previous_of
-from inflight.audit.evidence import Excess, Misses, Slope, estimate, excess, same_share, vote
+from inflight.audit.claims import Claim, Claims, Tokens
+from inflight.audit.evidence import MIN_PROMPTS, Excess, Slope, estimate, excess, same_share, vote
 from inflight.audit.replay import KeptVersions, Replayer, Stale
-from inflight.audit.report import AuditReport, Story, VersionRow, row
-from inflight.audit.segments import UNKNOWN, Segment, TagError, segments
-from inflight.types import Rollout, versions_of_tokens
+from inflight.audit.report import AuditReport, Completeness, Story, Unalike, VersionRow, Worst, row
+from inflight.audit.segments import segments
+from inflight.types import Rollout
 
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], Slope]
 """`estimate` or `vote`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Claim:
-    """A rollout and the passes that its tags claim."""
-
-    rollout: Rollout
-    passes: list[Segment]
-
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and completion."""
-        return [*self.rollout.prompt_ids, *self.rollout.turn.token_ids]
-
-    @property
-    def versions(self) -> list[int]:
-        """[T]."""
-        return versions_of_tokens(self.rollout.turn.token_versions, len(self.rollout.turn.token_ids))
-
-
-@dataclass(frozen=True, slots=True)
-class _Tokens:
-    """All replayed tokens in a row, [N] each."""
-
-    names: list[str]
-    """Rollout ids that `rollout` counts into."""
-    rollout: np.ndarray
-    prompt: np.ndarray
-    """Tokens of one prompt depend on each other: its samples share contexts, which an engine rounds alike."""
-    index: np.ndarray
-    version: np.ndarray
-    recorded: np.ndarray
-    replayed: np.ndarray
-
-    def misses(self, chosen: np.ndarray) -> Misses:
-        """Of the chosen tokens (bool [N]), those with finite differences."""
-        chosen = chosen & np.isfinite(self.recorded - self.replayed)
-        size = np.abs(self.recorded - self.replayed)[chosen]
-        return Misses(size, self.recorded[chosen], self.prompt[chosen])
+RETRACED = 8
+"""Rollouts whose passes are looked into at once when their tokens do not come out alike."""
+MOST_RETRACED = 32
+LEAST_TOKENS = 200
+"""Of a version, by which it is judged by itself."""
 
 
 class Auditor:
@@ -71,122 +39,123 @@ class Auditor:
         *,
         run: str,
         dtype: str,
-        tolerance: float | None,
+        tolerance: float | None = None,
         alternatives: Sequence[Alternative],
-        torn_tail: str | None = None,
+        recorded_in: str = "bfloat16",
+        complete: Completeness | None = None,
     ) -> AuditReport:
-        """The report of these rollouts. Raises AuditError when a version's file is damaged."""
-        contradictions: dict[str, str] = {}
-        missing: Counter[int] = Counter()
-        unchecked: Counter[str] = Counter()
-        claims = self._claims(rollouts, contradictions, missing, unchecked)
-        tokens = self._replay(claims)
-        swaps = sum(_changes(claim.versions) for claim in claims)
-        previous = previous_of(segment.version for claim in claims for segment in claim.passes)
+        """The report of these rollouts. `dtype` is what the replay computes in, `recorded_in` what the engine did (the
+        coarsest where nobody has told). Raises AuditError when a version's file is damaged."""
+        claims = Claims.of(rollouts, self._kept)
+        whole = claims.whole
+        sampling = self._replayer.sampling
+        tokens = Tokens.of(whole, self._logprobs(whole), sampling.cuts)
+        unalike = None
+        if self._replayer.rounds_alike:
+            tokens, unalike = self._retraced(tokens, whole, tolerance or 0.0)
+        exact = self._replayer.rounds_alike or recorded_in == dtype == "float32"
+        rule = _Rule(recorded_in if dtype == "float32" else dtype, sampling.temperature, tolerance)
+        agreement = rule.agreement(tokens, np.ones(len(tokens), dtype=bool))
+        previous = previous_of(segment.version for claim in whole for segment in claim.passes)
         # With next to no noise least squares would hang on the few tokens that a story moves most.
-        judge = vote if self._replayer.rounds_alike or tolerance is not None else estimate
+        judge = vote if exact or tolerance is not None else estimate
+        fits = agreement.agrees and not (unalike is not None and unalike.wrong)
         return AuditReport(
             run=run,
             dtype=dtype,
+            recorded_in=recorded_in,
+            exact=exact,
             tolerance=tolerance,
-            rollouts=len(claims),
-            swaps=swaps,
-            straddling_tokens=sum(len(claim.versions) for claim in claims if _changes(claim.versions)),
-            mixed_kv_tokens=sum(_mixed(claim) for claim in claims),
-            total=self._row(tokens, None, None) if len(tokens.recorded) else None,
-            versions=self._rows(tokens),
-            first=same_share(tokens.misses(tokens.index == 0)) if self._replayer.rounds_alike else None,
-            stories=[self._story(each, claims, tokens, previous, judge) for each in alternatives],
+            rollouts=len(whole),
+            prompts=len(np.unique(tokens.prompt)),
+            swaps=sum(claim.swaps for claim in whole),
+            straddling_tokens=sum(len(claim.versions) for claim in whole if claim.swaps),
+            mixed_kv_tokens=sum(claim.mixed for claim in whole),
+            agreement=agreement,
+            worst=_worst(tokens, agreement.at) if agreement.at is not None else None,
+            total=self._row(tokens, None, None, agreement) if len(tokens) else None,
+            versions=self._rows(tokens, exact, rule),
+            first=same_share(tokens.misses(tokens.index == 0)) if unalike is not None else None,
+            unalike=unalike,
+            stories=[self._story(each, whole, tokens, previous, judge, fits) for each in alternatives],
             same=sorted(self._replayer.same),
-            contradictions=contradictions,
-            missing=dict(sorted(missing.items())),
-            unchecked=dict(unchecked),
-            torn_tail=torn_tail,
+            contradictions=claims.contradictions,
+            missing=dict(sorted(claims.missing.items())),
+            unchecked=dict(claims.unchecked),
+            complete=complete or Completeness(),
         )
 
-    def _claims(
-        self,
-        rollouts: Iterable[Rollout],
-        contradictions: dict[str, str],
-        missing: Counter[int],
-        unchecked: Counter[str],
-    ) -> list[_Claim]:
-        """Those that can be replayed; what can't is noted with its reason."""
-        claims = []
-        for rollout in rollouts:
-            length = len(rollout.turn.token_ids)
-            try:
-                passes = segments(rollout)
-                if len(rollout.turn.logprobs) != length:
-                    raise TagError(f"{len(rollout.turn.logprobs)} log-probabilities for {length} tokens")
-            except TagError as error:
-                contradictions[rollout.rollout_id] = str(error)
-                continue
-            versions = {segment.version for segment in passes}
-            absent = [version for version in sorted(versions - {UNKNOWN}) if not self._kept.has(version)]
-            if UNKNOWN in versions:
-                unchecked["on KV whose version the engine did not know (shared prefix or external)"] += length
-            elif absent:
-                missing.update(dict.fromkeys(absent, length))
-            else:
-                claims.append(_Claim(rollout, passes))
-        return claims
+    def _logprobs(self, claims: Sequence[Claim], stale: Stale | None = None) -> list[list[float]]:
+        return self._replayer.replay([claim.sequence for claim in claims], stale)
 
-    def _replay(self, claims: Sequence[_Claim]) -> _Tokens:
-        replayed = self._logprobs(claims)
-        lengths = [len(claim.versions) for claim in claims]
-        prompts: dict[tuple[int, ...], int] = {}
-        numbers = [prompts.setdefault(tuple(claim.rollout.prompt_ids), len(prompts)) for claim in claims]
-        return _Tokens(
-            names=[claim.rollout.rollout_id for claim in claims],
-            rollout=np.repeat(np.arange(len(claims)), lengths),
-            prompt=np.repeat(np.array(numbers, dtype=int), lengths),
-            index=np.concatenate([np.arange(length) for length in lengths] or [np.zeros(0, dtype=int)]),
-            version=np.array([version for claim in claims for version in claim.versions], dtype=int),
-            recorded=np.array([value for claim in claims for value in claim.rollout.turn.logprobs], dtype=float),
-            replayed=np.array(list(itertools.chain.from_iterable(replayed)), dtype=float),
+    def _retraced(self, tokens: Tokens, claims: Sequence[Claim], tolerance: float) -> tuple[Tokens, Unalike]:
+        """Looks into the rollouts that do not come out alike, until one is found that no pass explains.
+
+        The tokens have the values of the passes that explain them then.
+        """
+        wrong = np.unique(tokens.rollout[tokens.off > tolerance])
+        replayed = tokens.replayed.copy()
+        looked = 0
+        for start in range(0, min(len(wrong), MOST_RETRACED), RETRACED):
+            chosen = wrong[start : start + RETRACED]
+            found = self._replayer.retrace(
+                [claims[number].sequence for number in chosen],
+                [claims[number].rollout.turn.logprobs for number in chosen],
+            )
+            for number, logprobs in zip(chosen, found, strict=True):
+                looked += 1
+                if logprobs is not None:
+                    replayed[tokens.rollout == number] = logprobs
+            if any(logprobs is None for logprobs in found):
+                break
+        tokens = replace(tokens, replayed=replayed)
+        left, unseen = len(np.unique(tokens.rollout[tokens.off > tolerance])), len(wrong) - looked
+        explained = left == unseen
+        return tokens, Unalike(
+            wrong=0 if explained else left, alone=len(wrong) - left, unknown=unseen if explained else 0
         )
 
-    def _logprobs(self, claims: Sequence[_Claim], stale: Stale | None = None) -> list[list[float]]:
-        sequences = [(claim.tokens, claim.passes, claim.rollout.turn.kept or ()) for claim in claims]
-        return self._replayer.replay(sequences, stale)
-
-    def _rows(self, tokens: _Tokens) -> list[VersionRow]:
+    def _rows(self, tokens: Tokens, exact: bool, rule: _Rule) -> list[VersionRow]:
         """A row a version; the first one, which no swap has touched, is what the others' misses are compared with."""
         versions = [int(version) for version in np.unique(tokens.version)]
         if not versions:
             return []
         baseline = tokens.misses(tokens.version == versions[0])
         found: defaultdict[int, Excess | None] = defaultdict(lambda: None)
-        if not self._replayer.rounds_alike:
+        if not exact:
             for version in versions[1:]:
                 found[version] = excess(tokens.misses(tokens.version == version), baseline)
-        return [self._row(tokens, version, found[version]) for version in versions]
+        return [
+            self._row(tokens, version, found[version], rule.of_part(tokens, tokens.version == version))
+            for version in versions
+        ]
 
-    def _row(self, tokens: _Tokens, version: int | None, more: Excess | None) -> VersionRow:
-        chosen = np.ones(len(tokens.version), dtype=bool) if version is None else tokens.version == version
+    def _row(self, tokens: Tokens, version: int | None, more: Excess | None, agreement: Agreement | None) -> VersionRow:
+        chosen = np.ones(len(tokens), dtype=bool) if version is None else tokens.version == version
         alike = same_share(tokens.misses(chosen)) if self._replayer.rounds_alike else None
         return row(
             version, tokens.names, tokens.rollout[chosen], tokens.index[chosen],
-            tokens.recorded[chosen], tokens.replayed[chosen], more, alike,
+            tokens.recorded[chosen], tokens.replayed[chosen], more, alike, agreement,
         )  # fmt: skip
 
     def _story(
-        self, alternative: Alternative, claims: Sequence[_Claim], tokens: _Tokens, previous: Previous, judge: Judge
-    ) -> Story:
+        self, alternative: Alternative, claims: Sequence[Claim], tokens: Tokens, previous: Previous, judge: Judge,
+        fits: bool,
+    ) -> Story:  # fmt: skip
         """Replays what the alternative changes; everything else it does not tell apart from the tags."""
-        retold: dict[int, _Claim] = {}
+        retold: dict[int, Claim] = {}
         for number, claim in enumerate(claims):
             rollout = alternative.retag(claim.rollout, previous)
             if rollout is not None:
-                retold[number] = _Claim(rollout, segments(rollout))
+                retold[number] = Claim(rollout, segments(rollout))
         stale = Stale(alternative.stale, previous) if alternative.stale is not None else None
         other = tokens.replayed.copy()
         for number, logprobs in zip(retold, self._logprobs(list(retold.values()), stale), strict=True):
             other[tokens.rollout == number] = logprobs
 
         def over(chosen: np.ndarray) -> Slope:
-            return judge(tokens.recorded[chosen], tokens.replayed[chosen], other[chosen], tokens.prompt[chosen])
+            slope = judge(tokens.recorded[chosen], tokens.replayed[chosen], other[chosen], tokens.prompt[chosen])
+            return Slope(slope=slope.slope, error=slope.error, tokens=slope.tokens, fits=fits)
 
         by_version = {int(v): over(tokens.version == v) for v in np.unique(tokens.version)}
         return Story(
@@ -197,16 +166,31 @@ class Auditor:
         )
 
 
-def _changes(versions: Sequence[int]) -> int:
-    return sum(left != right for left, right in itertools.pairwise(versions))
+def _worst(tokens: Tokens, at: int) -> Worst:
+    """One of the tokens, as the report names it."""
+    return Worst(
+        rollout_id=tokens.names[tokens.rollout[at]], index=int(tokens.index[at]),
+        recorded=float(tokens.recorded[at]), replayed=float(tokens.replayed[at]),
+    )  # fmt: skip
 
 
-def _mixed(claim: _Claim) -> int:
-    """Tokens that were sampled on some KV of another version than theirs."""
-    kv: list[int] = []
-    count = 0
-    for segment in claim.passes:
-        kv[segment.start :] = [segment.version] * (segment.end - segment.start)
-        if any(version != segment.version for version in kv[: segment.start]):
-            count += segment.end - segment.scored
-    return count
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """How a run's tokens are compared as a whole."""
+
+    dtype: str
+    """The coarser one of the record's and the replay's."""
+    temperature: float
+    tolerance: float | None
+
+    def agreement(self, tokens: Tokens, chosen: np.ndarray) -> Agreement:
+        """Of the chosen tokens (bool [N])."""
+        return compare_logprobs(
+            tokens.recorded[chosen], tokens.replayed[chosen], self.dtype,
+            temperature=self.temperature, prompt=tokens.prompt[chosen], cut=tokens.cut[chosen], most=self.tolerance,
+        )  # fmt: skip
+
+    def of_part(self, tokens: Tokens, chosen: np.ndarray) -> Agreement | None:
+        """None where there is too little to judge a part of the run by itself."""
+        enough = chosen.sum() >= LEAST_TOKENS and len(np.unique(tokens.prompt[chosen])) >= MIN_PROMPTS
+        return self.agreement(tokens, chosen) if enough else None

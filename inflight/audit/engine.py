@@ -6,14 +6,19 @@ rounding is the same on both sides, and what is left is the question that is ask
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from inflight.audit.replay import AuditError, Job, KeptVersions, Replayer
+from inflight.audit.alone import Trial, explain
+from inflight.audit.replay import AuditError, Job, KeptVersions, Replayer, Sequenced
 from inflight.config import RunConfig
 from inflight.generator.passes import MAX_BATCH, EngineMissing, Pass, PassEngine
 from inflight.sampling import Sampling, processed_logprobs
+
+TRIAL_TOKENS = 1 << 14
+"""Of KV cache, for trials beside the sequences themselves."""
 
 
 class EngineReplayer(Replayer):
@@ -29,14 +34,31 @@ class EngineReplayer(Replayer):
 
         Raises AuditError where there is no vLLM for CPUs.
         """
-        super().__init__(model_dir, kept)
-        self._sampling = sampling
+        super().__init__(model_dir, kept, sampling)
+        most = max(lengths, default=1)
         try:
-            self._engine = PassEngine(model_dir, config, lengths=lengths)
+            self._engine = PassEngine(model_dir, config, lengths=[*lengths, *[most] * max(TRIAL_TOKENS // most, 1)])
         except EngineMissing as error:
             raise AuditError(f"no replay through the engine: {error}") from None
         self._blocks: dict[int, list[int]] = {}
         """KV blocks by job (its identity), for as long as the job has passes left."""
+
+    def retrace(self, sequences: Sequence[Sequenced], recorded: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        """Passes of which some had no other sequence beside them."""
+        return explain(sequences, recorded, self._try, self._trial)
+
+    def _trial(self, sequence: Sequenced, recorded: Sequence[float], turns: list[int]) -> Trial:
+        tokens, segments, kept = sequence
+        return Trial(list(tokens), self._passes(segments)[::-1], kept, turns=turns, recorded=recorded)
+
+    def _try(self, trials: list[Trial]) -> None:
+        """As many at once as the KV cache holds."""
+        while trials:
+            room, now = self._engine.room, 0
+            while now < len(trials) and (room := room - self._engine.blocks(len(trials[now].tokens))) >= 0:
+                now += 1
+            self._run_all(trials[: max(now, 1)])
+            trials = trials[max(now, 1) :]
 
     def _use(self, state: dict[str, torch.Tensor]) -> None:
         self._engine.load(state)
@@ -48,16 +70,28 @@ class EngineReplayer(Replayer):
                 self._step(going)
 
     def _step(self, jobs: list[Job]) -> None:
-        """The next pass of each job, in one forward pass."""
+        """The next pass of each job: in one forward pass, but for those that had none beside them."""
+        together = []
+        for job in jobs:
+            if isinstance(job, Trial) and job.alone:
+                self._forward([job], alone=True)
+            else:
+                together.append(job)
+        if together:
+            self._forward(together, alone=False)
+
+    def _forward(self, jobs: list[Job], *, alone: bool) -> None:
         segments = [job.todo.pop() for job in jobs]
         passes = [
             Pass(job.tokens[: segment.end], segment.start, self._blocks_of(job))
             for job, segment in zip(jobs, segments, strict=True)
         ]
-        for job, segment, logits in zip(jobs, segments, self._engine.run(passes), strict=True):
+        for job, segment, logits in zip(jobs, segments, self._engine.run(passes, alone=alone), strict=True):
             if segment.scored != segment.end:
-                logprobs = processed_logprobs(logits[None], self._sampling, job.sampled(segment, logits.device))
+                logprobs = processed_logprobs(logits[None], self.sampling, job.sampled(segment, logits.device))
                 job.logprobs.append(float(logprobs[0, job.tokens[segment.end]]))
+            if isinstance(job, Trial):
+                job.judge()
             if not job.todo:
                 self._engine.give_back(self._blocks.pop(id(job)))
 

@@ -56,13 +56,17 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
     """Standard error."""
     tokens: int
     """Tokens that the stories tell apart."""
+    fits: bool = True
+    """Whether the record fits the tags at all: one that does not rules nothing out."""
 
     @property
     def verdict(self) -> Verdict:
         """By which side of 1/2 the estimate is surely on."""
         if not math.isfinite(self.error) or abs(self.slope - 0.5) <= STANDARD_ERRORS * self.error:
             return Verdict.UNDECIDED
-        return Verdict.TAGS if self.slope < 0.5 else Verdict.ALTERNATIVE
+        if self.slope < 0.5:
+            return Verdict.TAGS if self.fits else Verdict.UNDECIDED
+        return Verdict.ALTERNATIVE
 
 
 def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
@@ -137,8 +141,9 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suspicious(self) -> bool:
-        """Whether it is surely below LEAST_SHARE."""
-        return math.isfinite(self.error) and self.share + STANDARD_ERRORS * self.error < LEAST_SHARE
+        """Whether it is surely below LEAST_SHARE; of fewer than MIN_PROMPTS prompts the plain share has to do."""
+        error = self.error if math.isfinite(self.error) else 0.0
+        return self.share + STANDARD_ERRORS * error < LEAST_SHARE
 
 
 def same_share(tokens: Misses) -> Share:

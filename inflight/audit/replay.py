@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
@@ -45,10 +45,19 @@ class KeptVersions:
 
     def load(self, version: int) -> dict[str, torch.Tensor]:
         """Checkpoint name → tensor in its wire dtype. Raises AuditError when the file can't be read."""
+        path = self.path(version)
         try:
-            return load_file(self.path(version))
+            with safe_open(path, "pt") as file:
+                said = (file.metadata() or {}).get("version", str(version))
+            if said != str(version):
+                raise AuditError(f"{path} holds version {said}")
+            return load_file(path)
         except (OSError, SafetensorError) as error:
-            raise AuditError(f"{self.path(version)} can't be read: {error}") from None
+            raise AuditError(f"{path} can't be read: {error}") from None
+
+
+Sequenced = tuple[Sequence[int], Sequence[Segment], Sequence[Sequence[int]]]
+"""Token ids of prompt and completion, the segments over them, and what its tokens were drawn from (see Job)."""
 
 
 @dataclass(slots=True)
@@ -90,9 +99,9 @@ class Replayer(ABC):
     token_by_token = False
     """Whether each sampled token has a pass of its own, as in an engine."""
 
-    def __init__(self, model_dir: Path, kept: KeptVersions) -> None:
-        """The run's model and the weights that it kept."""
-        self._kept = kept
+    def __init__(self, model_dir: Path, kept: KeptVersions, sampling: Sampling) -> None:
+        """The run's model, the weights that it kept, and how it sampled."""
+        self._kept, self.sampling = kept, sampling
         self.config = AutoConfig.from_pretrained(model_dir)
         self._tied = bool(self.config.get_text_config().tie_word_embeddings)
         # Never tied here: a stale output layer over fresh embeddings is one of the faults that are looked for.
@@ -105,23 +114,27 @@ class Replayer(ABC):
         self.same: set[tuple[int, int]] = set()
         """Pairs of versions, loaded one after the other, that are bit for bit the same weights."""
 
-    @torch.inference_mode()
-    def replay(
-        self,
-        sequences: Sequence[tuple[Sequence[int], Sequence[Segment], Sequence[Sequence[int]]]],
-        stale: Stale | None = None,
-    ) -> list[list[float]]:
+    def replay(self, sequences: Sequence[Sequenced], stale: Stale | None = None) -> list[list[float]]:
         """For each sequence the log-probabilities of its sampled tokens. All versions must have been kept.
 
-        A sequence is the token ids of prompt and completion, the segments over them, and what its tokens were drawn
-        from (see Job). Raises AuditError when a version's weights are not those of the model.
+        Raises AuditError when a version's weights are not those of the model.
         """
         jobs = [Job(list(tokens), list(reversed(self._passes(segments))), kept) for tokens, segments, kept in sequences]
+        self._run_all(jobs, stale)
+        return [job.logprobs for job in jobs]
+
+    def retrace(self, sequences: Sequence[Sequenced], recorded: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        """For sequences that did not come out as recorded: the log-probabilities of other passes under the same tags,
+        which the engine may have run as well, that do; None where there are none."""
+        return [None for _ in sequences]
+
+    @torch.inference_mode()
+    def _run_all(self, jobs: Sequence[Job], stale: Stale | None = None) -> None:
+        """All passes of these, version by version."""
         while waiting := [job for job in jobs if job.todo]:
             version = min(job.todo[-1].version for job in waiting)
             self._load(version, stale)
             self._advance([job for job in waiting if job.next_of(version)], version)
-        return [job.logprobs for job in jobs]
 
     @abstractmethod
     def _use(self, state: dict[str, torch.Tensor]) -> None:
@@ -179,9 +192,9 @@ class TransformersReplayer(Replayer):
     ) -> None:
         """`dtype` is what is computed in; weights are cast to it from their wire dtype. Raises AuditError for a device
         that is not there."""
-        super().__init__(model_dir, kept)
+        super().__init__(model_dir, kept, sampling)
         self._device = _usable(device)
-        self._sampling, self.token_by_token = sampling, token_by_token
+        self.token_by_token = token_by_token
         self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
             self.config, dtype=dtype, attn_implementation="eager"
         ).to(self._device)
@@ -210,7 +223,7 @@ class TransformersReplayer(Replayer):
         output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
         if scored:
             known = job.sampled(segment, self._device)
-            logprobs = processed_logprobs(output.logits[0], self._sampling, known)
+            logprobs = processed_logprobs(output.logits[0], self.sampling, known)
             job.logprobs.extend(logprobs.gather(1, known.chosen[:, None])[:, 0].tolist())
         return cache
 

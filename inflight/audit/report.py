@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import math
+from enum import StrEnum
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from inflight.audit.evidence import Excess, Share, Slope, Verdict
+from inflight.agreement import Agreement
+from inflight.audit.evidence import MIN_PROMPTS, Excess, Share, Slope, Verdict
+
+
+class Outcome(StrEnum):
+    """What an audit comes to."""
+
+    PASSED = "passed"
+    """Every tag that was checked is right."""
+    FAILED = "failed"
+    """Something is wrong; `faults` says what."""
+    NOT_SHOWN = "not shown"
+    """Nothing is known to be wrong, but it is not shown that all is right; `open` says why."""
 
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +46,8 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     worst: Worst
     excess: Excess | None = None
     """Against the first version's tokens."""
+    agreement: Agreement | None = None
+    """Of recorded with replayed values; None where there are too few tokens to judge a version by itself."""
     same: Share | None = None
     """When the replay's kernels are the engine's."""
 
@@ -52,26 +67,59 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
         return [version for version, slope in self.by_version.items() if slope.verdict is Verdict.ALTERNATIVE]
 
 
+class Unalike(msgspec.Struct, frozen=True, kw_only=True):
+    """Rollouts that do not come out bit for bit in the engine's own kernels, sequences in company of others."""
+
+    wrong: int
+    """No pass explains them."""
+    alone: int
+    """They come out bit for bit when they are taken to have been alone in some steps (audit/alone.py)."""
+    unknown: int
+    """Too many to look into all, and those that were looked into were alone."""
+
+
+class Completeness(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether the record holds what the run says (audit/counts.py)."""
+
+    wrong: list[str] = []
+    """What contradicts the run's own counts."""
+    unknown: list[str] = []
+    """Why it is not known that it is whole."""
+
+
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that an audit can say about a run."""
 
     run: str
     dtype: str
+    """What the replay computed in."""
+    recorded_in: str
+    """What the engine computed in."""
+    exact: bool
+    """Whether single tokens can be told: both are float32, or the kernels are the engine's."""
     tolerance: float | None
-    """Largest difference allowed; None when only the statistics decide."""
+    """Largest difference allowed; None where what the dtype's rounding allows decides."""
     rollouts: int
     """Replayed in full."""
+    prompts: int
+    """That they begin with."""
     swaps: int
     """Changes of version in the middle of a sequence, over all replayed rollouts."""
     straddling_tokens: int
     """Tokens of sequences with two or more versions."""
     mixed_kv_tokens: int
     """Tokens sampled on KV of which some is of another version than theirs."""
+    agreement: Agreement
+    """Of all recorded with all replayed values."""
+    worst: Worst | None
+    """The token that is most roundings off."""
     total: VersionRow | None
     """None when nothing could be replayed."""
     versions: list[VersionRow]
     first: Share | None = None
     """Alike among the first tokens of sequences, which tell of the KV of their prompts; with the engine's kernels."""
+    unalike: Unalike | None = None
+    """With the engine's kernels."""
     stories: list[Story]
     same: list[tuple[int, int]]
     """Versions whose weights are bit for bit those of the one before: tags of the two can't be told apart."""
@@ -81,22 +129,12 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Version → tokens that could not be replayed because its weights were not kept."""
     unchecked: dict[str, int]
     """Other tokens that were not replayed, by reason."""
-    torn_tail: str | None
-    """What the rollout file ends with, if not with a whole group."""
+    complete: Completeness
 
     @property
     def faults(self) -> list[str]:
-        """Why the run fails the audit, a line each; empty when every tag that was checked is right."""
-        found = [f"{rollout}: {why}" for rollout, why in list(self.contradictions.items())[:5]]
-        if len(self.contradictions) > 5:
-            found.append(f"{len(self.contradictions) - 5} more rollouts whose tags contradict themselves")
-        if self.total is None:
-            found.append("no token could be replayed")
-        elif self.tolerance is not None and not self.total.max <= self.tolerance:
-            at = self.total.worst
-            found.append(
-                f"difference of {self.total.max:.3g} above {self.tolerance:g} at token {at.index} of {at.rollout_id}"
-            )
+        """Why the run fails the audit, a line each; empty when nothing is known to be wrong."""
+        found = [*self.complete.wrong, *self._contradictory(), *self._disagreeing(), *self._unalike()]
         for version, tokens in self.missing.items():
             found.append(f"version {version} was not kept: {tokens} tokens depend on it")
         for story in self.stories:
@@ -105,25 +143,82 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
                 where.insert(0, "the whole run")
             if where:
                 found.append(f"{story.says}: fits better than the tags for {', '.join(where)}")
-        if self.tolerance is None:
-            found += [
-                f"version {each.version}: differences are {each.excess.ratio:.2g} times those of the first version"
-                for each in self.versions
-                if each.excess is not None and each.excess.suspicious
-            ]
+        return found + [
+            f"version {each.version}: differences are {each.excess.ratio:.2g} times those of the first version"
+            for each in self.versions
+            if each.excess is not None and each.excess.suspicious
+        ]
+
+    @property
+    def open(self) -> list[str]:
+        """Why it is not shown that all is right, a line each, faults aside."""
+        found = list(self.complete.unknown)
+        if not self.exact:
+            found.append(
+                f"single tokens can't be told in {self.recorded_in}: its rounding makes differences of "
+                f"{self.agreement.median:.2g} nats (median), {self.agreement.largest:.2g} at the most"
+            )
+            if self.prompts < MIN_PROMPTS:
+                found.append(f"{self.prompts} prompts are too few to tell versions by, {MIN_PROMPTS} are needed")
+            undecided = [story.name for story in self.stories if story.overall.verdict is Verdict.UNDECIDED]
+            if undecided:
+                found.append(f"undecided for the whole run: {', '.join(undecided)}")
+        if self.unalike is not None and self.unalike.unknown:
+            found.append(f"{self.unalike.unknown} rollouts do not come out alike and were not looked into")
+        found += [f"{count} tokens were not checked, {reason}" for reason, count in sorted(self.unchecked.items())]
+        return found
+
+    @property
+    def outcome(self) -> Outcome:
+        """Passed only where nothing is wrong and nothing open."""
+        if self.faults:
+            return Outcome.FAILED
+        return Outcome.NOT_SHOWN if self.open else Outcome.PASSED
+
+    @property
+    def passed(self) -> bool:
+        """Whether all that was checked is shown to be right."""
+        return self.outcome is Outcome.PASSED
+
+    def _contradictory(self) -> list[str]:
+        found = [f"{rollout}: {why}" for rollout, why in list(self.contradictions.items())[:5]]
+        if len(self.contradictions) > 5:
+            found.append(f"{len(self.contradictions) - 5} more rollouts whose tags contradict themselves")
+        return found
+
+    def _disagreeing(self) -> list[str]:
+        """What is wrong with the size of differences."""
+        if self.total is None:
+            return ["no token could be replayed"]
+        found = list(self.agreement.problems)
+        if found and self.worst is not None:
+            where = f"token {self.worst.index} of {self.worst.rollout_id}"
+            values = f"{self.worst.recorded:.4g} recorded, {self.worst.replayed:.4g} replayed"
+            found.append(f"recorded and replayed log-probabilities don't agree, least at {where}: {values}")
+        return found + [
+            f"version {each.version}: {problem}"
+            for each in self.versions
+            if each.agreement is not None and not self.agreement.problems
+            for problem in each.agreement.problems
+        ]
+
+    def _unalike(self) -> list[str]:
+        """What no pass through the engine's kernels explains."""
+        if self.unalike is None or not self.unalike.wrong or self.total is None:
+            return []
+        at = self.total.worst
+        found = [
+            f"{self.unalike.wrong} of {self.rollouts} rollouts do not come out alike in the same kernels, the largest "
+            f"difference is {self.total.max:.3g} nats at token {at.index} of {at.rollout_id}"
+        ]
         if self.first is not None and self.first.suspicious:
             share = f"only {self.first.share:.0%} of the first tokens of sequences come out alike"
             found.append(f"{share}: their prompts had other KV than tagged")
-        for each in self.versions if self.total is None else [self.total, *self.versions]:
+        for each in [self.total, *self.versions]:
             if each.same is not None and each.same.suspicious:
                 what = "the whole run" if each.version is None else f"version {each.version}"
                 found.append(f"{what}: only {each.same.share:.0%} of the tokens come out alike in the same kernels")
         return found
-
-    @property
-    def passed(self) -> bool:
-        """Whether there is no fault."""
-        return not self.faults
 
 
 def read(data: bytes) -> AuditReport:
@@ -131,17 +226,23 @@ def read(data: bytes) -> AuditReport:
     return msgspec.convert(_infinities(msgspec.json.decode(data)), AuditReport, str_keys=True)
 
 
+_NUMBERS = (
+    "error", "p50", "p99", "p999", "max", "ratio",
+    "median", "largest", "steps", "steps_max", "mean", "slope", "correlation",
+)  # fmt: skip
+
+
 def _infinities(value: Any, key: str = "") -> Any:
     if isinstance(value, dict):
         return {name: _infinities(each, name) for name, each in value.items()}
     if isinstance(value, list):
         return [_infinities(each) for each in value]
-    return math.inf if value is None and key in ("error", "p50", "p99", "p999", "max", "ratio") else value
+    return math.inf if value is None and key in _NUMBERS else value
 
 
 def row(
     version: int | None, names: list[str], rollout: np.ndarray, index: np.ndarray, recorded: np.ndarray,
-    replayed: np.ndarray, excess: Excess | None = None, same: Share | None = None,
+    replayed: np.ndarray, excess: Excess | None = None, same: Share | None = None, agreement: Agreement | None = None,
 ) -> VersionRow:  # fmt: skip
     """The row of some tokens: `rollout` [N] counts into `names`; a difference that is no number counts as infinite."""
     size = np.nan_to_num(np.abs(recorded - replayed), nan=np.inf)
@@ -153,52 +254,5 @@ def row(
             rollout_id=names[rollout[at]], index=int(index[at]),
             recorded=float(recorded[at]), replayed=float(replayed[at]),
         ),
-        excess=excess, same=same,
+        excess=excess, same=same, agreement=agreement,
     )  # fmt: skip
-
-
-def text(report: AuditReport) -> str:
-    """For a person."""
-    same = "" if report.total is None or report.total.same is None else f" {'alike':>6}"
-    lines = [f"{'version':>9} {'tokens':>8} {'p50':>9} {'p99':>9} {'p99.9':>9} {'max':>9}{same}  worst token"]
-    lines += [_row_text(each) for each in report.versions]
-    if report.total is not None:
-        lines.append(_row_text(report.total))
-        tokens = report.total.tokens
-        lines.append(
-            f"{tokens} tokens of {report.rollouts} rollouts replayed in {report.dtype}; {report.swaps} swaps in the "
-            f"middle of sequences; {report.straddling_tokens / tokens:.0%} of the tokens are of such sequences, "
-            f"{report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
-        )
-    if report.first is not None:
-        lines.append(f"{report.first.share:.1%} of the first tokens of sequences come out alike")
-    if report.same:
-        pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
-        lines.append(f"the same weights, so that their tags can't be told apart: {pairs}")
-    for reason, count in sorted(report.unchecked.items()):
-        lines.append(f"not checked: {count} tokens, {reason}")
-    if report.torn_tail:
-        lines.append(f"the rollout file's tail is torn: {report.torn_tail}")
-    if report.stories:
-        lines.append("is another story true? (slope 0: the tags are right, 1: the story is)")
-        lines += [_story_text(story) for story in report.stories]
-    lines += [f"FAULT  {fault}" for fault in report.faults]
-    lines.append("failed" if report.faults else "passed: every tag that was checked is right")
-    return "\n".join(lines)
-
-
-def _row_text(row: VersionRow) -> str:
-    name = "all" if row.version is None else str(row.version)
-    figures = " ".join(f"{value:9.2e}" for value in (row.p50, row.p99, row.p999, row.max))
-    same = "" if row.same is None else f" {row.same.share:6.1%}"
-    return f"{name:>9} {row.tokens:>8} {figures}{same}  {row.worst.rollout_id} [{row.worst.index}]"
-
-
-def _story_text(story: Story) -> str:
-    slope = story.overall
-    figures = f"{slope.slope:+.3f} ± {slope.error:.3f}" if np.isfinite(slope.error) else "no evidence"
-    decided = sum(each.verdict is Verdict.TAGS for each in story.by_version.values())
-    return (
-        f"  {story.name:<8} {story.says}: {figures} over {slope.tokens} tokens, {slope.verdict}; "
-        f"ruled out for {decided} of {len(story.by_version)} versions by themselves"
-    )

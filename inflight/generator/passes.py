@@ -68,9 +68,18 @@ class PassEngine:
         self._finished: set[str] = set()
         self._require_rows_alike()
 
+    @property
+    def room(self) -> int:
+        """Blocks that are free."""
+        return len(self._free)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks that so many tokens need."""
+        return -(-tokens // self.block_size)
+
     def take(self, tokens: int) -> list[int]:
         """Blocks for so many tokens. Raises EngineMissing when the cache has none left."""
-        count = -(-tokens // self.block_size)
+        count = self.blocks(tokens)
         if count > len(self._free):
             raise EngineMissing(f"the KV cache has {len(self._free)} blocks left, {count} are needed")
         taken = [self._free.pop() for _ in range(count)]
@@ -97,10 +106,13 @@ class PassEngine:
             for key, value in vars(before[name]).items():  # what the engine has told it since it was made
                 vars(layer).setdefault(key, value)
 
-    def run(self, passes: Sequence[Pass]) -> list[torch.Tensor]:
-        """[V] float32 logits after the last token of each of at most MAX_BATCH passes."""
+    def run(self, passes: Sequence[Pass], *, alone: bool = False) -> list[torch.Tensor]:
+        """[V] float32 logits after the last token of each of at most MAX_BATCH passes.
+
+        `alone`: a lone row gets no company, and so takes the kernel of a sequence that nothing ran beside.
+        """
         requests = [self._request(each) for each in passes]
-        if len(passes) == 1 and len(passes[0].tokens) - passes[0].start == 1:
+        if not alone and len(passes) == 1 and len(passes[0].tokens) - passes[0].start == 1:
             requests.append(self._request(Pass([0], 0, self._company)))
         rows = self._forward(requests)
         return [rows[request.req_id] for request in requests[: len(passes)]]

@@ -1,0 +1,146 @@
+"""What is compared: rollouts with the passes that their tags claim, and all their tokens in a row."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inflight.audit.evidence import Misses
+from inflight.audit.replay import KeptVersions, Sequenced
+from inflight.audit.segments import UNKNOWN, Segment, TagError, segments
+from inflight.types import Rollout, versions_of_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A rollout and the passes that its tags claim."""
+
+    rollout: Rollout
+    passes: list[Segment]
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and completion."""
+        return [*self.rollout.prompt_ids, *self.rollout.turn.token_ids]
+
+    @property
+    def versions(self) -> list[int]:
+        """[T]."""
+        return versions_of_tokens(self.rollout.turn.token_versions, len(self.rollout.turn.token_ids))
+
+    @property
+    def sequence(self) -> Sequenced:
+        """As a replayer takes it."""
+        return self.tokens, self.passes, self.rollout.turn.kept or ()
+
+    @property
+    def swaps(self) -> int:
+        """Changes of version between its tokens."""
+        return sum(left != right for left, right in itertools.pairwise(self.versions))
+
+    @property
+    def mixed(self) -> int:
+        """Tokens that were sampled on some KV of another version than theirs."""
+        kv: list[int] = []
+        count = 0
+        for segment in self.passes:
+            kv[segment.start :] = [segment.version] * (segment.end - segment.start)
+            if any(version != segment.version for version in kv[: segment.start]):
+                count += segment.end - segment.scored
+        return count
+
+
+@dataclass
+class Claims:
+    """Those that can be replayed; what can't is noted with its reason."""
+
+    whole: list[Claim] = field(default_factory=list)
+    contradictions: dict[str, str] = field(default_factory=dict)
+    """Rollout → what its tags say against themselves."""
+    missing: Counter[int] = field(default_factory=Counter)
+    """Version that was not kept → tokens that depend on it."""
+    unchecked: Counter[str] = field(default_factory=Counter)
+    """Other reasons → tokens."""
+
+    @classmethod
+    def of(cls, rollouts: Iterable[Rollout], kept: KeptVersions) -> Claims:
+        """Sorts rollouts by whether they can be replayed."""
+        claims = cls()
+        for rollout in rollouts:
+            claims._add(rollout, kept)
+        return claims
+
+    def _add(self, rollout: Rollout, kept: KeptVersions) -> None:
+        length = len(rollout.turn.token_ids)
+        try:
+            passes = segments(rollout)
+            if len(rollout.turn.logprobs) != length:
+                raise TagError(f"{len(rollout.turn.logprobs)} log-probabilities for {length} tokens")
+        except TagError as error:
+            self.contradictions[rollout.rollout_id] = str(error)
+            return
+        versions = {segment.version for segment in passes}
+        absent = [version for version in sorted(versions - {UNKNOWN}) if not kept.has(version)]
+        if UNKNOWN in versions:
+            self.unchecked["on KV whose version the engine did not know (shared prefix or external)"] += length
+        elif absent:
+            self.missing.update(dict.fromkeys(absent, length))
+        else:
+            self.whole.append(Claim(rollout, passes))
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """All replayed tokens in a row, [N] each."""
+
+    names: list[str]
+    """Rollout ids that `rollout` counts into."""
+    rollout: np.ndarray
+    prompt: np.ndarray
+    """Tokens of one prompt depend on each other: its samples share contexts, which an engine rounds alike."""
+    index: np.ndarray
+    version: np.ndarray
+    cut: np.ndarray
+    """Whether top-k or top-p had a part in the draw and what it left was not recorded."""
+    recorded: np.ndarray
+    replayed: np.ndarray
+
+    @classmethod
+    def of(cls, claims: Sequence[Claim], replayed: Iterable[Iterable[float]], cuts: bool) -> Tokens:
+        """`cuts`: whether the run sampled with top-k, top-p or min-p."""
+        lengths = [len(claim.versions) for claim in claims]
+        prompts: dict[tuple[int, ...], int] = {}
+        numbers = [prompts.setdefault(tuple(claim.rollout.prompt_ids), len(prompts)) for claim in claims]
+        return cls(
+            names=[claim.rollout.rollout_id for claim in claims],
+            rollout=np.repeat(np.arange(len(claims)), lengths),
+            prompt=np.repeat(np.array(numbers, dtype=int), lengths),
+            index=np.concatenate([np.arange(length) for length in lengths] or [np.zeros(0, dtype=int)]),
+            version=np.array([version for claim in claims for version in claim.versions], dtype=int),
+            cut=np.array([cuts and not kept for claim in claims for kept in _kept(claim.rollout)], dtype=bool),
+            recorded=np.array([value for claim in claims for value in claim.rollout.turn.logprobs], dtype=float),
+            replayed=np.array(list(itertools.chain.from_iterable(replayed)), dtype=float),
+        )
+
+    def __len__(self) -> int:
+        return len(self.recorded)
+
+    @property
+    def off(self) -> np.ndarray:
+        """[N] nats, absolute differences; what is no number is infinitely off."""
+        off: np.ndarray = np.nan_to_num(np.abs(self.recorded - self.replayed), nan=np.inf)
+        return off
+
+    def misses(self, chosen: np.ndarray) -> Misses:
+        """Of the chosen tokens (bool [N]), those with finite differences."""
+        chosen = chosen & np.isfinite(self.recorded - self.replayed)
+        size = np.abs(self.recorded - self.replayed)[chosen]
+        return Misses(size, self.recorded[chosen], self.prompt[chosen])
+
+
+def _kept(rollout: Rollout) -> Sequence[Sequence[int]]:
+    return rollout.turn.kept or [()] * len(rollout.turn.token_ids)

@@ -1,0 +1,143 @@
+"""How many groups a run says it recorded, against what its rollout file holds: none may be lost, doubled or cut off.
+
+The file itself can't tell what is missing from it. The run can, in files that other code writes at other times:
+
+* metrics.jsonl, a line a step: groups granted = in flight + failed + produced, and the questions that were trained on.
+  A group is written before it is acknowledged, so that the file holds at least what a line says was produced.
+* summary.json, at the end of the run: rollouts and tokens in the file.
+* swaps.jsonl: which generator has acknowledged which version.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.audit.replay import AuditError
+from inflight.groups import group_id, index_of
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.types import RolloutGroup
+
+SUMMARY_FILE = "summary.json"
+NAMED = 5
+"""Groups that a fault names; the rest is a number."""
+
+
+@dataclass
+class Census:
+    """What a rollout file holds, counted group by group."""
+
+    groups: Counter[str] = field(default_factory=Counter)
+    """Group → how often it is there."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Rollouts of each group, none counted twice."""
+    rollouts: int = 0
+    tokens: int = 0
+    stamped: set[tuple[str, int]] = field(default_factory=set)
+    """(generator, version) of every span."""
+
+    def add(self, group: RolloutGroup) -> None:
+        """One more group."""
+        self.groups[group.group_id] += 1
+        self.sizes[group.group_id] = len({rollout.rollout_id for rollout in group.rollouts})
+        self.rollouts += len(group.rollouts)
+        for rollout in group.rollouts:
+            self.tokens += len(rollout.turn.token_ids)
+            self.stamped |= {(rollout.generator, span.version) for span in rollout.turn.token_versions}
+
+
+class _Summary(msgspec.Struct):
+    """What is needed of summary.json (inflight/report/summary.py)."""
+
+    steps: int
+    rollouts: int | None
+    tokens: int | None
+
+
+def faults(census: Census, folder: Path, *, group_size: int, start_version: int) -> list[str]:
+    """What contradicts the run's own counts, a line each. Raises AuditError when one of its files is damaged."""
+    try:
+        steps, swaps = read_lines(folder / METRICS_FILE), read_lines(folder / SWAPS_FILE)
+        summary = _summary(folder / SUMMARY_FILE, len(steps))
+        found = [*_doubled(census), *_cut(census, group_size), *_lost(census, steps)]
+        if summary is not None:
+            found += [*_unlike(summary, census), *_unknown_versions(census, swaps, start_version)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = f"{METRICS_FILE}, {SWAPS_FILE} or {SUMMARY_FILE}"
+        raise AuditError(f"{folder}: {names} is damaged: {error!r}") from None
+    return found
+
+
+def unknown(folder: Path) -> list[str]:
+    """Why it can't be told how many groups there were; empty when it can."""
+    if (folder / METRICS_FILE).is_file() or (folder / SUMMARY_FILE).is_file():
+        return []
+    return [f"there is no {METRICS_FILE} and no {SUMMARY_FILE} to say how many groups the run had recorded"]
+
+
+def _doubled(census: Census) -> list[str]:
+    again = [name for name, count in census.groups.items() if count > 1]
+    return [f"{_names(again)} recorded more than once"] if again else []
+
+
+def _cut(census: Census, group_size: int) -> list[str]:
+    return [
+        f"{_names([name for name, size in census.sizes.items() if size == short])} {short} of {group_size} rollouts"
+        for short in sorted(set(census.sizes.values()) - {group_size})
+    ]
+
+
+def _lost(census: Census, steps: list[dict[str, Any]]) -> list[str]:
+    if not steps:
+        return []
+    last, there = steps[-1], len(census.groups)
+    found = []
+    trained = {int(question) for step in steps for question in step.get("questions", [])}
+    absent = sorted(trained - {number for name in census.groups if (number := index_of(name)) is not None})
+    if absent:
+        found.append(f"{_names(map(group_id, absent))} trained on, but not recorded")
+    produced = int(last["groups_granted"]) - int(last["groups_in_flight"]) - sum(last["groups_failed"].values())
+    if produced > there:
+        found.append(f"the run had produced {produced} groups by its last step, {there} are recorded")
+    return found
+
+
+def _summary(path: Path, steps: int) -> _Summary | None:
+    """None where there is none of all these steps: the run has not ended, or went on and has not ended since."""
+    if not path.is_file():
+        return None
+    summary = msgspec.json.decode(path.read_bytes(), type=_Summary)
+    return summary if summary.steps == steps or not steps else None
+
+
+def _unlike(summary: _Summary, census: Census) -> list[str]:
+    counted: Mapping[str, tuple[int | None, int]] = {
+        "rollouts": (summary.rollouts, census.rollouts), "tokens": (summary.tokens, census.tokens),
+    }  # fmt: skip
+    return [
+        f"{SUMMARY_FILE} says {said} {what}, {there} are recorded"
+        for what, (said, there) in counted.items()
+        if said is not None and said != there
+    ]
+
+
+def _unknown_versions(census: Census, swaps: list[dict[str, Any]], start_version: int) -> list[str]:
+    """Versions that generators have stamped, but were never sent. One that died may have stamped what it did not
+    acknowledge any more; what it started with it was not sent either."""
+    if not swaps:
+        return []
+    events = ("committed", "failed")
+    sent = {(str(swap["generator"]), int(swap["version"])) for swap in swaps if swap["event"] in events}
+    strange = sorted((name, version) for name, version in census.stamped - sent if version > start_version)
+    return [f"{name} tagged tokens with version {version}, which it never acknowledged" for name, version in strange]
+
+
+def _names(names: Iterable[str]) -> str:
+    known = list(names)
+    more = f" and {len(known) - NAMED} more" if len(known) > NAMED else ""
+    return f"{', '.join(known[:NAMED])}{more}:"

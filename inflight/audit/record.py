@@ -1,0 +1,44 @@
+"""A run's rollout file as the audit reads it: the rollouts to be replayed, and a census of all that is there."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from inflight.audit.counts import Census
+from inflight.audit.replay import AuditError
+from inflight.rollout.stream import Reader
+from inflight.types import Rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What was read."""
+
+    rollouts: list[Rollout]
+    """Those to be replayed."""
+    census: Census
+    """Of the whole file."""
+    torn: str | None
+    """What the file ends with, if not with a whole group."""
+
+
+def read(path: Path, limit: int | None) -> Record:
+    """All rollouts, or `limit` of them, drawn at random with a fixed seed; a long run's fill a machine's memory.
+
+    Raises AuditError when there is no file, StreamError when it is damaged before its end.
+    """
+    if not path.is_file():
+        raise AuditError(f"{path} does not exist: the run must be started with rollout.keep=true")
+    reader, census = Reader(path), Census()
+    rollouts: list[Rollout] = []
+    for group in reader:
+        census.add(group)
+        if limit is None:
+            rollouts += group.rollouts
+    if limit is not None:
+        chosen = set(random.Random(0).sample(range(census.rollouts), min(limit, census.rollouts)))
+        numbered = enumerate(rollout for group in reader for rollout in group.rollouts)
+        rollouts = [rollout for number, rollout in numbered if number in chosen]
+    return Record(rollouts, census, reader.torn)

@@ -1,0 +1,73 @@
+"""An audit's report as text."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from inflight.agreement import Agreement
+from inflight.audit.evidence import Verdict
+from inflight.audit.report import AuditReport, Outcome, Story, VersionRow
+
+
+def text(report: AuditReport) -> str:
+    """For a person."""
+    same = "" if report.total is None or report.total.same is None else f" {'alike':>6}"
+    lines = [f"{'version':>9} {'tokens':>8} {'p50':>9} {'p99':>9} {'p99.9':>9} {'max':>9}{same}  worst token"]
+    lines += [_row_text(each) for each in report.versions]
+    if report.total is not None:
+        lines.append(_row_text(report.total))
+        tokens = report.total.tokens
+        lines.append(
+            f"{tokens} tokens of {report.rollouts} rollouts replayed in {report.dtype}; {report.swaps} swaps in the "
+            f"middle of sequences; {report.straddling_tokens / tokens:.0%} of the tokens are of such sequences, "
+            f"{report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
+        )
+        lines.append(_agreement_text(report.agreement))
+    if report.first is not None:
+        lines.append(f"{report.first.share:.1%} of the first tokens of sequences come out alike")
+    if report.unalike is not None and report.unalike.alone:
+        lines.append(
+            f"{report.unalike.alone} rollouts come out alike when they are taken to have been alone in some steps"
+        )
+    if report.same:
+        pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
+        lines.append(f"the same weights, so that their tags can't be told apart: {pairs}")
+    if report.stories:
+        lines.append("is another story true? (slope 0: the tags are right, 1: the story is)")
+        lines += [_story_text(story) for story in report.stories]
+    lines += [f"FAULT  {fault}" for fault in report.faults]
+    lines += [f"OPEN   {reason}" for reason in report.open]
+    lines.append(_LAST[report.outcome])
+    return "\n".join(lines)
+
+
+_LAST = {
+    Outcome.PASSED: "passed: every tag that was checked is right",
+    Outcome.FAILED: "failed",
+    Outcome.NOT_SHOWN: "not shown: no fault was found, and not that there is none",
+}
+
+
+def _agreement_text(agreement: Agreement) -> str:
+    return (
+        f"recorded over replayed: slope {agreement.slope:.4f}, correlation {agreement.correlation:.5f}, "
+        f"mean difference {agreement.mean:+.1e}; the median difference is {agreement.steps:.2g} roundings, "
+        f"the largest {agreement.steps_max:.3g}"
+    )
+
+
+def _row_text(row: VersionRow) -> str:
+    name = "all" if row.version is None else str(row.version)
+    figures = " ".join(f"{value:9.2e}" for value in (row.p50, row.p99, row.p999, row.max))
+    same = "" if row.same is None else f" {row.same.share:6.1%}"
+    return f"{name:>9} {row.tokens:>8} {figures}{same}  {row.worst.rollout_id} [{row.worst.index}]"
+
+
+def _story_text(story: Story) -> str:
+    slope = story.overall
+    figures = f"{slope.slope:+.3f} ± {slope.error:.3f}" if np.isfinite(slope.error) else "no evidence"
+    decided = sum(each.verdict is Verdict.TAGS for each in story.by_version.values())
+    return (
+        f"  {story.name:<8} {story.says}: {figures} over {slope.tokens} tokens, {slope.verdict}; "
+        f"ruled out for {decided} of {len(story.by_version)} versions by themselves"
+    )

@@ -210,7 +210,7 @@ class Agent:
         self._client = client
         self._patched = patched
         self._link = Link(endpoint, "g0.engine", BusConfig())
-        self._link.send(EngineHello(generator="g0", world_size=ranks, version=0, url="http://127.0.0.1"))
+        self._link.send(EngineHello(generator="g0", world_size=ranks, url="http://127.0.0.1"))
         self.commits: dict[int, tuple[float, float, float]] = {}
         """version → (told, done, gap that the ranks report)."""
         self.error: str | None = None
@@ -240,12 +240,12 @@ class Agent:
             try:
                 message = self._link.receive(POLL_S)
                 if isinstance(message, Commit):
-                    self._commit(message.version)
+                    self._commit(message.version, message.publisher)
             except PeerLost as error:
                 self._fail(f"the trainer is gone: {error}")
                 return
 
-    def _commit(self, version: int) -> None:
+    def _commit(self, version: int, publisher: str) -> None:
         told = time.perf_counter()
         if (tags := self._client.tags) is not None:
             tags.told(version)
@@ -261,7 +261,8 @@ class Agent:
         gap = max(rank["gap_s"] for rank in ranks)
         if tags is not None:
             tags.answered(version)
-        self._link.send(Committed(version=version, gap_s=gap, running=self._client.running))
+        running = self._client.running
+        self._link.send(Committed(version=version, gap_s=gap, running=running, publisher=publisher))
         with self._changed:
             self.commits[version] = (told, time.perf_counter(), gap)
             self._changed.notify_all()

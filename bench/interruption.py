@@ -76,7 +76,7 @@ class Run:
 
     def _engine(self, endpoint: str) -> Any:
         from bench.gpu_engine import Client, start_engine
-        from inflight.generator.settings import Settings
+        from inflight.generator.settings import NO_VERSION, Settings
 
         config = self._config
         os.environ["CUDA_VISIBLE_DEVICES"] = str(config.engine_devices)
@@ -87,7 +87,7 @@ class Run:
 
             options["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
         model = write_config(config.shape, self._folder / "model")
-        settings = Settings(endpoint=endpoint, generator="g0", swap=config.swap)
+        settings = Settings(endpoint=endpoint, generator="g0", version=NO_VERSION, swap=config.swap)
         on_cuda = TRACED_WORKER if config.trace else CUDA_WORKER
         worker = on_cuda if config.device == "cuda" else CPU_WORKER
         engine = start_engine(str(model), options, settings, worker)

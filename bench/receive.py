@@ -21,7 +21,7 @@ from bench.cpu_engine import DTYPES, Decoder, heading, spread
 from bench.publish import machine
 from inflight.bus import Link, Listener
 from inflight.config import BusConfig, PublishConfig
-from inflight.generator.settings import Settings
+from inflight.generator.settings import NO_VERSION, Settings
 from inflight.messages import Commit, Committed, EngineHello, Finish
 from inflight.models import prepare
 from inflight.weights.receive.rank_state import State
@@ -93,7 +93,7 @@ class Watch:
             if isinstance(message, Finish):
                 return steps
             if isinstance(message, Commit):
-                self._commit(message.version, steps)
+                self._commit(message.version, message.publisher, steps)
             if self._decoder.left < 8:
                 self._decoder.start()
             self._step(steps if self.version >= WARM_UP else Steps())
@@ -113,10 +113,10 @@ class Watch:
                 self._link.send(self._answer)
                 self._answer = None
 
-    def _commit(self, version: int, steps: Steps) -> None:
+    def _commit(self, version: int, publisher: str, steps: Steps) -> None:
         now = time.perf_counter()
         gap = self._decoder.engine.commit_weights(version)[0]["gap_s"]
-        self._answer = Committed(version=version, gap_s=gap, running=BATCH)
+        self._answer = Committed(version=version, gap_s=gap, running=BATCH, publisher=publisher)
         self.version = version
         if version > WARM_UP and self._busy_since is not None:
             base = statistics.median(self._idle[-IDLE_STEPS:])
@@ -130,14 +130,14 @@ def measure(name: str, versions: int) -> Steps:
     """Runs both sides."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         endpoint = f"ipc://{folder}/w"
-        settings = Settings(endpoint=endpoint, dead_after_s=BUS.dead_after_s)
+        settings = Settings(endpoint=endpoint, version=NO_VERSION, dead_after_s=BUS.dead_after_s)
         decoder = Decoder(prepare(name), name, BATCH, CONTEXT, settings)
         decoder.start()
         command = [sys.executable, "-m", "bench.receive", "--model", name, "--publish", endpoint]
         process = subprocess.Popen([*command, "--versions", str(versions + WARM_UP)])
         try:
             with Link(endpoint, "g0.engine", BUS) as link:
-                link.send(EngineHello(generator="g0", world_size=1, version=0, url="none"))
+                link.send(EngineHello(generator="g0", world_size=1, url="none"))
                 return Watch(decoder, link).run()
         finally:
             decoder.worker.inflight_receiver.close()

@@ -12,6 +12,7 @@ from typing import cast
 import zmq
 
 from inflight.bus import keys
+from inflight.bus.claim import Claim, ClaimError
 from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint
 from inflight.bus.handshakes import Handshakes
 from inflight.bus.rate import Rate
@@ -53,7 +54,8 @@ class Listener(Endpoint):
     """The side that binds. `endpoint` is resolved: a `tcp://127.0.0.1:*` shows its port."""
 
     def __init__(self, endpoint: str, config: BusConfig) -> None:
-        """Raises BusError when the address can't be bound, or can be reached by other hosts and there are no keys."""
+        """Raises BusError when the address can't be bound, another process listens on it, or it can be reached by other
+        hosts and there are no keys."""
         super().__init__(zmq.ROUTER, endpoint, config)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a Link that connects anew, after its connection broke
@@ -65,14 +67,16 @@ class Listener(Endpoint):
         self._owners: dict[str, str] = {}
         """Public key → name, where keys are used."""
         self._handshakes = Handshakes(self._socket, self.refusals)
+        self._claim: Claim | None = None
         try:
             if keys.needed(endpoint) and not config.keys:
                 raise BusError(f"{endpoint} can be reached by other hosts: it needs keys (bus.keys)")
             if config.keys:
                 self._owners = keys.owners(Path(config.keys))
                 self._authenticator = keys.guard(self._socket, self._context, Path(config.keys))
+            self._claim = Claim(endpoint)
             self._socket.bind(endpoint)
-        except (zmq.ZMQError, keys.KeysError) as error:
+        except (zmq.ZMQError, keys.KeysError, ClaimError, OSError) as error:
             self._free()
             raise BusError(f"can't listen on {endpoint}: {error}") from None
         except BusError:
@@ -173,6 +177,8 @@ class Listener(Endpoint):
     def _free(self) -> None:
         self._handshakes.close()
         self._socket.close()
+        if self._claim is not None:
+            self._claim.release()
         if self._authenticator is not None:
             self._authenticator.stop()
 

@@ -39,15 +39,18 @@ def running(engine: Engine) -> int:
 class Commits:
     """What the status tells of the swaps so far."""
 
-    version: int
+    version: int | None
+    """None: none yet, the engine has what it was started with."""
+    publisher: str
+    """Whose version that is."""
     swaps: int = 0
     gap_s: float = 0.0
     """Of the last swap: the longest time that a rank's step loop stood still."""
     max_gap_s: float = 0.0
 
-    def add(self, version: int, gap_s: float) -> None:
+    def add(self, commit: Commit, gap_s: float) -> None:
         """Notes one swap."""
-        self.version, self.swaps = version, self.swaps + 1
+        self.version, self.publisher, self.swaps = commit.version, commit.publisher, self.swaps + 1
         self.gap_s, self.max_gap_s = gap_s, max(gap_s, self.max_gap_s)
 
 
@@ -66,7 +69,7 @@ class EngineAgent:
     """The last answer to Commit, to be repeated when it got lost."""
 
     def __post_init__(self) -> None:
-        self.commits = Commits(self.hello.version)
+        self.commits = Commits(self.hello.version, self.hello.publisher)
 
     async def run(self) -> None:
         """Returns when the publisher says that the run is over.
@@ -90,7 +93,7 @@ class EngineAgent:
         """Serves on for a while: a trainer that comes back asks for a hello. Raises GeneratorEnded when none does."""
         now = time.monotonic()
         if since is None:
-            log.warning("%s; version %d is served on", error, self.commits.version)
+            log.warning("%s; version %s is served on", error, self.commits.version)
             return now
         if now - since > self.alone_timeout_s:
             raise GeneratorEnded(f"the trainer is gone: {error}") from None
@@ -102,33 +105,53 @@ class EngineAgent:
             case None:
                 pass
             case Enquire():
-                self.link.send(msgspec.structs.replace(self.hello, version=self.commits.version))
-            case Commit(version=version) if self._committed is not None and version == self._committed.version:
+                version, publisher = self.commits.version, self.commits.publisher
+                self.link.send(msgspec.structs.replace(self.hello, version=version, publisher=publisher))
+            case Commit(version=version, publisher=publisher) if (
+                self._committed is not None
+                and (version, publisher) == (self._committed.version, self._committed.publisher)
+            ):
                 self.link.send(self._committed)
-            case Commit(version=version):
-                await self._commit(version)
+            case Commit():
+                await self._commit(message)
             case Refused(reason=reason):
                 raise GeneratorEnded(f"the trainer refuses {self.hello.generator}: {reason}")
             case _:
                 raise GeneratorEnded(f"the trainer sent {type(message).__name__} to an engine")
 
-    async def _commit(self, version: int) -> None:
-        if version <= self.commits.version:
-            reason = f"version {version} is not newer than {self.commits.version}, which is live"
+    async def _commit(self, commit: Commit) -> None:
+        version, live = commit.version, self.commits.version
+        if live is not None and (version < live or (version == live and commit.publisher == self.commits.publisher)):
+            reason = f"version {version} is not newer than {live}, which is live"
             self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=False))
             return
         try:
             async with asyncio.timeout(self.commit_timeout_s):
-                ranks = await self.engine.engine_core.call_utility_async("commit_weights", version)
+                ranks = await (self._swap_again(version) if version == live else self._swap(version))
         except Exception as error:  # noqa: BLE001 - whatever vLLM raises arrives here
             text = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {self.commit_timeout_s:.0f} s"
             self._poisoned(version, text)
         # A rank answers with its error: raised, it would put vLLM's queues of the other ranks' answers out of step.
         if errors := [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]:
             self._poisoned(version, "; ".join(errors))
-        self.commits.add(version, max(rank["gap_s"] for rank in ranks))
-        self._committed = Committed(version=version, gap_s=self.commits.gap_s, running=running(self.engine))
+        self.commits.add(commit, max(rank["gap_s"] for rank in ranks))
+        self._committed = Committed(
+            version=version, gap_s=self.commits.gap_s, running=running(self.engine), publisher=commit.publisher
+        )
         self.link.send(self._committed)
+
+    async def _swap(self, version: int) -> list[dict[str, Any]]:
+        ranks: list[dict[str, Any]] = await self.engine.engine_core.call_utility_async("commit_weights", version)
+        return ranks
+
+    async def _swap_again(self, version: int) -> list[dict[str, Any]]:
+        """Swaps under the number that is stamped already: a publisher that began anew has sent it, and its weights may
+        be others. So no KV of before stays, neither cached nor of running requests, which are prefilled anew."""
+        call = self.engine.engine_core.call_utility_async
+        ranks: list[dict[str, Any]] = await call("collective_rpc", "commit_weights", None, (version,))
+        if not any("error" in rank for rank in ranks):
+            await call("reset_prefix_cache", True)
+        return ranks
 
     def _poisoned(self, version: int, text: str) -> NoReturn:
         """The engine stamps the version before the ranks answer, so its tags can't be trusted from here on."""

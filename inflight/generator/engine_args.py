@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError, RunConfig
-from inflight.generator.settings import Settings
+from inflight.generator.settings import NO_VERSION, Settings
 from inflight.generator.shadow.limits import refuse_arguments
 from inflight.models import prepare
 
@@ -97,7 +97,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     settings = Settings(
         endpoint=config.endpoint("weights"),
         generator=name,
-        version=config.start_version,
+        version=NO_VERSION,
         heartbeat_s=config.bus.heartbeat_s,
         dead_after_s=config.bus.dead_after_s,
         keys=config.bus.keys,

@@ -28,6 +28,7 @@ from inflight.generator import hooks
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
+from inflight.generator.first_version import FirstVersion
 from inflight.generator.plugin import INCARNATION, hand_over_often
 from inflight.generator.shadow.limits import refuse
 from inflight.messages import EngineHello, Status
@@ -75,9 +76,10 @@ async def serve(config: RunConfig, name: str) -> bool:
             tasks = await engine.get_supported_tasks()
             app = vllm["build_app"](arguments, tasks, engine.model_config)
             await vllm["init_app_state"](engine, app.state, arguments, tasks)
-            async with _http(app, listening, config.api_key()) as http:
+            opening = FirstVersion(app)
+            async with _http(app, opening, listening, config.api_key()) as http:
                 await _until_healthy(url, http)
-                return await _work(config, name, engine, url, http)
+                return await _work(config, name, engine, url, http, opening)
 
 
 def _entrypoints() -> dict[str, Any]:
@@ -110,9 +112,11 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def _http(app: Any, listening: socket.socket, key: str) -> AsyncIterator[asyncio.Task[None]]:
-    """The HTTP server as a task, which asks for `key` unless that is empty; leaving closes connections within
-    STOP_HTTP_S."""
+async def _http(
+    app: Any, opening: FirstVersion, listening: socket.socket, key: str
+) -> AsyncIterator[asyncio.Task[None]]:
+    """The HTTP server of `app`, behind `opening`, as a task, which asks for `key` unless that is empty; leaving closes
+    connections within STOP_HTTP_S."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -120,7 +124,7 @@ async def _http(app: Any, listening: socket.socket, key: str) -> AsyncIterator[a
         def capture_signals(self) -> Generator[None, None, None]:
             yield  # SIGTERM is for the whole generator, not for its HTTP server
 
-    asked = ApiKey(app, key) if key else app
+    asked = ApiKey(opening, key) if key else opening
     server = Server(uvicorn.Config(asked, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_HTTP_S))
     app.state.server = server  # vLLM's handlers stop it through this when the engine dies
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
@@ -147,18 +151,20 @@ async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def _work(config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None]) -> bool:
+async def _work(
+    config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None], opening: FirstVersion
+) -> bool:
     """Runs agent and status beside the HTTP server until the first of them, or a signal (False), ends them all."""
     hello = EngineHello(
         generator=name,
         world_size=engine.vllm_config.parallel_config.world_size,
-        version=config.start_version,
         url=url,
         incarnation=os.environ[INCARNATION],
     )
     weights = Link(config.endpoint("weights"), f"{name}.engine", config.bus)
     status = Link(config.endpoint("status"), name, config.bus)
     agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s, config.publish.join_timeout_s)
+    opening.commits = agent.commits
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -201,7 +207,7 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
         tokens_now, now = _generated_tokens(), time.monotonic()
         commits = agent.commits
         values: dict[str, float | int | str] = {
-            "version": commits.version,
+            **({"version": commits.version} if commits.version is not None else {}),
             "swaps": commits.swaps,
             "running": running(agent.engine),
             "gap_ms": round(commits.gap_s * 1e3, 3),

@@ -9,6 +9,8 @@ import msgspec
 from inflight.config import BusConfig
 
 KEY = "inflight"
+NO_VERSION = -1
+"""Stamp of tokens that were sampled before a publisher's first version was committed."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,7 +20,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Control socket of the publisher; empty: no publisher, weights come from files."""
     generator: str = "g0"
     version: int = 0
-    """Version of the weights that the engine was started with."""
+    """What tokens are stamped with until the first commit."""
     heartbeat_s: float = 1.0
     dead_after_s: float = 30.0
     keys: str = ""

@@ -40,7 +40,7 @@ def rewind(config: RunConfig, step: int) -> None:
     Raises ValueError when a line is damaged (other than the last, which may be torn), OSError when the disk is full.
     """
     _cut(config.path / METRICS_FILE, "step", step)
-    _cut(config.path / SWAPS_FILE, "version", step)
+    _cut(config.path / SWAPS_FILE, "version", step - 1)  # the version of the checkpoint is sent, and noted, again
     for path in config.version_file(0).parent.glob("*.safetensors"):
         if path.stem.isdigit() and int(path.stem) > step:
             path.unlink()

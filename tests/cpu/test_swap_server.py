@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConf
 from inflight.messages import Status
 from inflight.models import prepare
 from inflight.types import Route, Routes
-from inflight.weights.publish.publisher import Publisher
+from inflight.weights.publish.publisher import Publisher, PublishError
 from inflight.weights.source import WeightSource
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "faults"))
@@ -73,16 +74,12 @@ class Run:
         if self.key:
             self.config.api_key_file.write_text(self.key)
         self.policy = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
+        self.swaps_before = 0
+        """Of the trainers that were replaced."""
+        self.move(0)  # what the trainer calls version 0 is not what the generator loads
         self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
         self.status = Listener(self.config.endpoint("status"), self.config.bus)
-        self.publisher = Publisher(
-            WeightSource(self.policy, "float32"),
-            self.listener,
-            self.config.publish,
-            version=0,
-            ranks={"g0": 1},
-            routes_file=self.config.routes_file,
-        )
+        self.publisher = self.publisher_of(self.policy, 0)
         self.log = self.config.path / "g0.log"
         command = [sys.executable, "-m", "inflight.generator", "--run-dir", str(folder), "--name", "g0"]
         # A proxy that is not there: nothing on loopback may go through one.
@@ -103,12 +100,31 @@ class Run:
         """Who may be asked, as an actor reads it."""
         return msgspec.json.decode(self.config.routes_file.read_bytes(), type=Routes).generators
 
-    def publish(self, version: int) -> None:
-        """Moves every weight a little and publishes."""
-        noise = torch.Generator().manual_seed(version)
+    def publisher_of(self, module: torch.nn.Module, version: int) -> Publisher:
+        """A trainer of this run, as a process that starts makes one."""
+        source, routes = WeightSource(module, "float32"), self.config.routes_file
+        return Publisher(
+            source, self.listener, self.config.publish, version=version, ranks={"g0": 1}, routes_file=routes
+        )
+
+    def replace_trainer(self, module: torch.nn.Module, version: int) -> None:
+        """The trainer dies, and another one takes its place."""
+        self.publisher.close()
+        self.swaps_before += self.publisher.stats()["swaps"]
+        self.listener.close()
+        self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
+        self.publisher = self.publisher_of(module, version)
+
+    def move(self, seed: int) -> None:
+        """Moves every weight a little."""
+        noise = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in self.policy.parameters():
                 param.add_(0.02 * torch.randn(param.shape, generator=noise))
+
+    def publish(self, version: int) -> None:
+        """Moves every weight a little and publishes."""
+        self.move(version)
         self.publisher.publish(version)
         self.publisher.flush(60)
 
@@ -170,13 +186,62 @@ def reference(policy: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor
     return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-def test_published_weights_are_what_answers(run: Run) -> None:
-    run.publish(1)
+def require_answers(run: Run, version: int) -> None:
+    """All that is sampled now is of `version` and of the trainer's weights."""
     for prompt in PROMPTS:
         choice = run.ask(prompt, 16)
-        assert choice["token_versions"] == [[0, 1]]
+        assert choice["token_versions"] == [[0, version]]
+        assert choice["prefill_versions"] == [[0, 0, version]]
         expected = reference(run.policy, prompt, choice["token_ids"])
         torch.testing.assert_close(torch.tensor(choice["logprobs"]["token_logprobs"]), expected, atol=1e-5, rtol=0)
+
+
+def test_the_version_that_the_trainer_starts_with_is_its_own_weights(run: Run) -> None:
+    require_answers(run, 0)
+
+
+def test_published_weights_are_what_answers(run: Run) -> None:
+    run.publish(1)
+    require_answers(run, 1)
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_a_trainer_that_comes_back_sends_what_it_has_under_a_number_that_is_held_too(run: Run, ahead: int) -> None:
+    """With requests running: what they go on with is of the new weights, as far as it says so."""
+    version = run.publisher.version + ahead
+    run.move(100 + ahead)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        asked = [pool.submit(run.ask, prompt) for prompt in PROMPTS]
+        run.replace_trainer(run.policy, version)
+        run.publisher.wait_joined(60)
+        assert all(len(each.result()["token_ids"]) == LENGTH for each in asked)
+    require_answers(run, version)
+    run.publish(version + 1)
+    require_answers(run, version + 1)
+
+
+class Wrapped(torch.nn.Module):
+    """A module whose parameters have other names, as torch.compile and PEFT make one."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_a_trainer_whose_model_does_not_fit_is_told_in_one_line_and_may_come_again(run: Run) -> None:
+    version = run.publisher.version
+    run.replace_trainer(Wrapped(run.policy), version + 1)
+    with pytest.raises(PublishError) as told:
+        run.publisher.wait_joined(START_S)
+    says = (
+        "can't be taken by g0: g0.r0: CoverageError: _orig_mod.model.embed_tokens.weight .* does not fit the engine: "
+    )
+    assert re.search(says + r"There is no module or parameter named '_orig_mod' in \w+$", str(told.value))
+    with pytest.raises(PublishError, match="can't be taken by g0"):
+        run.publisher.publish(version + 2)
+    run.replace_trainer(run.policy, version + 1)
+    run.publisher.wait_joined(60)
+    require_answers(run, version + 1)
 
 
 def test_running_requests_go_on_across_versions(run: Run) -> None:
@@ -214,14 +279,18 @@ def test_status_tells_version_and_gap(run: Run) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         got = run.status.receive(5)
-        if isinstance(got, Received) and isinstance(got.message, Status) and got.message.values["version"] == version:
+        if (
+            isinstance(got, Received)
+            and isinstance(got.message, Status)
+            and got.message.values.get("version") == version
+        ):
             break
     else:
         pytest.fail(f"no status with version {version}")
     values = got.message.values
     assert got.message.source == "g0"
     assert 0 < values["gap_ms"] <= values["max_gap_ms"]
-    assert values["swaps"] == run.publisher.stats()["swaps"]
+    assert values["swaps"] == run.swaps_before + run.publisher.stats()["swaps"]
     assert {"running", "tokens_per_s"} <= values.keys()
 
 

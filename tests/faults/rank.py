@@ -81,14 +81,14 @@ class Halfway:
 class Generator(FakeGenerator):
     """Tells what it holds."""
 
-    def _commit(self, version: int) -> None:
-        if self.answered is None or self.answered.version != version:
+    def _commit(self, version: int, publisher: str) -> None:
+        if self.answered is None or (self.answered.version, self.answered.publisher) != (version, publisher):
             fake_send = self.engine.send
             self.engine.send = lambda message: (at("answer"), self._tell_held(version), fake_send(message))
-            super()._commit(version)
+            super()._commit(version, publisher)
             self.engine.send = fake_send
         else:
-            super()._commit(version)
+            super()._commit(version, publisher)
 
     def _tell_held(self, version: int) -> None:
         """Before the answer: whoever has that may look."""

@@ -63,12 +63,10 @@ async def serve(run_dir: str, name: str) -> int:
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    generator = FakeGenerator(
-        config.endpoint("weights"), name, version=config.start_version, url=url, bus=config.bus
-    ).start()
+    generator = FakeGenerator(config.endpoint("weights"), name, url=url, bus=config.bus).start()
     with Link(config.endpoint("status"), name, config.bus) as status:
         while not ended.is_set() and not any(isinstance(message, Finish) for message in generator.heard):
-            status.send(Status(source=name, values={"version": generator.version}))
+            status.send(Status(source=name, values={} if generator.version is None else {"version": generator.version}))
             await asyncio.sleep(0.2)
     await runner.cleanup()
     generator.close()

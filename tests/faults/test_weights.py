@@ -51,6 +51,7 @@ class Harmed:
         self.folder = folder
         self.endpoint = self.front = f"ipc://{folder}/w"
         self.model = nn.Sequential(nn.Embedding(200, 16), nn.Linear(16, 200))
+        self.fill(0)
         self.listener = Listener(self.endpoint, BUS)
         source = WeightSource(self.model, "float32")
         self.publisher = Publisher(source, self.listener, CONFIG, version=0, ranks={"g0": 1, "g1": 2})
@@ -70,12 +71,15 @@ class Harmed:
             self.processes[name] = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, text=True)
 
     def publish(self, version: int, fill=None) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                fill(parameter) if fill else parameter.fill_(version)
+        self.fill(version, fill)
         started = time.monotonic()
         self.publisher.publish(version)
         assert time.monotonic() - started < SHORT_S, "the trainer waits for nobody that is in trouble"
+
+    def fill(self, version: int, fill=None) -> None:
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                fill(parameter) if fill else parameter.fill_(version)
 
     def until(self, condition, what: str) -> None:
         deadline = time.monotonic() + BOUND_S
@@ -102,14 +106,14 @@ class Harmed:
             return set(routes(self.publisher.version, deliveries, CONFIG.max_behind).generators)
 
     def swaps(self, name: str) -> list[int]:
-        """The versions that a process has told of; each was whole on all its ranks."""
+        """The versions after the trainer's first that a process has told of; each was whole on all its ranks."""
         told = []
         for line in (self.folder / f"{name}.out").read_text().splitlines():
             version, _, held = line.partition(" ")
             if version.isdecimal():
                 assert ast.literal_eval(held) == [[float(version)]] * {"g0": 1, "g1": 2}[name], line
                 told.append(int(version))
-        return told
+        return [version for version in told if version > 0]
 
     def live(self, name: str) -> str:
         """What a process holds, byte by byte: `VERSION SHA-256`."""
@@ -162,7 +166,7 @@ def test_a_generator_killed_in_a_phase_is_left_behind_and_restarted(harmed, phas
     harmed.committed(g0=3)
     harmed.until(lambda: harmed.routed() == {"g0"}, "its leaving")
     assert "g1" not in harmed.publisher.committed
-    harmed.start("g1")  # holds version 0
+    harmed.start("g1")  # holds no version
     harmed.committed(g0=3, g1=3)
     assert harmed.routed() == {"g0", "g1"}
     assert (harmed.swaps("g0"), harmed.swaps("g1")[-1]) == ([1, 2, 3], 3)
@@ -336,12 +340,13 @@ def test_a_publisher_that_goes_away_in_a_transfer_leaves_live_weights_alone_and_
     assert harmed.swaps("g0") == [1]
     assert harmed.live("g0") == before
     harmed.listener = Listener(harmed.endpoint, BUS)
+    harmed.fill(1)
     source = WeightSource(harmed.model, "float32")
     harmed.publisher = Publisher(source, harmed.listener, CONFIG, version=1, ranks={"g0": 1})
     harmed.committed(g0=1)
     harmed.publish(2)
     harmed.committed(g0=2)
-    assert harmed.swaps("g0") == [1, 2]
+    assert harmed.swaps("g0") == [1, 1, 2], "the next publisher's version 1 may be other weights: it is sent"
 
 
 def test_a_hundred_joins_and_leaves_cost_nothing(harmed):

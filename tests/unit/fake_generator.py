@@ -69,8 +69,10 @@ class FakeGenerator:
     """Ranks with fake shadows and an engine, over the real bus."""
 
     def __init__(
-        self, endpoint, name="g0", world_size=1, version=0, connect=make_receiver, bus=BUS, url="http://127.0.0.1:1"
-    ):
+        self, endpoint, name="g0", world_size=1, version=None, publisher="", connect=make_receiver, bus=BUS,
+        url="http://127.0.0.1:1",
+    ):  # fmt: skip
+        """`version` of `publisher` is what it holds; None: none of anyone's."""
         self.url = url
         self.name, self.endpoint, self.bus = name, endpoint, bus
         self.incarnation = incarnation = secrets.token_hex(8)
@@ -78,12 +80,15 @@ class FakeGenerator:
         self.receivers = [
             WeightReceiver(
                 Link(endpoint, f"{name}.r{rank}", bus), shadow,
-                RankHello(generator=name, rank=rank, world_size=world_size, version=version, incarnation=incarnation),
+                RankHello(
+                    generator=name, rank=rank, world_size=world_size, version=version, publisher=publisher,
+                    incarnation=incarnation,
+                ),
                 connect=connect,
             )
             for rank, shadow in enumerate(self.shadows)
         ]  # fmt: skip
-        self.version, self.world_size = version, world_size
+        self.version, self.publisher, self.world_size = version, publisher, world_size
         self.heard = []
         """What the engine was told, in order."""
         self.mute = threading.Event()
@@ -92,6 +97,11 @@ class FakeGenerator:
         self.answered = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def commits(self):
+        """The versions that the engine was told to commit, in order."""
+        return [message.version for message in self.heard if isinstance(message, Commit)]
 
     def start(self):
         for receiver in self.receivers:
@@ -103,8 +113,8 @@ class FakeGenerator:
 
     def _hello(self):
         hello = EngineHello(
-            generator=self.name, world_size=self.world_size, version=self.version, url=self.url,
-            incarnation=self.incarnation,
+            generator=self.name, world_size=self.world_size, version=self.version, publisher=self.publisher,
+            url=self.url, incarnation=self.incarnation,
         )  # fmt: skip
         self.engine.send(hello)
 
@@ -120,10 +130,10 @@ class FakeGenerator:
             elif message is not None:
                 self.heard.append(message)
             if isinstance(message, Commit):
-                self._commit(message.version)
+                self._commit(message.version, message.publisher)
 
-    def _commit(self, version):
-        if self.answered is not None and self.answered.version == version:
+    def _commit(self, version, publisher):
+        if self.answered is not None and (self.answered.version, self.answered.publisher) == (version, publisher):
             self.engine.send(self.answered)
             return
         try:
@@ -131,8 +141,8 @@ class FakeGenerator:
         except Exception as error:  # noqa: BLE001 - as the engine's agent does
             answer = Failed(version=version, phase="commit", reason=str(error), poisoned=True)
         else:
-            self.version = version
-            answer = Committed(version=version, gap_s=max(gaps), running=3)
+            self.version, self.publisher = version, publisher
+            answer = Committed(version=version, gap_s=max(gaps), running=3, publisher=publisher)
             self.answered = answer
         self.unanswered.append(answer) if self.mute.is_set() else self.engine.send(answer)
 

@@ -1,5 +1,11 @@
 """The bus over real sockets: order, loss, refusals and bounds."""
 
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -152,6 +158,53 @@ def test_a_link_tells_when_its_listener_dies(endpoint):
         with pytest.raises(PeerLost, match="nothing heard"):
             for _ in range(50):
                 link.receive(0.1)
+
+
+LISTEN = """
+import os, sys, time
+from inflight.bus import BusError, Listener
+from inflight.config import BusConfig
+try:
+    listener = Listener(sys.argv[1], BusConfig())
+except BusError as error:
+    sys.exit(str(error))
+if "fork" in sys.argv:
+    if os.fork() == 0:
+        time.sleep(60)
+print("listens", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_listener_is_refused_and_the_first_hears_on(endpoint):
+    """Another process, and this one."""
+    with Listener(endpoint, QUICK) as first:
+        second = subprocess.run([sys.executable, "-c", LISTEN, endpoint], capture_output=True, text=True, timeout=60)
+        reason = f"can't listen on {endpoint}: process {os.getpid()} listens there already, and an address has one"
+        assert second.stderr.strip() == reason
+        with pytest.raises(BusError, match=re.escape(reason)):
+            Listener(endpoint, QUICK)
+        with Link(endpoint, "g0", QUICK) as link:
+            link.send(Commit(version=1))
+            assert wait_for(first.receive, Received) == Received("g0", Commit(version=1))
+
+
+@pytest.mark.parametrize("forked", [(), ("fork",)])
+def test_the_address_of_a_listener_that_was_killed_is_free(endpoint, forked):
+    """Also where a child that it has forked lives on."""
+    first = subprocess.Popen(
+        [sys.executable, "-c", LISTEN, endpoint, *forked], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert first.stdout.readline() == "listens\n"
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait(10)
+        with Listener(endpoint, QUICK) as again, Link(endpoint, "g0", QUICK) as link:
+            link.send(Commit(version=1))
+            assert wait_for(again.receive, Received) == Received("g0", Commit(version=1))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
 
 
 def test_a_listener_that_never_comes_is_told(endpoint):

@@ -14,9 +14,10 @@ import pytest
 
 from inflight.bus import Link, Listener, PeerLost, Received
 from inflight.config import BusConfig
-from inflight.generator.agent import EngineAgent, GeneratorEnded
+from inflight.generator.agent import Commits, EngineAgent, GeneratorEnded
 from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Ready, Refused
 
+FINISH = Finish(reason="done")
 BUS = BusConfig(heartbeat_s=0.05, dead_after_s=0.5)
 HELLO = EngineHello(generator="g0", world_size=2, version=3, url="http://127.0.0.1:1")
 
@@ -29,8 +30,8 @@ class FakeEngine:
         self.engine_core = SimpleNamespace(call_utility_async=self._call)
         self.output_processor = SimpleNamespace(get_num_unfinished_requests=lambda: 5)
 
-    async def _call(self, method: str, version: int) -> Any:
-        self.asked.append((method, version))
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        self.asked.append((method, *arguments))
         if isinstance(self.answer, BaseException):
             raise self.answer
         if self.answer is None:
@@ -113,6 +114,40 @@ def test_a_repeated_commit_is_answered_and_done_once(listener: Listener) -> None
         msgspec.structs.replace(HELLO, version=4),
     ]
     assert agent.engine.asked == [("commit_weights", 4)]
+
+
+OTHER = "f" * 16
+
+
+def test_a_publisher_that_began_anew_swaps_under_the_number_that_is_stamped(listener: Listener) -> None:
+    """The engine core would refuse to stamp it once more; and of the weights before no KV may stay."""
+    again = Commit(version=4, publisher=OTHER)
+    replies, why, agent = converse(listener, [{"gap_s": 0.001}], Commit(version=4), again, again, Enquire(), FINISH)
+    assert why == ""
+    assert agent.engine.asked == [
+        ("commit_weights", 4), ("collective_rpc", "commit_weights", None, (4,)), ("reset_prefix_cache", True),
+    ]  # fmt: skip
+    answer = Committed(version=4, gap_s=0.001, running=5)
+    other = msgspec.structs.replace(answer, publisher=OTHER)
+    assert replies == [answer, other, other, msgspec.structs.replace(HELLO, version=4, publisher=OTHER)]
+
+
+def test_a_publisher_that_began_anew_at_a_lower_number_is_refused(listener: Listener) -> None:
+    replies, _, agent = converse(listener, [], Commit(version=2, publisher=OTHER), FINISH)
+    assert [(reply.phase, reply.poisoned) for reply in replies if isinstance(reply, Failed)] == [("commit", False)]
+    assert agent.engine.asked == []
+
+
+def test_an_engine_that_was_sent_nothing_commits_any_first_version(listener: Listener) -> None:
+    for first in (0, 7):
+        commits, core = Commits(None, ""), FakeEngine([{"gap_s": 0.0}])
+        sent: list[AnyMessage] = []
+        link: Any = SimpleNamespace(send=sent.append)
+        agent = EngineAgent(link, core, msgspec.structs.replace(HELLO, version=None), commit_timeout_s=1)
+        assert agent.commits == commits
+        asyncio.run(agent._obey(Commit(version=first, publisher=OTHER)))
+        assert core.asked == [("commit_weights", first)]
+        assert (agent.commits.version, agent.commits.publisher) == (first, OTHER)
 
 
 def test_a_refusal_ends_the_generator(listener: Listener) -> None:

@@ -16,7 +16,7 @@ from inflight import config as configuration
 from inflight.config import ConfigError, GeneratorConfig, ModelConfig, RunConfig, TaskConfig
 from inflight.generator import engine_args, server
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, OWN, engine_values, environment, server_arguments
-from inflight.generator.settings import Settings
+from inflight.generator.settings import NO_VERSION, Settings
 
 
 @pytest.fixture
@@ -63,7 +63,11 @@ def test_the_worker_finds_its_settings(model: str) -> None:
     values = engine_values(config(model, swap="rebind", share_prefix_across_versions=True), "g1", CPU_WORKER)
     found = Settings.of(SimpleNamespace(additional_config=values["additional_config"]))
     assert found == Settings(
-        endpoint="ipc:///r/bus/weights", generator="g1", share_prefix_across_versions=True, swap="rebind"
+        endpoint="ipc:///r/bus/weights",
+        generator="g1",
+        version=NO_VERSION,
+        share_prefix_across_versions=True,
+        swap="rebind",
     )
 
 

@@ -85,6 +85,23 @@ def test_what_does_not_fit_is_named(change: dict[str, tuple[int, ...] | None], s
         check_coverage(Fused(), manifest(shapes), 1)
 
 
+def test_a_loaders_list_of_all_parameters_is_left_out() -> None:
+    """vLLM's own words, as its AutoWeightsLoader says them: with every name that the model has."""
+
+    class Listing(Fused):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            name, _ = next(iter(weights))
+            raise ValueError(
+                f"There is no module or parameter named {name!r} in Fused. The available parameters belonging to  "
+                f"(Fused) are: {dict.fromkeys(SHAPES)}"
+            )
+
+    with pytest.raises(CoverageError) as refused:
+        check_coverage(Listing(), manifest({"_orig_mod.q": (8, 4)}), 1)
+    says = "_orig_mod.q [8, 4] does not fit the engine: There is no module or parameter named '_orig_mod.q' in Fused"
+    assert str(refused.value) == says
+
+
 def test_a_tensor_longer_than_all_ranks_take_together_is_refused() -> None:
     with pytest.raises(CoverageError, match=r"q .* is larger than qk"):
         check_coverage(Fused(2), manifest({**SHAPES, "q": (12, 4)}), 2)

@@ -13,8 +13,8 @@ from inflight.types import ParamMeta
 from inflight.weights.pack import ChecksumError, checksums, content_digest
 from inflight.weights.plan import digest, plan
 from inflight.weights.receive.rank_state import State
-from inflight.weights.receive.receiver import SwapRefused, WeightReceiver
-from inflight.weights.receive.shadow import TornWeights
+from inflight.weights.receive.receiver import WeightReceiver
+from inflight.weights.receive.shadow import SwapRefused, TornWeights, Unfit
 from inflight.weights.transport.base import TransportError
 
 MANIFEST = plan([ParamMeta(name="w", shape=(300,), dtype="float32")], {}, 500, "crc32")
@@ -172,7 +172,62 @@ def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver,
     with pytest.raises(SwapRefused, match="IDLE"):
         receiver.swap(1)
     # Before all bytes have come the others wait for this rank in the transport: it must let them go.
+    if phase == "begin":
+        eventually(lambda: publisher.transports[0].closed, "closing its end, after saying why")
     assert publisher.transports[0].closed == (phase == "begin")
+
+
+@pytest.mark.parametrize("phase", ["begin", "build"])
+def test_what_can_never_be_loaded_is_told_apart(publisher, receiver, phase):
+    publisher.welcome()
+    publisher.shadow.fail[phase] = Unfit("the engine has no use for rotary")
+    publisher.prepare(1)
+    failed = publisher.next()
+    assert (failed.phase, failed.reason) == ("fit", "Unfit: the engine has no use for rotary")
+    assert publisher.shadow.events[-1] == "discard"
+
+
+OTHER = "f" * 16
+
+
+@pytest.mark.parametrize(
+    ("version", "whose", "taken"), [(4, "", False), (4, OTHER, True), (5, OTHER, True), (3, OTHER, False)]
+)
+def test_a_number_that_is_live_is_taken_from_another_publisher_alone(publisher, receiver, version, whose, taken):
+    publisher.welcome()
+    publisher.prepare(4)
+    expect_ready(publisher, 4)
+    receiver.swap(4)
+    publisher.attempt = 0
+    publisher.welcome(publisher=whose)
+    eventually(lambda: len(publisher.transports) == 2, "joining")
+    publisher.prepare(version, publisher=whose)
+    answer = publisher.next()
+    assert isinstance(answer, Ready) == taken, answer
+    if taken:
+        receiver.swap(version)
+    else:
+        assert answer.reason == f"RuntimeError: version {version} is not newer than the live version 4"
+    publisher.send(Enquire())
+    hello = publisher.next()
+    assert (hello.version, hello.publisher) == ((version, whose) if taken else (4, ""))
+
+
+def test_a_version_of_another_publisher_than_the_welcomes_is_refused(publisher, receiver):
+    publisher.welcome()
+    publisher.prepare(1, publisher=OTHER)
+    assert "of another publisher than this rank was welcomed by" in publisher.next().reason
+
+
+def test_a_rank_that_was_sent_nothing_holds_no_version(publisher):
+    receiver = publisher.receiver(version=None)
+    assert receiver.version is None
+    publisher.welcome()
+    publisher.prepare(0)
+    expect_ready(publisher, 0)
+    receiver.swap(0)
+    assert receiver.version == 0
+    receiver.close()
 
 
 def test_after_a_failed_build_the_next_version_comes_over_the_same_transport(publisher, receiver):

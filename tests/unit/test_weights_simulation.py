@@ -1,8 +1,9 @@
 """Publisher, ranks and engines in one thread, with a network and a clock that hypothesis plays against them.
 
 The real state machines of both sides (Conversation and Roster, WeightReceiver, EngineAgent) talk over lists of messages
-that may be delivered late, out of order, twice or never; processes die, are cut off and restarted; ranks fail in each
-phase; versions are published all the while. Whatever happens:
+that may be delivered late, out of order, twice or never; processes die, are cut off and restarted; the publisher too is
+replaced, by one that begins at a version higher than, equal to or lower than what generators hold, with other weights;
+ranks fail in each phase; versions are published all the while. Whatever happens:
 
 * a rank's live weights are one version, whole, and are the version that it claims;
 * an engine commits a version only when all its ranks hold it, and stamps none that they don't hold;
@@ -42,8 +43,17 @@ RANKS = {"g0": 2, "g1": 1}
 DEAD_AFTER_S = 8.0
 
 
-def bytes_of(version):
-    return torch.full((MANIFEST.total_bytes,), version, dtype=torch.uint8)
+STARTED_WITH = 255
+"""What all bytes are of a generator that no publisher has sent anything yet."""
+
+
+def value_of(publisher, version):
+    """What all bytes of a version are: the same number of another publisher is another set of weights."""
+    return (37 * publisher + version) % STARTED_WITH
+
+
+def bytes_of(value):
+    return torch.full((MANIFEST.total_bytes,), value, dtype=torch.uint8)
 
 
 class Net:
@@ -54,7 +64,7 @@ class Net:
         self.to_peer = {}
         self.connected = set()
         self.said_ready = set()
-        """(rank, version, attempt) of every Ready that was ever sent."""
+        """(rank, version, attempt, digest) of every Ready that was ever sent."""
         self.on_commit = lambda peer, version: None
 
     def send(self, peer, message):  # the publisher's
@@ -77,7 +87,7 @@ class PeerLink:
 
     def send(self, message):
         if isinstance(message, Ready):
-            self.net.said_ready.add((self.peer, message.version, message.attempt))
+            self.net.said_ready.add((self.peer, message.version, message.attempt, message.digest))
         if self.peer in self.net.connected:
             self.net.to_publisher.append((self.peer, message))
 
@@ -120,7 +130,7 @@ class Receiving:
     def receive(self, buffer, buckets):
         if self.wire.closed or self.wire.offered is None:
             raise TransportError("receive: closed")
-        buffer.copy_(bytes_of(self.wire.offered))
+        buffer.copy_(bytes_of(value_of(*self.wire.offered)))
         if self.world.corrupt:
             self.world.corrupt = False
             buffer[3] ^= 1
@@ -132,25 +142,21 @@ class Receiving:
 class Generator:
     """One incarnation: ranks and an engine, that live and die together."""
 
-    def __init__(self, world, name, number, version):
-        self.world, self.name, self.alive = world, name, True
+    def __init__(self, world, name, number):
+        self.world, self.name, self.alive, self.stamped = world, name, True, None
         self.incarnation = f"{number:016x}"
         self.shadows, self.receivers = [], []
         for rank in range(RANKS[name]):
             shadow = FakeShadow()
-            shadow.live = {"w": bytes_of(version)[:160].view(torch.float32)}
-            hello = RankHello(
-                generator=name, rank=rank, world_size=RANKS[name], version=version, incarnation=self.incarnation
-            )
+            shadow.live = {"w": bytes_of(STARTED_WITH)[:160].view(torch.float32)}
+            hello = RankHello(generator=name, rank=rank, world_size=RANKS[name], incarnation=self.incarnation)
             link = PeerLink(world.net, f"{name}.r{rank}")
             receiver = WeightReceiver(link, shadow, hello, connect=lambda welcome: Receiving(world, welcome))
             self.shadows.append(shadow)
             self.receivers.append(receiver)
-        hello = EngineHello(
-            generator=name, world_size=RANKS[name], version=version, url="http://x", incarnation=self.incarnation
-        )
+        hello = EngineHello(generator=name, world_size=RANKS[name], url="http://x", incarnation=self.incarnation)
         engine = SimpleNamespace(
-            engine_core=SimpleNamespace(call_utility_async=self._commit),
+            engine_core=SimpleNamespace(call_utility_async=self._call),
             output_processor=SimpleNamespace(get_num_unfinished_requests=lambda: 1),
         )
         self.agent = EngineAgent(PeerLink(world.net, f"{name}.engine"), engine, hello, commit_timeout_s=5)
@@ -165,7 +171,19 @@ class Generator:
     def peers(self):
         return [*(f"{self.name}.r{rank}" for rank in range(RANKS[self.name])), f"{self.name}.engine"]
 
-    async def _commit(self, method, version):
+    async def _call(self, method, *arguments):
+        match method, arguments:
+            case "commit_weights", (version,):
+                assert self.stamped is None or version > self.stamped  # else vLLM's patched core raises
+                self.stamped = version
+                return self._commit(version)
+            case "collective_rpc", ("commit_weights", None, (version,)):
+                assert version == self.stamped
+                return self._commit(version)
+            case "reset_prefix_cache", (True,):
+                return True
+
+    def _commit(self, version):
         """As vLLM's core and InflightWorkerMixin.commit_weights do."""
         answers = []
         for receiver in self.receivers:
@@ -205,15 +223,30 @@ class World:
         self.now, self.net, self.wires, self.corrupt = 0.0, Net(), [], False
         self.births = 0
         self.net.on_commit = self._committing
+        self.generators = {}
+        self.rosters = []
+        self.publishers = []
+        """The publishers so far; the last one lives."""
+        self.begin_publisher(0)
+        for name in RANKS:
+            self.restart(name)
+
+    def begin_publisher(self, version):
+        """The first one, or one that takes the place of another."""
+        self.jobs, self.net.to_publisher, self.began = [], [], version
+        for wire in self.wires:
+            wire.closed = True
         clock = lambda: self.now  # noqa: E731
         self.roster = Roster(
             self.net, CONFIG, "gloo", MANIFEST, RANKS, lambda name, wire: Channel(wire), self._wire, clock
         )
-        self.conversation = Conversation(self.roster, CONFIG, self._submit, clock, version=0)
-        self.generators = {}
-        self.jobs = []
-        for name in RANKS:
-            self.restart(name)
+        self.rosters.append(self.roster)
+        self.publishers.append(self.roster.publisher)
+        self.conversation = Conversation(self.roster, CONFIG, self._submit, clock, self._offer(version))
+
+    def _offer(self, version):
+        sums = checksums(MANIFEST, bytes_of(value_of(len(self.publishers) - 1, version)))
+        return Offer(version, lambda: sums)
 
     def _wire(self, kind, size, timeout_s):
         self.wires.append(Wire(len(self.wires)))
@@ -225,21 +258,19 @@ class World:
     def run_job(self):
         delivery, channel, attempt, offer = self.jobs.pop(0)
         if self.conversation.prepare(delivery, channel, attempt, offer.sums()):
-            channel.wire.offered = offer.version
+            channel.wire.offered = (len(self.publishers) - 1, offer.version)
 
     # --- what may happen --------------------------------------------------------------------------------------------
 
     def publish(self):
         if self.conversation.withdraw(supersede=True):
-            version = self.conversation.version + 1
-            sums = checksums(MANIFEST, bytes_of(version))
-            self.conversation.release(Offer(version, lambda: sums))
+            self.conversation.release(self._offer(self.conversation.version + 1))
 
     def restart(self, name):
         if name in self.generators and self.generators[name].alive:
             self.generators[name].die()
         self.births += 1
-        self.generators[name] = Generator(self, name, self.births, 0)
+        self.generators[name] = Generator(self, name, self.births)
 
     def lose(self, peer):
         """The bus takes a peer for dead; it may well live."""
@@ -292,6 +323,8 @@ class World:
                 generator.die()
                 for peer in generator.peers:
                     self.conversation.lost(peer)
+            case "another publisher" if index < 3:  # seldom: all that was reached begins anew
+                self.begin_publisher(max(0, self.conversation.version + (0, 1, -2)[index]))
             case "restart":
                 self.restart(list(RANKS)[index % len(RANKS)])
             case "rank fails" if alive:
@@ -323,7 +356,8 @@ class World:
     def _committing(self, engine, version):
         """Commit is sent only when every rank has said of this very attempt that it is ready."""
         delivery = self.roster.of(engine)
-        assert {(rank, version, delivery.attempt) for rank in delivery.ranks} <= self.net.said_ready
+        ready = {(rank, version, delivery.attempt, delivery.digest) for rank in delivery.ranks}
+        assert ready <= self.net.said_ready
 
     # --- what must hold ---------------------------------------------------------------------------------------------
 
@@ -331,17 +365,23 @@ class World:
         for generator in (g for g in self.generators.values() if g.alive):
             for shadow, receiver in zip(generator.shadows, generator.receivers, strict=True):
                 live = shadow.live["w"].view(torch.uint8).unique().tolist()
-                assert live == [receiver.version]  # whole, and what it claims
+                assert live == [self._claimed(receiver)]  # whole, and what it claims
         for name, delivery in self.roster.deliveries.items():
             generator = self.generators[name]
             claimed = delivery.committed
             current = generator.alive and generator.incarnation == delivery.incarnation
             if claimed is not None and current and delivery.state.name not in ("COMMITTING",):
-                held = {receiver.version for receiver in generator.receivers}
-                assert held == {claimed}, (name, delivery, held)
-            assert (delivery.due is None) <= (delivery.state.name in ("IDLE", "POISONED"))  # nothing waits for ever
+                held = {self._claimed(receiver) for receiver in generator.receivers}
+                assert held == {value_of(len(self.publishers) - 1, claimed)}, (name, delivery, held)
+            bounded = delivery.state.name not in ("IDLE", "POISONED")
+            assert delivery.due is not None or not bounded  # nothing waits for ever
         for route in routes(self.conversation.version, self.roster.deliveries.values(), 2).generators.values():
             assert self.conversation.version - route.version <= 2
+
+    def _claimed(self, receiver):
+        if receiver.version is None:
+            return STARTED_WITH
+        return value_of(self.publishers.index(receiver._rank_state.publisher), receiver.version)
 
     def drain(self, count):
         """What is on its way arrives, in order."""
@@ -380,9 +420,10 @@ class World:
 
 MOVES = [
     *["up"] * 30, *["down"] * 40, *["job"] * 15, *["publish"] * 3, *["time"] * 5, *["heal"] * 3,
-    *["all is well for a while"] * 5,
+    *["all is well for a while"] * 8,
     "up, out of order", "up, twice", "up, lost", "down, out of order", "down, twice", "down, lost",
-    "cut off", "heal", "heal", "kill", "restart", "rank fails", "rank recovers", "corrupt", "transport breaks",
+    "another publisher", "cut off", "heal", "heal", "kill", *["restart"] * 3, "rank fails", "rank recovers", "corrupt",
+    "transport breaks",
 ]  # fmt: skip
 
 
@@ -397,9 +438,9 @@ def test_long_histories(seed):
     """Longer than hypothesis tries; enough goes well in them that faults meet every phase."""
     chance = random.Random(seed)
     world = play([(chance.choice(MOVES), chance.randrange(6)) for _ in range(1500)])
-    swaps = [event for event in world.roster.events if isinstance(event, Swap)]
-    assert len(swaps) > 5
-    assert {event.phase for event in world.roster.events if isinstance(event, Failure)} >= {"receive", "absent"}
+    events = [event for roster in world.rosters for event in roster.events]
+    assert len([event for event in events if isinstance(event, Swap)]) > 5
+    assert {event.phase for event in events if isinstance(event, Failure)} >= {"receive", "absent"}
 
 
 def play(moves):
@@ -413,7 +454,7 @@ def play(moves):
     assert all(delivery.state not in UNSETTLED for delivery in world.roster.deliveries.values())
     for name in RANKS:
         told = {e.version for e in world.roster.events if e.generator == name}
-        assert told >= set(range(1, world.conversation.version + 1)), (name, world.roster.events)
+        assert told >= set(range(world.began + 1, world.conversation.version + 1)), (name, world.roster.events)
     return world
 
 

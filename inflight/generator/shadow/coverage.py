@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight.messages import Manifest
+from inflight.weights.receive.shadow import Unfit
 
 MAX_NAMED = 3
 """Names that an error lists; the rest is counted."""
@@ -22,7 +23,7 @@ _FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 """How loaders fill the padding of a vocabulary."""
 
 
-class CoverageError(ValueError):
+class CoverageError(Unfit):
     """A manifest that does not fit the engine's model; the text names the parameters or tensors."""
 
 
@@ -39,7 +40,7 @@ def check_coverage(template: torch.nn.Module, manifest: Manifest, tensor_paralle
         except CoverageError:
             raise
         except Exception as error:  # loaders raise whatever they like, from AssertionError to KeyError
-            raise CoverageError(f"{ledger.current} does not fit the engine: {error or type(error).__name__}") from error
+            raise CoverageError.by_loader(ledger.current, error) from error
     ledger.check_sources(manifest)
     if missing := [name for name, param in parameters.items() if ledger.written[name] < param.numel()]:
         raise CoverageError(f"the manifest does not cover {_some(missing)} of the engine")

@@ -21,13 +21,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight.messages import Manifest, Slot
+from inflight.weights.receive.shadow import Unfit
 from inflight.weights.transport.landing import Strip
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Span = tuple[int, int]
 
 
-class PlanError(ValueError):
+class PlanError(Unfit):
     """The engine's weights can't be filled from what travels; the text names the parameter."""
 
 
@@ -89,7 +90,7 @@ def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: to
     except PlanError:
         raise
     except Exception as error:
-        raise PlanError(f"vLLM's loader does not take {notes.current!r}: {type(error).__name__}: {error}") from error
+        raise PlanError.by_loader(notes.current, error) from error
     return notes
 
 

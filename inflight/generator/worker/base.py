@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from inflight.generator.plugin import INCARNATION
 from inflight.generator.settings import Settings
-from inflight.weights.receive.shadow import Shadow
+from inflight.weights.receive.shadow import Shadow, SwapRefused
 
 if TYPE_CHECKING:
     from inflight.messages import Welcome
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("vllm.inflight")
-
-
-class SwapRefused(RuntimeError):
-    """A commit for a version that this rank has not got ready; the live weights are untouched."""
 
 
 class InflightWorkerMixin:
@@ -77,7 +73,6 @@ class InflightWorkerMixin:
             generator=settings.generator,
             rank=self.rank,
             world_size=self.vllm_config.parallel_config.world_size,
-            version=settings.version,
             incarnation=os.environ.get(INCARNATION, ""),
         )
         receiver = WeightReceiver(link, self.inflight_shadow, hello, connect=self.connect)

@@ -1,7 +1,8 @@
 """What is said to the generators and when: each version's way to each of them, as a state machine without threads.
 
-One rule drives it: a generator that is IDLE and holds less than what lies in the send buffer is sent it. A new version,
-a late joiner, one that was cut off and one whose last attempt failed are all the same case.
+One rule drives it: a generator that is IDLE and does not hold what lies in the send buffer is sent it. The version that
+the trainer starts with, a new one, a late joiner, one that was cut off and one whose last attempt failed are all the
+same case.
 
 Not thread-safe: the dispatch calls in under its lock.
 """
@@ -12,17 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.config import PublishConfig
-from inflight.messages import (
-    Aborted,
-    AnyMessage,
-    Commit,
-    Committed,
-    EngineHello,
-    Failed,
-    Prepare,
-    RankHello,
-    Ready,
-)
+from inflight.messages import Aborted, AnyMessage, Committed, EngineHello, Failed, RankHello, Ready
 from inflight.weights.pack import content_digest
 from inflight.weights.publish.channel import Channel
 from inflight.weights.publish.delivery import GONE, UNSETTLED, Delivery, State
@@ -52,14 +43,13 @@ class Conversation:
         config: PublishConfig,
         submit: Callable[[Delivery, Offer], None],
         clock: Callable[[], float],
-        *,
-        version: int,
+        offer: Offer,
     ) -> None:
-        """`submit` has a delivery's channel call `prepare` and then send. `version` is the trainer's."""
-        self.version = version
+        """`submit` has a delivery's channel call `prepare` and then send. `offer` is what the trainer starts with."""
+        self.version = offer.version
         """The newest version that was released."""
-        self._offer: Offer | None = None
-        """None while the trainer writes into the buffer, and before the first version."""
+        self._offer: Offer | None = offer
+        """None while the trainer writes into the buffer."""
         self._roster, self._config, self._submit, self._clock = roster, config, submit, clock
         self._attempts = 0
 
@@ -113,9 +103,7 @@ class Conversation:
         assert delivery.version is not None
         delivery.digest = content_digest(sums)
         delivery.due = self._clock() + self._config.transfer_timeout_s
-        digest = self._roster.manifest_digest
-        message = Prepare(version=delivery.version, attempt=attempt, manifest_digest=digest, checksums=sums)
-        self._roster.tell(delivery.ranks, message)
+        self._roster.tell_prepare(delivery, sums)
         return True
 
     def channel_failed(self, channel: Channel, reason: str) -> None:
@@ -160,6 +148,8 @@ class Conversation:
         broken = isinstance(answer, Failed) and answer.phase in ("prepare", "receive")
         if answer.attempt != delivery.attempt or not (ending or delivery.state is State.SENDING):
             self._roster.ignore(peer, answer, f"{delivery.state.name}, attempt {delivery.attempt}")
+        elif isinstance(answer, Failed) and answer.phase == "fit":
+            self._roster.give_up(delivery, "fit", f"{peer}: {answer.reason}")
         elif ending:
             delivery.broken |= broken
             if isinstance(answer, Aborted):
@@ -182,11 +172,12 @@ class Conversation:
         due = now + self._config.commit_timeout_s
         delivery.enter(State.COMMITTING, now, f"version {version} is being committed", due=due)
         delivery.commit_started = now
-        self._roster.tell([delivery.engine], Commit(version=version))
+        self._roster.tell_commit(delivery, version)
 
     def _outcome(self, delivery: Delivery, peer: str, outcome: Committed | Failed) -> None:
         """The engine's answer to Commit, in time or late."""
-        if outcome.version != delivery.version or delivery.state not in (State.COMMITTING, State.UNSURE):
+        other = isinstance(outcome, Committed) and outcome.publisher != self._roster.publisher
+        if other or outcome.version != delivery.version or delivery.state not in (State.COMMITTING, State.UNSURE):
             self._roster.ignore(peer, outcome, f"no commit of it is out ({delivery.state.name})")
         elif isinstance(outcome, Committed):
             self._roster.events.append(delivery.swap(outcome.gap_s, outcome.running, self._clock()))
@@ -212,6 +203,8 @@ class Conversation:
         match delivery.state:
             case State.ABSENT:
                 self._roster.enquire(delivery)
+            case State.INCOMPATIBLE:
+                self._roster.end_incompatible(delivery)
             case State.SENDING:
                 silent, limit_s = ", ".join(delivery.silent), self._config.transfer_timeout_s
                 self._fail(delivery, "receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
@@ -238,7 +231,7 @@ class Conversation:
             if delivery.owed is not None:
                 self._roster.record(delivery, delivery.owed, "absent", f"UNSURE, {reason}")
         delivery.due = now + ABORT_S
-        self._roster.tell([delivery.engine], Commit(version=delivery.version))
+        self._roster.tell_commit(delivery, delivery.version)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -260,7 +253,7 @@ class Conversation:
         if offer is None:
             return
         for delivery in self._deliveries:
-            if delivery.state is not State.IDLE or delivery.held[delivery.engine] >= offer.version:
+            if delivery.state is not State.IDLE or delivery.held[delivery.engine] == offer.version:
                 continue
             if now >= delivery.retry_at:
                 self._attempts += 1
@@ -273,6 +266,7 @@ class Conversation:
         self._roster.record(delivery, delivery.version, phase, reason)
         delay = self._config.retry_after_s * 2.0 ** min(delivery.failures, 16)
         delivery.failures, delivery.retry_at = delivery.failures + 1, self._clock() + min(delay, MAX_RETRY_S)
+        delivery.trouble = f"version {delivery.version} failed ({phase}): {reason}"
         self._abort(delivery, reason, broken=broken)
 
     def _abort(self, delivery: Delivery, reason: str, *, broken: bool) -> None:

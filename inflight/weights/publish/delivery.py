@@ -15,8 +15,9 @@ from inflight.weights.publish.channel import Channel
 class State(enum.Enum):
     """How a generator stands to the versions that are published. Legal transitions:
 
-    ABSENT     → IDLE        all ranks and the engine of one start have said hello and hold the same version
-    IDLE       → SENDING     it holds less than the newest version: one was published, it joined late, or failed before
+    ABSENT     → IDLE        all ranks and the engine of one start have said hello and hold the same version of this
+                             publisher, or none: what another publisher sent them does not count
+    IDLE       → SENDING     it does not hold the newest version: one was published, it has joined, or failed before
     SENDING    → COMMITTING  every rank is Ready; Commit was sent
     SENDING    → ABORTING    a rank failed, the transport broke, a rank did not answer in time, or a newer version is
                              waiting; Abort was sent
@@ -27,8 +28,10 @@ class State(enum.Enum):
     COMMITTING → ABORTING    the engine refused and swapped nothing
     COMMITTING → UNSURE      no answer in time: it may hold either version; nothing is claimed, Commit is repeated
     UNSURE     → IDLE, ABORTING  the answer came, later
-    POISONED   → ABSENT      it was restarted: a hello of another incarnation
+    POISONED, INCOMPATIBLE → ABSENT  it was restarted: a hello of another incarnation
     any        → POISONED    a swap failed halfway: it may hold parts of two versions
+    any other  → INCOMPATIBLE  its model has no use for what is published (another shape or name), its size is not the
+                             configured one, or it holds a version that this publisher has not reached
     any other  → ABSENT      a member was lost, or a hello of another incarnation came; all must say hello then
     """
 
@@ -40,21 +43,24 @@ class State(enum.Enum):
     COMMITTING = enum.auto()
     UNSURE = enum.auto()
     POISONED = enum.auto()
+    INCOMPATIBLE = enum.auto()
 
 
+_OUT = {State.ABSENT, State.POISONED, State.INCOMPATIBLE}
 LEGAL = {
-    State.ABSENT: {State.ABSENT, State.POISONED, State.IDLE},
-    State.IDLE: {State.ABSENT, State.POISONED, State.SENDING},
-    State.SENDING: {State.ABSENT, State.POISONED, State.COMMITTING, State.ABORTING},
-    State.ABORTING: {State.ABSENT, State.POISONED, State.IDLE, State.STALLED},
-    State.STALLED: {State.ABSENT, State.POISONED, State.IDLE},
-    State.COMMITTING: {State.ABSENT, State.POISONED, State.IDLE, State.ABORTING, State.UNSURE},
-    State.UNSURE: {State.ABSENT, State.POISONED, State.IDLE, State.ABORTING},
+    State.ABSENT: _OUT | {State.IDLE},
+    State.IDLE: _OUT | {State.SENDING},
+    State.SENDING: _OUT | {State.COMMITTING, State.ABORTING},
+    State.ABORTING: _OUT | {State.IDLE, State.STALLED},
+    State.STALLED: _OUT | {State.IDLE},
+    State.COMMITTING: _OUT | {State.IDLE, State.ABORTING, State.UNSURE},
+    State.UNSURE: _OUT | {State.IDLE, State.ABORTING},
     State.POISONED: {State.POISONED, State.ABSENT},
+    State.INCOMPATIBLE: {State.INCOMPATIBLE, State.POISONED, State.ABSENT},
 }
 UNSETTLED = (State.SENDING, State.ABORTING, State.COMMITTING)
 """States in which a version's outcome is open and will be decided by a deadline at the latest."""
-GONE = (State.ABSENT, State.POISONED)
+GONE = (State.ABSENT, State.POISONED, State.INCOMPATIBLE)
 """States of a generator that takes no part."""
 UNCERTAIN = (*GONE, State.UNSURE)
 """States in which nothing is claimed about what it holds."""
@@ -87,7 +93,8 @@ class Failure:
     generator: str
     version: int
     phase: str
-    """`absent` when it was not sent, `finite` when it holds NaN or Inf, else that of messages.Failed."""
+    """`absent` when it was not sent, `finite` when it holds NaN or Inf, `fit` when the engine has no use for what is
+    published, else that of messages.Failed."""
     reason: str
 
 
@@ -122,8 +129,9 @@ class Delivery:
     replaced: set[str] = field(default_factory=set)
     """Earlier incarnations: what they say does not count."""
     url: str = ""
-    held: dict[str, int] = field(default_factory=dict)
-    """Peer → the version it holds, of those that said hello and are not lost."""
+    held: dict[str, int | None] = field(default_factory=dict)
+    """Peer → the version of this publisher that it holds, None: it holds none; of those that said hello and are not
+    lost."""
     caught_up: bool = False
     """Since it joined it has once held what was the newest version then."""
     owed: int | None = None
@@ -141,11 +149,18 @@ class Delivery:
     """The transport can't be used again."""
     failures: int = 0
     """Attempts that failed since the last commit."""
+    trouble: str = ""
+    """Why the last of them failed."""
     retry_at: float = 0.0
     """When the newest version may be sent (again)."""
     released: float = 0.0
     commit_started: float = 0.0
     channel: Channel | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why it does not hold the newest version, for people; empty when nothing is known to keep it from that."""
+        return self.why or self.trouble
 
     @property
     def ranks(self) -> list[str]:
@@ -175,7 +190,7 @@ class Delivery:
 
     @property
     def committed(self) -> int | None:
-        """The version that its engine stamps; None when that is not certain."""
+        """The version of this publisher that its engine stamps; None when it has none, or that is not certain."""
         return None if self.state in UNCERTAIN else self.held[self.engine]
 
     def enter(self, state: State, now: float, why: str = "", *, due: float | None = None) -> None:
@@ -196,7 +211,7 @@ class Delivery:
     def commit(self, version: int) -> None:
         """Its engine has said that all its members hold `version`."""
         self.held = dict.fromkeys(self.held, version)
-        self.caught_up, self.failures, self.retry_at = True, 0, 0.0
+        self.caught_up, self.failures, self.trouble, self.retry_at = True, 0, "", 0.0
 
     def swap(self, gap_s: float, running: int, now: float) -> Swap:
         """The record of the version that was just committed."""

@@ -51,25 +51,31 @@ class Dispatch:
         buffer: torch.Tensor,
         *,
         version: int,
+        inspect: Callable[[], list[int]],
         ranks: dict[str, int],
         routes_file: RoutesFile | None = None,
     ) -> None:
+        """`version` is what lies in `buffer`; `inspect` looks at it before any of it is sent."""
         self.error: BaseException | None = None
         """What ended publishing; nothing is delivered any more."""
         self.changed = threading.Condition(threading.RLock())
         clock, self._sums = time.monotonic, BufferSums()
         sender = functools.partial(make_sender, sums=self._sums)
         self.roster = Roster(listener, config, kind, manifest, ranks, self._open_channel, sender, clock)
-        self.conversation = Conversation(self.roster, config, self._submit, clock, version=version)
+        self.conversation = Conversation(self.roster, config, self._submit, clock, self.offer(version, inspect))
         self._listener, self._config, self._routes_file = listener, config, routes_file
         self._manifest, self._buffer = manifest, buffer
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
+    def offer(self, version: int, inspect: Callable[[], list[int]]) -> Offer:
+        """What lies in the send buffer; `inspect` looks at it before any of it is sent."""
+        return Offer(version, _Once(lambda: self._inspected(inspect)))
+
     def release(self, version: int, inspect: Callable[[], list[int]]) -> Offer:
-        """Takes what lies in the send buffer to the generators; `inspect` looks at it before any of it is sent."""
-        offer = Offer(version, _Once(lambda: self._inspected(inspect)))
+        """Takes what lies in the send buffer to the generators."""
+        offer = self.offer(version, inspect)
         with self.changed:
             self.conversation.release(offer)
         return offer

@@ -44,6 +44,8 @@ class PublishReport:
     """Casting and copying into the send buffer; on CUDA with a guard that holds an optimizer: queueing that."""
     guard_s: float
     """In the optimizer steps since the publish before, until the parameters were read (weights/publish/guard.py)."""
+    incompatible: dict[str, str]
+    """Generators that can take no version of this publisher, with the reason; see Publisher.incompatible."""
 
 
 class Publisher(Served):
@@ -55,9 +57,11 @@ class Publisher(Served):
     is swapped in (a rank has one shadow), so it would save only the waiting of a trainer whose steps are shorter than a
     transfer, at the price of the model's size.
 
-    Life of a version: delivery.State. A generator that is late, fails or dies is left behind; the others go on. What
-    went wrong is in `events` and in the log, never raised by `publish`: only a version that holds NaN or Inf is, by the
-    next call, since nothing can be published any more.
+    Life of a version: delivery.State. The version that the module holds at the start is sent like any other: a number
+    names the weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it
+    was started with. A generator that is late, fails or dies is left behind; the others go on. What went wrong is in
+    `events` and in the log. `publish` and `flush` raise only when nobody can be sent anything any more: a version holds
+    NaN or Inf, or no generator's model has a use for what is published.
 
     Example:
         with Listener(endpoint, bus) as listener:
@@ -100,13 +104,14 @@ class Publisher(Served):
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
         self._pack()  # what the first packing needs once, such as kernels to be loaded, no step has to wait for
-        self._offer: Offer | None = None
         if config.finite_check:
             require_finite(version, self.manifest, self._buffer)
         self._dispatch = Dispatch(
             listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks,
+            inspect=functools.partial(self._inspect, version),
             routes_file=RoutesFile(routes_file) if routes_file is not None else None,
         )  # fmt: skip
+        self._offer: Offer | None = None
 
     @property
     def version(self) -> int:
@@ -152,7 +157,14 @@ class Publisher(Served):
     def states(self) -> dict[str, tuple[State, str]]:
         """Generator → its state and why it is in it."""
         with self._dispatch.changed:
-            return {name: (delivery.state, delivery.why) for name, delivery in self._dispatch.roster.deliveries.items()}
+            return {name: (each.state, each.reason) for name, each in self._dispatch.roster.deliveries.items()}
+
+    @property
+    def incompatible(self) -> dict[str, str]:
+        """Generator → why it can take no version of this publisher: its model has no use for what travels (another
+        shape, more layers, the names that a wrapper has changed, a head that is missing), its size is not the
+        configured one, or it holds a newer version of another publisher."""
+        return {name: why for name, (state, why) in self.states.items() if state is State.INCOMPATIBLE}
 
     @property
     def ignored(self) -> int:
@@ -177,14 +189,17 @@ class Publisher(Served):
         }
 
     def wait_joined(self, timeout_s: float, *, at_least: int | None = None) -> None:
-        """Returns when `at_least` generators (all, without it) take part and hold the newest version.
+        """Returns when `at_least` generators (all, without it) have committed the newest version.
 
-        Raises PublishError naming who is missing.
+        Raises PublishError in one line: at once when too few are left that can take it, with each one's reason, else
+        after `timeout_s`, naming who is missing and what is known of it.
         """
 
         def joined() -> bool:
-            held = self.committed.values()
-            return sum(version == self.version for version in held) >= (at_least or len(self.states))
+            held, needed = self.committed.values(), at_least or len(self.states)
+            if len(self.states) - len(self.incompatible) < needed:
+                raise PublishError(self._says_who_can_not())
+            return sum(version == self.version for version in held) >= needed
 
         self._wait(joined, timeout_s, f"not {'all' if at_least is None else 'enough'} generators have joined")
 
@@ -195,7 +210,8 @@ class Publisher(Served):
         it (`supersede_after_s`): those that don't are left behind and are sent the new one. One caller at a time.
 
         Raises ValueError for a version that is not newer, SourceError for a module that has changed, PublishError when
-        publishing has ended, in particular because the version before holds NaN or Inf.
+        publishing has ended, in particular because the version before holds NaN or Inf, and when no generator can take
+        what is published. One that can't while others can is in the report's `incompatible`.
         """
         if version <= self.version:
             raise ValueError(f"version {version} is not newer than {self.version}, which was published before")
@@ -206,7 +222,9 @@ class Publisher(Served):
         packed = time.monotonic()
         self._offer = self._dispatch.release(version, functools.partial(self._inspect, version))
         guard_s = self._guard.take_waited_s()
-        return PublishReport(version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s)
+        return PublishReport(
+            version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s, incompatible=self.incompatible
+        )
 
     def require_sound(self) -> None:
         """Returns when the newest version is known to hold neither NaN nor Inf; looks itself if nobody was sent it.
@@ -223,6 +241,7 @@ class Publisher(Served):
     def _wait_for_buffer(self, started: float) -> None:
         patient_until = started + self._config.supersede_after_s
         conversation = self._dispatch.conversation
+        self._require_taker()
         self._wait(
             lambda: conversation.withdraw(supersede=time.monotonic() >= patient_until),
             self._config.transfer_timeout_s + GRACE_S,
@@ -236,9 +255,26 @@ class Publisher(Served):
             require_finite(version, self.manifest, self._buffer)
         return checksums(self.manifest, self._buffer)
 
-    def flush(self, timeout_s: float) -> None:
-        """Waits until the last version is committed or has failed everywhere. Raises PublishError when it is not."""
+    def flush(self, timeout_s: float) -> dict[str, str]:
+        """Waits until the last version is committed or has failed everywhere.
+
+        Returns generator → why it does not hold that version; empty when all do. Raises PublishError when the version
+        has no outcome in time, and when no generator can take what is published.
+        """
         self._wait(self._dispatch.conversation.settled, timeout_s, f"version {self.version} has no outcome")
+        self._require_taker()
+        with self._dispatch.changed:
+            committed, states = self.committed, self.states
+        missed = [name for name in states if committed.get(name) != self.version]
+        return {name: f"{states[name][0].name}: {states[name][1]}" for name in missed}
+
+    def _require_taker(self) -> None:
+        if self.states and len(self.incompatible) == len(self.states):
+            raise PublishError(self._says_who_can_not())
+
+    def _says_who_can_not(self) -> str:
+        reasons = "; ".join(f"{name}: {why}" for name, why in self.incompatible.items())
+        return f"what is published can't be taken by {reasons}"
 
     def finish(self, reason: str) -> None:
         """Tells the generators' engines that the run is over and why."""

@@ -6,15 +6,28 @@ Not thread-safe: the dispatch calls in under its lock.
 from __future__ import annotations
 
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from inflight.bus import BusError
 from inflight.config import PublishConfig
-from inflight.messages import Abort, AnyMessage, EngineHello, Enquire, Manifest, RankHello, Refused, Welcome
+from inflight.messages import (
+    Abort,
+    AnyMessage,
+    Commit,
+    EngineHello,
+    Enquire,
+    Manifest,
+    Prepare,
+    RankHello,
+    Refused,
+    Welcome,
+)
 from inflight.messages.base import MAX_REASON
 from inflight.weights import plan
+from inflight.weights.publish.admission import mismatch, stranger
 from inflight.weights.publish.channel import Channel
 from inflight.weights.publish.delivery import GONE, Delivery, Event, Failure, State, Superseded
 from inflight.weights.transport.base import Sender, TransportError
@@ -47,6 +60,8 @@ class Roster:
         make_sender: Callable[[str, int, float], Sender],
         clock: Callable[[], float],
     ) -> None:
+        self.publisher = secrets.token_hex(8)
+        """Tells this publisher's versions from those that another one sent under the same numbers."""
         now = self._last_present = clock()
         self.deliveries = {name: Delivery(name, size, since=now, due=now) for name, size in ranks.items()}
         self.events: list[Event] = []
@@ -65,17 +80,32 @@ class Roster:
     def hello(self, peer: str, hello: RankHello | EngineHello, newest: int) -> None:
         """Takes a member in, or refuses it with the reason; `newest` is the trainer's version."""
         delivery = self.deliveries.get(hello.generator)
-        if delivery is None or (reason := _objection(peer, hello, delivery, newest)):
+        if delivery is None or (reason := stranger(peer, hello, delivery)):
             reason = f"no generator of this run is named {hello.generator}" if delivery is None else reason
-            self.ignore(peer, hello, reason)
-            self.tell([peer], Refused(reason=reason))
+            self._refuse(peer, hello, reason)
             return
         if hello.incarnation != delivery.incarnation:
             self._replace(delivery, peer, hello.incarnation)
+        if reason := mismatch(hello, delivery, newest):
+            self._refuse(peer, hello, reason)
+            self.give_up(delivery, "absent", f"{peer}: {reason}", end=True)
+        elif delivery.state is State.INCOMPATIBLE:
+            self.ignore(peer, hello, delivery.why)
         elif delivery.state is not State.ABSENT:
             self._again(delivery, peer, hello)
-            return
-        delivery.held[peer] = hello.version
+        else:
+            self._take_in(delivery, peer, hello, newest)
+
+    def _refuse(self, peer: str, hello: RankHello | EngineHello, reason: str) -> None:
+        self.ignore(peer, hello, reason)
+        self.tell([peer], Refused(reason=reason))
+
+    def _held(self, hello: RankHello | EngineHello) -> int | None:
+        """A number of another publisher's names other weights, perhaps."""
+        return hello.version if hello.publisher == self.publisher else None
+
+    def _take_in(self, delivery: Delivery, peer: str, hello: RankHello | EngineHello, newest: int) -> None:
+        delivery.held[peer] = self._held(hello)
         if isinstance(hello, EngineHello):
             delivery.url = hello.url
         self._admit(delivery, newest)
@@ -91,8 +121,8 @@ class Roster:
         """A member that takes part says hello once more, because it was asked to or had lost us."""
         if delivery.state is not State.IDLE:
             self.ignore(peer, hello, f"it takes part already ({delivery.state.name})")  # what is out settles it
-        elif hello.version != delivery.held[peer]:
-            self.leave(delivery, f"{peer} holds version {hello.version}, not {delivery.held[peer]}")
+        elif self._held(hello) != delivery.held[peer]:
+            self.leave(delivery, f"{peer} holds version {self._held(hello)}, not {delivery.held[peer]}")
         elif isinstance(hello, RankHello):
             self.open(delivery)  # it may have dropped its end of the transport
 
@@ -107,8 +137,10 @@ class Roster:
         elif self.open(delivery):
             delivery.enter(State.IDLE, self._clock())
             delivery.caught_up = versions == {newest}
-            delivery.failures, delivery.retry_at = 0, 0.0
-            log.info("%s takes part, with version %d of %d", delivery.generator, versions.pop(), newest)
+            delivery.failures, delivery.trouble, delivery.retry_at = 0, "", 0.0
+            held = versions.pop()
+            holds = "no version yet" if held is None else f"version {held}"
+            log.info("%s has joined with %s, the newest is %d", delivery.generator, holds, newest)
 
     def open(self, delivery: Delivery) -> bool:
         """A new transport, and a Welcome to it for every rank. False, leaving ABSENT, when it can't be opened."""
@@ -124,7 +156,7 @@ class Roster:
             welcome = Welcome(
                 manifest=self._manifest, manifest_digest=self.manifest_digest, transport=self._kind,
                 rendezvous=delivery.channel.rendezvous, transport_rank=rank + 1, transport_size=size,
-                timeout_s=timeout_s,
+                timeout_s=timeout_s, publisher=self.publisher,
             )  # fmt: skip
             self.tell([peer], welcome)
         return True
@@ -137,12 +169,32 @@ class Roster:
 
     def leave(self, delivery: Delivery, reason: str) -> None:
         """→ ABSENT: what it holds is not claimed any more, and all its members must say hello (again)."""
+        self._end_attempt(delivery, "receive", reason)
+        self._enter_without_claim(delivery, State.ABSENT, reason)
+
+    def give_up(self, delivery: Delivery, phase: str, reason: str, *, end: bool = False) -> None:
+        """→ INCOMPATIBLE: neither waiting nor another version helps, only its restart or another publisher.
+
+        `end`: the generator is of no use to this publisher in any case, so its engine is told to end.
+        """
+        if delivery.state in (State.POISONED, State.INCOMPATIBLE):
+            return
+        log.error("%s can't take what is published: %s", delivery.generator, reason)
+        self._end_attempt(delivery, phase, reason)
+        self._enter_without_claim(delivery, State.INCOMPATIBLE, reason)
+        delivery.due = self._clock() if end else None
+
+    def end_incompatible(self, delivery: Delivery) -> None:
+        """Tells its engine why it has to end, and again while it is still connected."""
+        delivery.due = self._clock() + ENQUIRE_S
+        self.tell({delivery.engine} & self._postbox.peers(), Refused(reason=delivery.why[:MAX_REASON]))
+
+    def _end_attempt(self, delivery: Delivery, phase: str, reason: str) -> None:
         version, state = delivery.version, delivery.state
         if version is not None and state in (State.SENDING, State.COMMITTING):
-            self.record(delivery, version, "commit" if state is State.COMMITTING else "receive", reason)
+            self.record(delivery, version, "commit" if state is State.COMMITTING else phase, reason)
         if state is State.SENDING:
             self.tell_abort(delivery, delivery.ranks, reason)
-        self._enter_without_claim(delivery, State.ABSENT, reason)
 
     def poison(self, delivery: Delivery, peer: str, version: int, reason: str) -> None:
         """→ POISONED: only a restart brings it back. Its engine is told to end, if it still listens."""
@@ -221,6 +273,22 @@ class Roster:
             except BusError as error:
                 log.warning("%s", error)
 
+    def tell_prepare(self, delivery: Delivery, sums: list[int]) -> None:
+        """Tells ranks that the version that is out will come."""
+        assert delivery.version is not None
+        message = Prepare(
+            version=delivery.version,
+            attempt=delivery.attempt,
+            manifest_digest=self.manifest_digest,
+            checksums=sums,
+            publisher=self.publisher,
+        )
+        self.tell(delivery.ranks, message)
+
+    def tell_commit(self, delivery: Delivery, version: int) -> None:
+        """Tells the engine that all ranks hold a version."""
+        self.tell([delivery.engine], Commit(version=version, publisher=self.publisher))
+
     def tell_abort(self, delivery: Delivery, peers: Iterable[str], reason: str) -> None:
         """Tells ranks to let go of the version that is out."""
         assert delivery.version is not None
@@ -234,21 +302,3 @@ class Roster:
         delivery.enter(state, now, reason, due=now if state is State.ABSENT else None)
         if delivery.owed is not None:
             self.record(delivery, delivery.owed, "absent", f"{state.name}, {reason}")
-
-
-def _objection(peer: str, hello: RankHello | EngineHello, delivery: Delivery, newest: int) -> str:
-    """Why a hello is refused; empty when it is not."""
-    if hello.world_size != delivery.world_size:
-        return f"world_size is {hello.world_size}, this run expects {delivery.world_size}"
-    if isinstance(hello, RankHello) and hello.rank >= delivery.world_size:
-        return f"rank {hello.rank} of {delivery.world_size}"
-    expected = delivery.ranks[hello.rank] if isinstance(hello, RankHello) else delivery.engine
-    if peer != expected:
-        return f"{peer} can't speak for {expected}"
-    if hello.version > newest:
-        return f"version {hello.version} is ahead of the trainer's, {newest}"
-    if hello.incarnation in delivery.replaced:
-        return "another process has taken its place"
-    if delivery.state is State.POISONED and hello.incarnation == delivery.incarnation:
-        return f"it may hold a torn version ({delivery.why}): it must be restarted"
-    return ""

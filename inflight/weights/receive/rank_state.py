@@ -63,16 +63,24 @@ class RankState:
     The step loop's thread calls `begin_swap`, `end_swap` and `poison`, the receiver's thread everything.
     """
 
-    def __init__(self, version: int) -> None:
+    def __init__(self, version: int | None, publisher: str) -> None:
         self.state = State.JOINING
         self.version = version
-        """What is live."""
+        """What is live, by the number that `publisher` gave it; None: what the engine was started with."""
+        self.publisher = publisher
         self.hand: Prepare | None = None
         """The version being received or ready; None when there is none."""
         self.error: str | None = None
         """Why it FAILED or was POISONED."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
+
+    def follows(self, message: Prepare) -> bool:
+        """Whether a version may replace what is live: a higher number, or the same number of another publisher, whose
+        weights may be others."""
+        if self.version is None or message.version > self.version:
+            return True
+        return message.version == self.version and message.publisher != self.publisher
 
     def enter(self, state: State, hand: Prepare | None = None) -> None:
         """A transition of the receiver's thread; none leads out of CLOSED and POISONED."""
@@ -121,6 +129,8 @@ class RankState:
     def end_swap(self, version: int) -> None:
         """SWAPPING → IDLE: `version` is live."""
         with self._lock:
+            if self.hand is not None:
+                self.publisher = self.hand.publisher
             self.version, self.hand = version, None
             if self.state is State.SWAPPING:
                 self.state = State.IDLE

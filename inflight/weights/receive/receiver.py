@@ -26,10 +26,10 @@ from inflight.messages import (
     Welcome,
 )
 from inflight.messages.base import reason_of
-from inflight.weights import plan
 from inflight.weights.pack import ChecksumError, verify
+from inflight.weights.receive.agreement import Agreement
 from inflight.weights.receive.rank_state import RankState, State
-from inflight.weights.receive.shadow import Shadow, TornWeights
+from inflight.weights.receive.shadow import Shadow, SwapRefused, TornWeights, Unfit
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver, TransportError
 
@@ -38,10 +38,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 """How often the thread looks whether it is to close; messages wake it at once."""
 JOIN_S = 5.0
-
-
-class SwapRefused(RuntimeError):
-    """A swap to a version that this rank has not got ready; the live weights are untouched."""
 
 
 class _Fatal(RuntimeError):
@@ -59,16 +55,15 @@ class WeightReceiver:
     def __init__(
         self, link: Link, shadow: Shadow, hello: RankHello, *, connect: Callable[[Welcome], Receiver] = make_receiver
     ) -> None:
-        """`hello` says who this rank is and which version the engine loaded. The receiver owns `link` and closes it."""
-        self._rank_state = RankState(hello.version)
+        """`hello` says who this rank is and what it holds. The receiver owns `link` and closes it."""
+        self._rank_state = RankState(hello.version, hello.publisher)
         self._attempt = 0
         """The newest that was begun or aborted since the Welcome: earlier ones come too late."""
         self._alone = False
         """The publisher was lost and has not been heard since."""
         self._link, self._shadow, self._connect = link, shadow, connect
         self._name, self._greeting = f"{hello.generator}.r{hello.rank}", hello
-        self._manifest: Manifest | None = None
-        self._manifest_digest = ""
+        self._agreement: Agreement | None = None
         self._transport: Receiver | None = None
         self._pending: collections.deque[AnyMessage] = collections.deque()
         self._closing = threading.Event()
@@ -84,8 +79,8 @@ class WeightReceiver:
         return self._rank_state.state
 
     @property
-    def version(self) -> int:
-        """What is live."""
+    def version(self) -> int | None:
+        """What is live; None: what the engine was started with, which no publisher has sent."""
         return self._rank_state.version
 
     @property
@@ -166,7 +161,8 @@ class WeightReceiver:
                 log.warning("%s ignores %s", self._name, type(message).__name__)
 
     def _hello(self) -> None:
-        self._tell(msgspec.structs.replace(self._greeting, version=self.version))
+        live = self._rank_state
+        self._tell(msgspec.structs.replace(self._greeting, version=live.version, publisher=live.publisher))
 
     def _lose(self, error: PeerLost) -> None:
         """The publisher is gone: says hello once, for the one that comes next."""
@@ -174,7 +170,7 @@ class WeightReceiver:
             self._closing.wait(POLL_S)
             return
         self._alone = True
-        log.warning("%s: %s; the live version %d stays", self._name, error, self.version)
+        log.warning("%s: %s; the live version %s stays", self._name, error, self.version)
         if self.state is State.IDLE:
             self._drop_transport()
             self._rank_state.enter(State.JOINING)
@@ -183,14 +179,10 @@ class WeightReceiver:
 
     def _join(self, welcome: Welcome) -> None:
         """Takes manifest and transport from the publisher. Raises for one that can't be trusted."""
-        plan.check(welcome.manifest)
-        if plan.digest(welcome.manifest) != welcome.manifest_digest:
-            raise _Fatal("the publisher's manifest does not have the digest that it names")
-        if welcome.transport_rank >= welcome.transport_size:
-            raise _Fatal(f"transport rank {welcome.transport_rank} of {welcome.transport_size}")
+        agreement = Agreement(welcome)
         self._discard_ready()
         self._drop_transport()
-        self._manifest, self._manifest_digest, self._attempt = welcome.manifest, welcome.manifest_digest, 0
+        self._agreement, self._attempt = agreement, 0
         try:
             self._transport = self._connect(welcome)
         except TransportError as error:  # told when it is needed: the publisher then sends another Welcome
@@ -222,38 +214,42 @@ class WeightReceiver:
             self._shadow.build()
         except Exception as error:  # noqa: BLE001 - whatever it is, the publisher must hear of it and decoding goes on
             # A transport that verifies by itself can be used again: its transfer went well.
-            self._fail(message, "verify" if isinstance(error, ChecksumError) else phase, error)
+            phase = "verify" if isinstance(error, ChecksumError) else phase
+            self._fail(message, "fit" if isinstance(error, Unfit) else phase, error)
             return
         times = {"receive_s": received - started, "build_s": time.monotonic() - received}
         self._rank_state.enter(State.READY)
         self._tell(Ready(version=message.version, attempt=message.attempt, digest=digest, **times))
 
     def _require(self, message: Prepare) -> tuple[Manifest, Receiver]:
-        if self.state is not State.IDLE or self._manifest is None or self._transport is None:
+        if self.state is not State.IDLE or self._agreement is None or self._transport is None:
             held = f" with version {hand.version}" if (hand := self._rank_state.hand) is not None else ""
             transport = "" if self._transport else ", no transport"
             raise RuntimeError(f"can't begin version {message.version}: {self.state.name}{held}{transport}")
-        if message.manifest_digest != self._manifest_digest:
-            raise RuntimeError(f"version {message.version} has another manifest than this rank was welcomed with")
-        if message.version <= self.version:
+        self._agreement.require(message)
+        if not self._rank_state.follows(message):
             raise RuntimeError(f"version {message.version} is not newer than the live version {self.version}")
-        return self._manifest, self._transport
+        return self._agreement.manifest, self._transport
 
     def _fail(self, message: Prepare, phase: str, error: Exception) -> None:
-        """Discards, then reports. Before verification the other ranks and the publisher may wait for us in the
-        transport: closing it lets them go at once, and the publisher answers with a new Welcome."""
+        """Discards and reports. Before verification the other ranks and the publisher may wait for us in the transport:
+        closing it lets them go at once, and the publisher answers with a new Welcome. Where nothing is in the transport
+        the reason is sent first, or the publisher might note only that the transport broke."""
         if self._closing.is_set():
             return
         reason = reason_of(error)
         log.warning("%s: version %d failed in %s: %s", self._name, message.version, phase, reason)
-        if phase in ("prepare", "receive"):
+        if phase == "receive":
             self._drop_transport()
         if isinstance(error, TornWeights):
             self._poison(message.version, error)
-            return
-        if self._rank_state.hand is message and self.state in (State.RECEIVING, State.BUILDING):
-            self._forget()
-        self._tell(Failed(version=message.version, attempt=message.attempt, phase=phase, reason=reason, poisoned=False))
+        else:
+            if self._rank_state.hand is message and self.state in (State.RECEIVING, State.BUILDING):
+                self._forget()
+            about = {"version": message.version, "attempt": message.attempt}
+            self._tell(Failed(**about, phase=phase, reason=reason, poisoned=False))
+        if phase in ("prepare", "fit"):
+            self._drop_transport()
 
     def _abort(self, message: Abort) -> None:
         """Lets go of that attempt and of any before it, and says so in every case: the publisher waits for it."""
@@ -279,11 +275,12 @@ class WeightReceiver:
         self._shadow.discard()
         self._rank_state.enter(State.IDLE)
 
-    def _poison(self, version: int, error: BaseException) -> None:
+    def _poison(self, version: int | None, error: BaseException) -> None:
         self._rank_state.poison(reason_of(error))
         self._tell_poisoned(version)
 
-    def _tell_poisoned(self, version: int) -> None:
+    def _tell_poisoned(self, version: int | None) -> None:
+        version = version or 0  # a swap has harmed the weights, so there is one
         self._tell(Failed(version=version, phase="commit", reason=self.error or "torn weights", poisoned=True))
 
     def _drop_transport(self) -> None:

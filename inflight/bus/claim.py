@@ -1,0 +1,58 @@
+"""One listener an address. zmq itself takes a Unix socket's file from a process that still listens on it, without a
+word to either: the first hears no new connection from then on."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import weakref
+
+SCHEME = "ipc://"
+_held: weakref.WeakSet[Claim] = weakref.WeakSet()
+
+
+class ClaimError(RuntimeError):
+    """An address that is in use; the text says by whom."""
+
+
+class Claim:
+    """An flock on `FILE.lock` beside a Unix socket's file; it ends with the process at the latest, however that dies.
+
+    TCP addresses need none: the kernel refuses a second listener there.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        """Raises ClaimError when a listener has the address, in another process or in this one, and OSError when the
+        lock's file can't be written."""
+        self._lock: int | None = None
+        path = endpoint.removeprefix(SCHEME)
+        if path == endpoint or path.startswith(("@", "*")):
+            return
+        lock = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
+            os.close(lock)
+            raise ClaimError(f"process {holder or 'unknown'} listens there already, and an address has one") from None
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, str(os.getpid()).encode(), 0)
+        self._lock = lock
+        _held.add(self)
+
+    def release(self) -> None:
+        """Lets another listener have the address. A second call does nothing."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            with contextlib.suppress(OSError):
+                os.close(lock)
+
+
+def _forget() -> None:
+    """A forked child shares the lock, and would keep the address from the next listener after its parent's death."""
+    for claim in list(_held):
+        claim.release()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,161 @@
+"""Messages between the publisher (ROUTER) and every worker rank and every generator's engine (DEALER)."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from inflight.messages.base import MAX_BUCKETS, Checksum, Message, Seconds, Text
+from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, Url, Version
+
+
+class BucketMeta(Message):
+    """A contiguous run of bytes that travels as one piece."""
+
+    offset: Count
+    nbytes: Annotated[int, Meta(gt=0)]
+
+
+class Slot(Message):
+    """Where one parameter lies in the send buffer."""
+
+    meta: ParamMeta
+    offset: Count
+
+
+class Manifest(Message):
+    """All that both sides must agree on about the bytes of a version; its digest names it.
+
+    `slots` ascend by offset, aligned to `alignment` bytes; `buckets` tile `[0, total_bytes)` in order.
+    `tied` maps a parameter that shares storage with another to the name that travels.
+    """
+
+    slots: Annotated[list[Slot], Meta(max_length=1 << 18)]
+    tied: dict[Name, Name]
+    buckets: Annotated[list[BucketMeta], Meta(max_length=MAX_BUCKETS)]
+    total_bytes: Count
+    alignment: Annotated[int, Meta(gt=0)]
+    checksum: Annotated[str, Meta(pattern="^(crc32|sum64|none)$")]
+
+
+class RankHello(Message, tag=True):
+    """A worker rank asks to take part. It holds `version` of `publisher`; None: it has not been sent any version yet.
+
+    A version's number names a set of weights only together with the publisher that sent it. Repeating it does no harm.
+    """
+
+    generator: Name
+    rank: Count
+    world_size: Annotated[int, Meta(gt=0)]
+    version: Version | None = None
+    publisher: Incarnation = ""
+    incarnation: Incarnation = ""
+
+
+class EngineHello(Message, tag=True):
+    """A generator's engine asks to take part: it will be told when to commit. `url` is where it serves.
+
+    It stamps `version` of `publisher`; None: it has committed no version yet.
+    """
+
+    generator: Name
+    world_size: Annotated[int, Meta(gt=0)]
+    url: Url
+    version: Version | None = None
+    publisher: Incarnation = ""
+    incarnation: Incarnation = ""
+
+
+class Enquire(Message, tag=True):
+    """The publisher does not know (any more) what this rank or engine holds: it is to say hello."""
+
+
+class Welcome(Message, tag=True):
+    """The publisher accepts a rank: the manifest and the transport's rendezvous.
+
+    `transport_rank` is this member's rank on the communicator (the publisher is 0) of `transport_size` members.
+    """
+
+    manifest: Manifest
+    manifest_digest: Digest
+    transport: Annotated[str, Meta(pattern="^(gloo|nccl|ipc)$")]
+    rendezvous: Text
+    transport_rank: Annotated[int, Meta(ge=1)]
+    transport_size: Annotated[int, Meta(ge=2)]
+    timeout_s: Seconds
+    publisher: Incarnation = ""
+    """Random, and differs from one Publisher to the next: the versions that follow are its."""
+
+
+class Prepare(Message, tag=True):
+    """Buckets of `version` are about to stream; the rank fills its shadow with them.
+
+    `attempt` numbers the publisher's deliveries, upwards; answers repeat it, so that none is taken for another's.
+    `checksums` are those of the bytes as they lie in the send buffer, one a bucket; empty when the manifest has none.
+    """
+
+    version: Version
+    attempt: Count
+    manifest_digest: Digest
+    checksums: Annotated[list[Checksum], Meta(max_length=MAX_BUCKETS)]
+    publisher: Incarnation = ""
+
+
+class Ready(Message, tag=True):
+    """The rank holds all of `version` in its shadow, verified: `digest` is over its buckets' checksums."""
+
+    version: Version
+    attempt: Count
+    digest: Digest
+    receive_s: Seconds
+    build_s: Seconds
+
+
+class Failed(Message, tag=True):
+    """The rank could not get `version` ready (or committed); its live weights are untouched unless `poisoned`.
+
+    An engine says it of a commit, with no attempt. Phase `fit`: the engine's model has no use for what the manifest
+    describes, so no version of this publisher can ever be loaded.
+    """
+
+    version: Version
+    phase: Annotated[str, Meta(pattern="^(prepare|fit|receive|verify|build|commit)$")]
+    reason: Text
+    poisoned: bool
+    attempt: Count = 0
+
+
+class Commit(Message, tag=True):
+    """All ranks of this generator are ready: swap at the next step boundary. A repeat is answered and does nothing."""
+
+    version: Version
+    publisher: Incarnation = ""
+
+
+class Committed(Message, tag=True):
+    """The engine stamps `version` from now on.
+
+    `gap_s` is the longest time that a rank's step loop stood still; `running` sequences were unfinished at the swap.
+    """
+
+    version: Version
+    gap_s: Seconds
+    running: Count
+    publisher: Incarnation = ""
+    """Of the Commit that this answers."""
+
+
+class Abort(Message, tag=True):
+    """Discard the shadow of `version`; the live weights stay. Always answered, also by a rank that knows of nothing."""
+
+    version: Version
+    attempt: Count
+    reason: Text
+
+
+class Aborted(Message, tag=True):
+    """The rank holds nothing of this attempt and will not begin it: neither transport nor shadow is in use."""
+
+    version: Version
+    attempt: Count

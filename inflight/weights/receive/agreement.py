@@ -1,0 +1,27 @@
+"""What a rank and its publisher have agreed on: whose versions come, and where each parameter lies in their bytes."""
+
+from __future__ import annotations
+
+from inflight.messages import Prepare, Welcome
+from inflight.weights import plan
+
+
+class Agreement:
+    """The part of a Welcome that every later Prepare is held to."""
+
+    def __init__(self, welcome: Welcome) -> None:
+        """Raises ValueError for a Welcome that can't be trusted."""
+        plan.check(welcome.manifest)
+        if plan.digest(welcome.manifest) != welcome.manifest_digest:
+            raise ValueError("the publisher's manifest does not have the digest that it names")
+        if welcome.transport_rank >= welcome.transport_size:
+            raise ValueError(f"transport rank {welcome.transport_rank} of {welcome.transport_size}")
+        self.manifest = welcome.manifest
+        self._manifest_digest, self._publisher = welcome.manifest_digest, welcome.publisher
+
+    def require(self, message: Prepare) -> None:
+        """Raises RuntimeError for a version of another publisher or manifest."""
+        if message.publisher != self._publisher:
+            raise RuntimeError(f"version {message.version} is of another publisher than this rank was welcomed by")
+        if message.manifest_digest != self._manifest_digest:
+            raise RuntimeError(f"version {message.version} has another manifest than this rank was welcomed with")

@@ -94,7 +94,9 @@ class Roster:
         elif delivery.state is not State.ABSENT:
             self._again(delivery, peer, hello)
         else:
-            self._take_in(delivery, peer, hello, newest)
+            delivery.held[peer] = self._held(hello)
+            delivery.url = hello.url if isinstance(hello, EngineHello) else delivery.url
+            self._admit(delivery, newest)
 
     def _refuse(self, peer: str, hello: RankHello | EngineHello, reason: str) -> None:
         self.ignore(peer, hello, reason)
@@ -103,12 +105,6 @@ class Roster:
     def _held(self, hello: RankHello | EngineHello) -> int | None:
         """A number of another publisher's names other weights, perhaps."""
         return hello.version if hello.publisher == self.publisher else None
-
-    def _take_in(self, delivery: Delivery, peer: str, hello: RankHello | EngineHello, newest: int) -> None:
-        delivery.held[peer] = self._held(hello)
-        if isinstance(hello, EngineHello):
-            delivery.url = hello.url
-        self._admit(delivery, newest)
 
     def _replace(self, delivery: Delivery, peer: str, incarnation: str) -> None:
         """A restarted generator takes the place of the one before."""

@@ -46,6 +46,7 @@ class MakeTask(_Message, tag=True, kw_only=True):
     name: str
     options: dict[str, Any]
     seed: int
+    epochs: int = 1
     limit_s: float
     """What an asynchronous call may take before the child itself gives it up."""
 
@@ -120,6 +121,13 @@ class ItemIs(_Message, tag=True):
     question: Question
 
 
+class NoItem(_Message, tag=True):
+    """The task has `questions` questions, over all its epochs, and the one that was asked for is none of them."""
+
+    call: Call
+    questions: Annotated[int, Meta(ge=0)]
+
+
 class ScoreIs(_Message, tag=True):
     """As tasks.base.Score."""
 
@@ -153,7 +161,7 @@ class Raised(_Message, tag=True, kw_only=True):
 
 Make = MakeTask | MakeTokenizer
 Ask = AskItem | AskScore | AskEncode | AskDecode
-Answer = ItemIs | ScoreIs | TokensAre | TextIs
+Answer = ItemIs | NoItem | ScoreIs | TokensAre | TextIs
 FromChild = Ready | Unusable | Begun | Raised | Answer
 ToChild = Make | Ask
 

@@ -11,9 +11,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from hashlib import blake2b
 from typing import Any
 
-AS_THEY_ARE = {"n", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids"}
+AS_THEY_ARE = {"n", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
+ENDS = {"stop_token_ids", "ignore_eos"}
 EVIDENCE = {"logprobs", "return_token_ids", "return_tokens_as_token_ids"}
-CONTINUES = {"prompt", "max_tokens", "min_tokens", "seed"} | AS_THEY_ARE | EVIDENCE
+CONTINUES = {"prompt", "max_tokens", "min_tokens", "seed"} | AS_THEY_ARE | ENDS | EVIDENCE
 """Fields of a request that a continuation takes over, as they are or for the tokens that are left."""
 COUNTS_COMPLETION = ("presence_penalty", "frequency_penalty")
 """Penalties on what the completion holds; vLLM would not count the tokens that moved into the prompt."""

@@ -21,6 +21,7 @@ from inflight.actor.worker_process import Bounds, Failed, Lost, NotMade
 from inflight.config import ConfigError, RolloutConfig, RunConfig
 from inflight.groups import is_usable
 from inflight.tasks.base import Score
+from inflight.tasks.course import DataEnded
 from inflight.types import Turn
 
 MAX_WORKERS = 8
@@ -63,8 +64,10 @@ class Foreign:
         return self._text.ready.size
 
     async def question(self, index: int) -> Question:
-        """The task's index-th question. Raises GroupLost."""
+        """The task's index-th question. Raises GroupLost, or DataEnded when it has none of that index."""
         answer = await self._call(self._items, "task", f"question {index}", lambda call: calls.AskItem(call, index))
+        if isinstance(answer, calls.NoItem):
+            raise DataEnded(answer.questions)
         assert isinstance(answer, ItemIs)
         return answer.question
 
@@ -143,7 +146,7 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
         memory_mib=rollout.reward_memory_mib,
         concurrency=1,
     )
-    make = MakeTask(name=task.name, options=task.options, seed=config.seed, limit_s=bounds.limit_s)
+    make = MakeTask(name=task.name, options=task.options, seed=config.seed, epochs=task.epochs, limit_s=bounds.limit_s)
     items = Crew(make, bounds, 1)
     scores = Crew(make, replace(bounds, concurrency=rollout.reward_concurrency), _workers(rollout))
     text = Crew(MakeTokenizer(model=config.model.name), bounds, 1)

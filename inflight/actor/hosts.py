@@ -19,6 +19,7 @@ from inflight.actor.calls import (
     ItemIs,
     Make,
     MakeTask,
+    NoItem,
     Question,
     Ready,
     ScoreIs,
@@ -29,6 +30,7 @@ from inflight.config import TaskConfig
 from inflight.models import prepare
 from inflight.tasks import make
 from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
+from inflight.tasks.course import Course, DataEnded
 
 MAX_KEY = 512
 """Characters of a question's key: what a types.Name holds."""
@@ -55,15 +57,15 @@ class Host(Protocol):
 def host(message: Make) -> Host:
     """Makes what is asked for. Raises ConfigError, or whatever the foreign code does."""
     if isinstance(message, MakeTask):
-        return TaskHost(make(TaskConfig(message.name, message.options), message.seed))
+        return TaskHost(make(TaskConfig(message.name, message.options), message.seed), message.epochs)
     return TextHost(_ModelTokens(message.model))
 
 
 class TaskHost:
     """A task's questions and scores."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
+    def __init__(self, task: Task, epochs: int = 1) -> None:
+        self._task, self._course = task, Course(task, epochs)
 
     def ready(self) -> Ready:
         """Whether its score is asynchronous, and wants turns."""
@@ -74,14 +76,17 @@ class TaskHost:
     async def answer(self, ask: Ask) -> Answer:
         """Of AskItem and AskScore."""
         if isinstance(ask, AskItem):
-            return ItemIs(ask.call, _question(self._item(ask.index)))
+            try:
+                return ItemIs(ask.call, _question(self._item(ask.index)))
+            except DataEnded as end:
+                return NoItem(ask.call, end.questions)
         if isinstance(ask, AskScore):
             return _score(ask.call, await self._score(ask))
         raise Unfit("call", f"a task takes no {type(ask).__name__}")
 
     def _item(self, index: int) -> Any:
         try:
-            return self._task.item(index)
+            return self._course.item(index)
         except StopIteration as error:  # which a coroutine would turn into a RuntimeError
             raise Unfit("StopIteration", str(error)) from None
 

@@ -34,7 +34,8 @@ from inflight.messages import (
     Refused,
     WireError,
 )
-from inflight.messages.reasons import ACTOR_STOPPED, RUN_FINISHED
+from inflight.messages.reasons import ACTOR_STOPPED, DATA_ENDED, RUN_FINISHED
+from inflight.tasks.course import DataEnded
 
 log = logging.getLogger(__name__)
 
@@ -171,6 +172,8 @@ class Actor:
             group = await self._sampler.group(name, index)
         except GroupLost as lost:
             self._lost(name, lost)
+        except DataEnded as end:
+            self._deliver(GroupFailed(group_id=name, reason=DATA_ENDED, again=False, questions=end.questions), name)
         except Exception as error:  # noqa: BLE001 - ends the actor through its queue
             self._events.put_nowait(error)
             return  # still running as far as the books go: the end settles it

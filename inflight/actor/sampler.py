@@ -17,7 +17,11 @@ from inflight.actor.pool import NoGenerator, Pool
 from inflight.completions import TOO_LONG, Rejected, Retry, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
+from inflight.tasks.base import Score
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
+
+SCORE_AGAIN_AFTER_S = (2.0, 8.0, 32.0)
+"""Pauses before a failed score is tried again: a judge that is down for half a minute costs no question."""
 
 T = TypeVar("T")
 
@@ -59,7 +63,7 @@ class Sampler:
         rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
         answer, turn = await self._answer(prompt_ids, self._seed_of(drawn_as))
         finished = time.time()
-        score = await self._foreign.score(question, prompt_ids, turn)
+        score, unscored = await self._score(question, prompt_ids, turn)
         return Rollout(
             rollout_id=rollout_id,
             group_id=group_id,
@@ -73,6 +77,7 @@ class Sampler:
             step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
             teacher_logprobs=None if score.teacher_logprobs is None else list(score.teacher_logprobs),
             retries=dict(answer.retries),
+            unscored=unscored,
             pieces=answer.pieces,
         )
 
@@ -86,6 +91,23 @@ class Sampler:
             raise GroupLost(error.reason, str(error)) from None
         except NoGenerator as error:
             raise GroupLost("no generator", str(error), again=True) from None
+
+    async def _score(self, question: Question, prompt_ids: list[int], turn: Turn) -> tuple[Score, str]:
+        """The score, or what `rollout.on_reward_failure` puts in its place, then with the reason. Raises GroupLost."""
+        policy = self._config.on_reward_failure
+        pauses = iter(SCORE_AGAIN_AFTER_S if policy == "retry" else ())
+        while True:
+            try:
+                return await self._foreign.score(question, prompt_ids, turn), ""
+            except GroupLost as failed:
+                pause = next(pauses, None)
+                if not failed.reason.startswith("reward"):  # the tokenizer is at fault
+                    raise
+                if policy == "zero":
+                    return Score(0.0), failed.reason[:128]
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
 
     def _seed_of(self, rollout_id: str) -> int:
         """A sampling seed of its own for each sample, the same in a run with the same seed."""

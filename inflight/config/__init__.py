@@ -125,6 +125,7 @@ class RunConfig:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
+        self._require_scores()
         sequences = self.trainer.groups_per_step * self.rollout.group_size
         ranks, parts = self.trainer.processes, self.trainer.updates_per_batch
         require(ranks <= sequences, "trainer.processes", ranks, f"a step has {sequences} sequences to share out")
@@ -132,6 +133,19 @@ class RunConfig:
             parts * ranks <= sequences, "trainer.updates_per_batch", parts,
             f"a step has {sequences} sequences, and each of {ranks} trainer processes needs one for each update",
         )  # fmt: skip
+
+    def _require_scores(self) -> None:
+        """A score that is taken for 0 is a reward and nothing more; some of the trainer's settings need more."""
+        needs = {
+            "trainer.advantage.name=distillation": self.trainer.advantage.name == "distillation",
+            "trainer.advantage.name=process": self.trainer.advantage.name == "process",
+            "trainer.objective.kl_reference=teacher": self.trainer.objective.kl_reference == "teacher",
+        }
+        needing = next((name for name, needed in needs.items() if needed), None)
+        fits = self.rollout.on_reward_failure != "zero" or needing is None
+        require(
+            fits, "rollout.on_reward_failure", "zero", f"drop or retry with {needing}, which needs more than a reward"
+        )
 
     @property
     def path(self) -> Path:

@@ -19,6 +19,11 @@ class TaskConfig:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 1
+    """How often the questions of a task that ends are asked; then the run ends, too."""
+
+    def __post_init__(self) -> None:
+        require_fields(self, "task", "epochs", least=1)
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class RolloutConfig(Sampling):
     One that waits for its turn in a generator's queue is not late for that, and no answer is too long."""
     reward_timeout_s: float = 30.0
     """What a task may take for a score; for a question as well. Then its process is killed."""
+    on_reward_failure: str = "drop"
+    """What a score that fails, is late or is no number does: `drop` gives its question up, `zero` takes the reward for
+    0, `retry` scores again, three times within 42 seconds, and drops the question after that."""
     reward_workers: int = 0
     """Processes that score; 0: as many as cores, at most 8. Questions and text have one of their own each."""
     reward_concurrency: int = 32
@@ -89,6 +97,9 @@ class RolloutConfig(Sampling):
         require(all(self.stop), "rollout.stop", self.stop, "texts of a character or more")
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM takes a lower one for that
         require_fields(self, "rollout", "token_timeout_s reward_timeout_s task_start_timeout_s buffer_mib")
+        failures = ("drop", "zero", "retry")
+        fits = self.on_reward_failure in failures
+        require(fits, "rollout.on_reward_failure", self.on_reward_failure, ", ".join(failures))
         require_fields(self, "rollout", "reward_workers", least=0, most=MAX_PROCESSES)
         require_fields(self, "rollout", "reward_concurrency", least=1, most=4096)
         require(

@@ -109,6 +109,11 @@ class Buffer:
                     self._grant()
                     return usable
                 self._grant()  # what the gate dropped has freed slots
+                if not self._ledger.questions_left:
+                    raise DataEnded(
+                        f"all {self._ledger.questions} questions were asked, and {len(usable)} groups are left, "
+                        f"fewer than the {n_groups} of a step"
+                    )
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))

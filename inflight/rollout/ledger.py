@@ -120,7 +120,7 @@ class Ledger:
         taken = sum(self.in_flight.values()) + len(self._queue)
         room = min(self.capacity, max(self._step, self._fitting()), self._wanted - self._trained) - taken
         told: dict[str, list[int]] = {}
-        while room > 0:
+        while room > 0 and not self._questions.exhausted:
             free = [(len(account.in_flight), name) for name, account in self._accounts.items()]
             if not free or min(free)[0] >= self._concurrency:
                 break
@@ -131,6 +131,16 @@ class Ledger:
             told.setdefault(name, []).append(index)
             room -= 1
         return told
+
+    @property
+    def questions_left(self) -> bool:
+        """Whether a group may still come: none does when all questions of a task that ends were asked and answered."""
+        return not self._questions.exhausted or any(self.in_flight.values())
+
+    @property
+    def questions(self) -> int | None:
+        """How many questions the task has; None while no end is known."""
+        return self._questions.number
 
     def attempts(self, questions: Iterable[int]) -> dict[int, int]:
         """Of those whose answers were too old before, how often they were."""
@@ -150,6 +160,8 @@ class Ledger:
             self.ignore("repeat")
         elif attempt_of(name) > self._too_old[index]:
             self.ignore("not granted")
+        elif isinstance(message, GroupFailed) and message.questions is not None:
+            self._end(message.questions)
         elif isinstance(message, GroupFailed):
             self._fail(actor, index, message.reason, again=message.again)
         elif (reason := defect(message.group, self._group_size, self._vocabulary)) is not None:
@@ -226,6 +238,14 @@ class Ledger:
         late = self._questions.claim(index)
         self._granted += late  # the grant that it came from was counted as failed
         return late
+
+    def _end(self, questions: int) -> None:
+        """There are so many questions: those beyond were never granted."""
+        self._questions.end(questions)
+        for account in self._accounts.values():
+            beyond = {index for index in account.in_flight if index >= questions}
+            account.in_flight -= beyond
+            self._granted -= len(beyond)
 
     def _fail(self, actor: str, index: int, reason: str, *, again: bool) -> None:
         account = self._accounts.get(actor)

@@ -48,12 +48,27 @@ class Questions:
         """`settled` are done with, `held` have an answer that waits to be trained on; all others are open."""
         held = set(held)
         self.settled = settled
+        self.number: int | None = None
+        """How many questions there are; None while no end is known."""
         self._next = max([settled.below, *(index + 1 for index in settled.beyond), *(index + 1 for index in held)])
         self._open = [i for i in range(settled.below, self._next) if i not in settled and i not in held]
         """Heap of those below `_next` that nobody works on."""
 
+    def end(self, questions: int) -> None:
+        """There are so many questions, and none beyond."""
+        self.number = questions
+        self._open = [index for index in self._open if index < questions]
+        heapq.heapify(self._open)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there is none to be asked now."""
+        return self.number is not None and not self._open and self._next >= self.number
+
     def take(self) -> int:
-        """The question to ask now."""
+        """The question to ask now. Raises IndexError when the questions are exhausted."""
+        if self.exhausted:
+            raise IndexError(f"all of the {self.number} questions were asked")
         if self._open:
             return heapq.heappop(self._open)
         self._next += 1

@@ -1,0 +1,67 @@
+"""A task's questions, numbered on over its epochs, and where they end.
+
+A task ends where its `__len__` says; without one, where `item` raises IndexError or StopIteration, as a sequence or an
+iterator does. One such error between questions that can be had is an error of that question.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from inflight.tasks.base import Item, Task
+
+ENDS = (IndexError, StopIteration)
+
+
+class DataEnded(Exception):
+    """There is no such question: there are `questions` of them, over all epochs."""
+
+    def __init__(self, questions: int) -> None:
+        super().__init__(f"the task has {questions} questions")
+        self.questions = questions
+
+
+class Course:
+    """The questions of `epochs` passes over a task; an endless task is in its first for ever."""
+
+    def __init__(self, task: Task, epochs: int = 1) -> None:
+        """Raises what the task's `__len__` does."""
+        self._task = task
+        self._epochs = epochs
+        self._length: int | None = len(cast(Any, task)) if hasattr(task, "__len__") else None
+        self._told = -1
+        """The highest index that the task has told."""
+
+    def item(self, index: int) -> Item:
+        """The task's item; `index` counts on over epochs. Raises DataEnded, or what the task does."""
+        if self._length is None:
+            try:
+                item = self._task.item(index)
+            except ENDS:
+                if self._is_there(index + 1):
+                    raise
+                self._length = self._first_missing(index)
+            else:
+                self._told = max(self._told, index)
+                return item
+        if index >= self._length * self._epochs:
+            raise DataEnded(self._length * self._epochs)
+        return self._task.item(index % self._length)
+
+    def _is_there(self, index: int) -> bool:
+        try:
+            self._task.item(index)
+        except ENDS:
+            return False
+        return True
+
+    def _first_missing(self, missing: int) -> int:
+        """By halves. What was told is there, also of a task that can't go back."""
+        there = self._told
+        while missing - there > 1:
+            middle = (there + missing) // 2
+            if self._is_there(middle):
+                there = middle
+            else:
+                missing = middle
+        return missing

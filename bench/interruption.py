@@ -28,8 +28,9 @@ from bench.gpu_report import write_report
 from bench.gpu_shapes import write_config
 from bench.gpu_soak import memory
 from bench.gpu_trace import Trace, late, show
-from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER
+from inflight.generator.engine_args import CPU_WORKER
 
+COMPARED_WORKER = "bench.compared_worker.ComparedWorker"
 TRACED_WORKER = "bench.traced_worker.TracedWorker"
 NATIVE = {"vllm-packed", "vllm-per-tensor", "drain", "abort"}
 
@@ -88,7 +89,7 @@ class Run:
             options["weight_transfer_config"] = WeightTransferConfig(backend="nccl")
         model = write_config(config.shape, self._folder / "model")
         settings = Settings(endpoint=endpoint, generator="g0", version=NO_VERSION, swap=config.swap)
-        on_cuda = TRACED_WORKER if config.trace else CUDA_WORKER
+        on_cuda = TRACED_WORKER if config.trace else COMPARED_WORKER
         worker = on_cuda if config.device == "cuda" else CPU_WORKER
         engine = start_engine(str(model), options, settings, worker)
         return Client(engine, config.tokens, cuda=config.device == "cuda", prompt_tokens=config.prompt_tokens)

@@ -18,8 +18,8 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
-from inflight.generator.shadow.graph_shadow import GraphSetsShadow
-from inflight.generator.worker.cuda import InflightCUDAWorker
+from bench.compared_worker import ComparedWorker
+from inflight.generator.shadow.graphs import GraphSetsShadow
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.ipc import IpcReceiver
 from inflight.weights.transport.rendezvous import Board
@@ -37,7 +37,7 @@ WATCHED = {
 }
 
 
-class TracedWorker(InflightCUDAWorker):
+class TracedWorker(ComparedWorker):
     """Notes nothing before the first `take_trace`."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -6,10 +6,10 @@ import time
 
 import torch
 
-from inflight.generator.worker.cuda import InflightCUDAWorker
+from bench.compared_worker import ComparedWorker
 
 
-class StormWorker(InflightCUDAWorker):
+class StormWorker(ComparedWorker):
     """See the module's text."""
 
     def timed_swap(self) -> float:

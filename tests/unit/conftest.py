@@ -57,7 +57,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     yield driver
     for name in set(sys.modules) - before:
-        if name.startswith("inflight."):  # they hold the driver that is none
+        if name.startswith(("inflight.", "bench.")):  # they hold the driver that is none
             parent, _, child = name.rpartition(".")
             del sys.modules[name]
             vars(sys.modules.get(parent, ModuleType(parent))).pop(child, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from inflight.generator.worker.step_hooks import hook_forward, hook_logits
+from inflight.generator.shadow.step_hooks import hook_forward, hook_logits
 
 
 def test_hook_runs_before_the_connector_and_keeps_the_rest() -> None:

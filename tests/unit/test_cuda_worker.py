@@ -139,6 +139,7 @@ def test_graphs_that_another_rank_cant_have_end_the_start_where_they_are_asked_f
     monkeypatch.setattr(module.arenas, "Arena", arena)
     monkeypatch.setattr(module.Settings, "of", lambda _: SimpleNamespace(swap=asked))
     shadow = worker._build_shadow("graphs", lay_out(model), model)
+    shadow.plan_graphs(worker.model_runner)
     assert type(shadow) is module.GraphSetsShadow
     with pytest.raises(ValueError, match=r"swap=graphs: another rank can't") if ends else nullcontext():
         worker.model_runner.capture_model()
@@ -202,7 +203,10 @@ def test_the_shadow_that_swaps_is_known_when_vllm_has_started(
 ) -> None:
     remapping = object.__new__(module.RemapShadow)
     remapping.launch = remapping.used = lambda: None
-    profiled.inflight_shadow.settled = lambda: remapping
+    profiled.inflight_shadow._tried, profiled.inflight_shadow._sets = True, SimpleNamespace(complete=False)
+    profiled.inflight_shadow.fallback = lambda *args, **options: remapping
+    profiled.inflight_shadow._arena = profiled.inflight_shadow._layout = None
+    profiled.inflight_shadow._load_weights = profiled.inflight_shadow._whole = None
     profiled.model_runner.get_model = lambda: model
     profiled.model_runner._model_forward = lambda: "forward"
     model = SimpleNamespace(compute_logits=lambda: "logits")
@@ -234,6 +238,6 @@ def test_what_a_first_version_would_wait_for_is_done_when_the_rank_joins(
     )
     monkeypatch.setattr(module, "warm_up", lambda _: done.append("sums"))
     monkeypatch.setattr(module, "make_receiver", lambda _: done.append("joined"))
-    worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), direct=False)
+    worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), accept=lambda receiver: receiver)
     worker.connect(SimpleNamespace(transport=transport, manifest=SimpleNamespace(checksum=checksum), timeout_s=7.0))
     assert done == ["planned", *warmed, "joined"]

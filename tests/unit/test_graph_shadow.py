@@ -33,8 +33,14 @@ def shadow(cuda: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -
     live, other = torch.zeros(264, dtype=torch.uint8), torch.zeros(264, dtype=torch.uint8)
     move_into(layout, live)
     arena = SimpleNamespace(live=live, shadow=other, add_shadow=lambda: None)
-    module = importlib.import_module("inflight.generator.shadow.graph_shadow")
-    return module.GraphSetsShadow(arena, layout, lambda _: None, whole=True)
+    module = importlib.import_module("bench.compared_worker")
+    return module.ComparedGraphs(arena, layout, lambda _: None, whole=True, any_rank=bool, required=False)
+
+
+def plan(shadow: Any, runner: Runner, any_rank: Callable[[bool], bool], *, required: bool) -> None:
+    """What the worker does when the model is loaded."""
+    shadow._any_rank, shadow._required = any_rank, required
+    shadow.plan_graphs(runner)
 
 
 def test_a_swap_marks_the_last_use_before_it_takes_the_other_set(shadow: Any, model: torch.nn.Linear) -> None:
@@ -85,10 +91,10 @@ def start(shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) 
 
     def started(*, required: bool = False, others: bool = False, eager: bool = False) -> Any:
         runner = Runner(model, monkeypatch)
-        shadow.hook(runner, lambda bad: bad or others, required=required)
+        plan(shadow, runner, lambda bad: bad or others, required=required)
         if not eager:
             shadow.taken = runner.capture_model()
-        return shadow.settled()
+        return shadow.ready(runner)
 
     return started
 
@@ -110,7 +116,7 @@ def test_without_cuda_graphs_the_parameters_are_looked_at_all_the_same(
         assert gc.get_freeze_count() > 0, "as it was"
     finally:
         gc.unfreeze()
-    assert type(remapping).__name__ == "RemapShadow"
+    assert type(remapping).__name__ == "ComparedRemap"
     del kept
 
 
@@ -120,7 +126,7 @@ def test_without_cuda_graphs_a_swap_takes_the_parameters(shadow: Any, start: Sta
 
 def test_memory_is_planned_for_both(shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = Runner(model, monkeypatch)
-    shadow.hook(runner, bool, required=True)
+    plan(shadow, runner, bool, required=True)
     assert runner.profile_cudagraph_memory() == GIB, "vLLM does not tell"
     runner.estimate = 40
     assert runner.profile_cudagraph_memory() == 80
@@ -131,11 +137,11 @@ def test_planning_may_capture_before_the_start(
 ) -> None:
     """From 0.32 on vLLM's planning calls `capture_model(profile_only=True)`, which must not capture the second set."""
     runner = Runner(model, monkeypatch)
-    shadow.hook(runner, bool, required=True)
+    plan(shadow, runner, bool, required=True)
     assert runner.capture_model(profile_only=True) == 30
     assert not shadow._sets.complete
     assert runner.capture_model() == 200
-    assert shadow.settled() is shadow
+    assert shadow.ready(runner) is shadow
 
 
 def test_a_driver_that_does_not_upload_costs_time_alone(
@@ -182,7 +188,7 @@ def test_what_cant_be_captured_twice_is_remapped_or_refused_on_all_ranks(
         remapping = start(**trouble(shadow, cuda))
     assert caplog.text.count("swap remap instead of graphs") == 1
     assert shadow.taken == 100, "captured once"
-    assert type(remapping).__name__ == "RemapShadow"
+    assert type(remapping).__name__ == "ComparedRemap"
     assert model.weight.data_ptr() == remapping.live.data_ptr()
     with pytest.raises(ValueError, match=rf"generator.swap=graphs: .*{told}.*use remap"):
         start(required=True, **trouble(shadow, cuda))
@@ -201,8 +207,8 @@ def test_a_second_capture_that_fails_half_way_ends_the_start(
         return capture()
 
     runner.capture_model = short  # type: ignore[method-assign]
-    shadow.hook(runner, bool, required=False)
-    half = importlib.import_module("inflight.generator.shadow.graph_shadow").HalfCaptured
+    plan(shadow, runner, bool, required=False)
+    half = importlib.import_module("inflight.generator.shadow.graphs").HalfCaptured
     with pytest.raises(half, match=r"use generator.swap=remap: OutOfMemoryError: CUDA out of memory"):
         runner.capture_model()
 
@@ -220,12 +226,12 @@ def test_a_second_set_that_took_more_than_thought_is_given_back(
     runner.capture_model = greedy  # type: ignore[method-assign]
     shadow.peak_bytes = GIB - 100
     cuda.free = 2 * GIB
-    shadow.hook(runner, bool, required=False)
+    plan(shadow, runner, bool, required=False)
     with caplog.at_level("WARNING", logger="vllm.inflight"):
         assert runner.capture_model() == 100
     assert "0.00 GiB more and a step up to 1.00 GiB, 0.00 GiB are free" in caplog.text
-    remapping = shadow.settled()
-    assert type(remapping).__name__ == "RemapShadow"
+    remapping = shadow.ready(runner)
+    assert type(remapping).__name__ == "ComparedRemap"
     assert not shadow._sets.complete
     assert model.weight.data_ptr() == remapping.live.data_ptr()
     runner.run(SIZES[0])
@@ -239,9 +245,9 @@ def test_what_nobody_thought_of_is_told_to_the_other_ranks_too(
     runner.cudagraph_manager = SimpleNamespace(graphs={})
     del runner.parallel_config
     asked: list[bool] = []
-    shadow.hook(runner, lambda bad: asked.append(bad) or bad, required=False)
+    plan(shadow, runner, lambda bad: asked.append(bad) or bad, required=False)
     with caplog.at_level("WARNING", logger="vllm.inflight"):
         assert runner.capture_model() == 100
     assert asked == [True]
     assert "remap instead of graphs: AttributeError" in caplog.text
-    assert type(shadow.settled()).__name__ == "RemapShadow"
+    assert type(shadow.ready(runner)).__name__ == "ComparedRemap"

@@ -21,13 +21,14 @@ from vllm.v1.worker.gpu_worker import Worker
 from inflight.generator import hooks
 from inflight.generator.settings import Settings
 from inflight.generator.shadow import arena as arenas
+from inflight.generator.shadow.base import CudaShadow
+from inflight.generator.shadow.copy import CopyShadow
 from inflight.generator.shadow.cuda_plan import PlanError
-from inflight.generator.shadow.graph_shadow import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
+from inflight.generator.shadow.graphs import GRAPHS_BYTES, GraphSetsShadow, HalfCaptured
 from inflight.generator.shadow.layout import Layout, lay_out, move_into
 from inflight.generator.shadow.limits import refuse
-from inflight.generator.shadow.remap import CopyShadow, CudaShadow, DirectTransport, RemapShadow
+from inflight.generator.shadow.remap import RemapShadow
 from inflight.generator.worker.base import InflightWorkerMixin
-from inflight.generator.worker.step_hooks import hook_forward, hook_logits
 from inflight.messages import Welcome
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver
@@ -36,6 +37,8 @@ from inflight.weights.transport.sums import warm_up
 logger = logging.getLogger("vllm.inflight")
 
 GIB = 2**30
+MAPPED = ("graphs", "remap")
+"""Ways to swap whose weights lie in memory that is mapped by ourselves."""
 MARGIN_BYTES = 2 * GIB
 """Kept for activations and CUDA graphs when `auto` judges, before they are known, whether a second set fits."""
 CAPTURE_TIMEOUT_S = 300.0
@@ -48,6 +51,9 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
     """vLLM's CUDA worker with its weights in an arena and a shadow beside it."""
 
     inflight_shadow: CudaShadow
+    graphs_shadow: type[GraphSetsShadow] = GraphSetsShadow
+    remap_shadow: type[RemapShadow] = RemapShadow
+    copy_shadow: type[CopyShadow] = CopyShadow
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Loads as vLLM does, then moves the parameters into the arena and makes the shadow."""
@@ -64,6 +70,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         mode, why = self._choose(asked, layout.nbytes)
         free_before, _ = torch.cuda.mem_get_info(self.device)
         shadow = self._build_shadow(mode, layout, model)
+        shadow.plan_graphs(self.model_runner)
         self._account(mode, layout.nbytes)
         free, _ = torch.cuda.mem_get_info(self.device)
         logger.info(
@@ -75,23 +82,24 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     def _build_shadow(self, mode: str, layout: Layout, model: torch.nn.Module) -> CudaShadow:
         whole = self.parallel_config.pipeline_parallel_size == 1
-        if mode in ("graphs", "remap"):
+        if mode in MAPPED:
             arena = arenas.Arena(layout.nbytes, self.device)
             move_into(layout, arena.live)
             if mode == "remap":
-                return RemapShadow(arena, layout, model.load_weights, whole=whole)
-            shadow = GraphSetsShadow(arena, layout, model.load_weights, whole=whole)
-            shadow.hook(self.model_runner, self._any_rank, required=Settings.of(self.vllm_config).swap == mode)
-            return shadow
+                return self.remap_shadow(arena, layout, model.load_weights, whole=whole)
+            required = Settings.of(self.vllm_config).swap == mode
+            return self.graphs_shadow(
+                arena, layout, model.load_weights, whole=whole, any_rank=self._any_rank, required=required
+            )
         live = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self.device)
         move_into(layout, live)
-        return CopyShadow(live, layout, model.load_weights, whole=whole, host=mode == "host")
+        return self.copy_shadow(live, layout, model.load_weights, whole=whole, host=mode == "host")
 
     def _choose(self, asked: str, nbytes: int) -> tuple[str, str]:
         """(mode, reason). Raises ValueError when what is asked for can't be had."""
         mappable = arenas.supported(self.device)
         lacking = self._lacking(nbytes)
-        if asked in ("graphs", "remap") and not mappable:
+        if asked in MAPPED and not mappable:
             raise ValueError(
                 f"generator.swap={asked}: {self.device} has no virtual memory management; use copy or host"
             )
@@ -148,7 +156,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         torch must be added.
         """
         runner = self.model_runner
-        if mode in ("graphs", "remap"):
+        if mode in MAPPED:
             runner.model_memory_usage = max(0, int(runner.model_memory_usage) - nbytes)
         elif mode == "copy":
             runner.model_memory_usage = int(runner.model_memory_usage) + nbytes
@@ -163,10 +171,9 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         shadow = self.inflight_shadow
         need = self._smallest_kv()
         if available < need and shadow.target().is_cuda:
-            raise ValueError(self._lack(shadow.WAYS[0], shadow.live.numel(), need - available))
-        if isinstance(shadow, GraphSetsShadow):
-            # With a KV cache of a fixed size vLLM does not tell it.
-            shadow.peak_bytes = int(getattr(self, "peak_activation_memory", measured))
+            raise ValueError(self._lack(shadow.name, shadow.live.numel(), need - available))
+        # With a KV cache of a fixed size vLLM does not say.
+        shadow.measured(int(getattr(self, "peak_activation_memory", measured)))
         return available
 
     def compile_or_warm_up_model(self) -> Any:
@@ -176,12 +183,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         except HalfCaptured as error:
             self._end_if_waited_for(error)
             raise
-        if isinstance(shadow := self.inflight_shadow, GraphSetsShadow):
-            self.inflight_shadow = shadow = shadow.settled()
-        if isinstance(shadow, RemapShadow):
-            shadow.late = hook_forward(self.model_runner, shadow.launch)
-            if shadow.late:
-                hook_logits(self.model_runner.get_model(), shadow.used)
+        self.inflight_shadow = self.inflight_shadow.ready(self.model_runner)
         settings = Settings.of(self.vllm_config)
         if settings.endpoint:
             self.inflight_receiver = self._start_receiver(settings)
@@ -210,9 +212,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             from inflight.weights.transport.communicator import load_kernels
 
             load_kernels(self.device, welcome.timeout_s)
-        inner = make_receiver(welcome)
-        self.inflight_shadow.direct = hasattr(inner, "receive_into")
-        return DirectTransport(inner, self.inflight_shadow) if self.inflight_shadow.direct else inner
+        return self.inflight_shadow.accept(make_receiver(welcome))
 
     def commit_weights(self, version: int) -> dict[str, Any]:
         """As the mixin's. A remap is done after the answer, at the next forward pass, so `gap_s` is at least that of
@@ -220,15 +220,4 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         answer = super().commit_weights(version)
         if "error" in answer:
             return answer
-        return {"gap_s": max(answer["gap_s"], getattr(self.inflight_shadow, "last_gap_s", 0.0))}
-
-    def swap_by(self, way: str | None) -> None:
-        """RPC for benches: see CudaShadow.swap_by."""
-        self.inflight_shadow.swap_by(way)
-
-    def take_swaps(self) -> list[tuple[float, float, float, float]]:
-        """RPC: what oneshot.Moved holds, for each swap since the last call."""
-        swaps = getattr(self.inflight_shadow, "swaps", [])
-        taken = [tuple(swap) for swap in swaps]
-        swaps.clear()
-        return taken
+        return {"gap_s": max(answer["gap_s"], self.inflight_shadow.last_gap_s)}

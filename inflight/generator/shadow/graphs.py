@@ -12,10 +12,11 @@ import torch
 from cuda.bindings import driver
 
 from inflight.generator.shadow.arena import Arena
+from inflight.generator.shadow.base import ArenaShadow, CudaShadow
 from inflight.generator.shadow.cuda_plan import LoadWeights
 from inflight.generator.shadow.graph_sets import GraphSets, Holder, NoSecondGraphs, graph_holders
 from inflight.generator.shadow.layout import Layout
-from inflight.generator.shadow.remap import ArenaShadow, CudaShadow, RemapShadow
+from inflight.generator.shadow.remap import RemapShadow
 from inflight.messages.base import reason_of
 from inflight.weights.transport import cuda
 
@@ -37,26 +38,38 @@ class GraphSetsShadow(ArenaShadow):
     class finds out while vLLM starts, can be remapped still (`settled`).
     """
 
-    WAYS = ("graphs", "copy")
+    name = "graphs"
+    fallback: type[RemapShadow] = RemapShadow
+    """What swaps where vLLM's graphs can't be captured twice."""
 
-    def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        layout: Layout,
+        load_weights: LoadWeights,
+        *,
+        whole: bool,
+        any_rank: Callable[[bool], bool],
+        required: bool,
+    ) -> None:
+        """`any_rank(bad)` tells whether it is bad on any rank: all ranks capture twice or none does. `required`: raise
+        NoSecondGraphs when they can't, instead of using `fallback`."""
         super().__init__(arena, layout, load_weights, whole=whole)
+        self._any_rank, self._required = any_rank, required
         self._sets = GraphSets(layout, (arena.live, arena.shadow))
         self._tried = False
         self.peak_bytes = 0
         """What a step takes beside weights and KV cache at the most; known before graphs are captured."""
 
-    def hook(self, runner: Any, any_rank: Callable[[bool], bool], *, required: bool) -> None:
-        """Has vLLM's runner plan and capture for both sets wherever it does for one: before it does either.
+    def plan_graphs(self, runner: Any) -> None:
+        """Has vLLM's runner plan and capture for both sets wherever it does for one.
 
-        Planning is told twice what `profile_cudagraph_memory` would tell: the second capture runs on another stream,
-        which finds nothing free in the pool that both share. The V2 runner tells 0.
-        `any_rank(bad)` tells whether it is bad on any rank: all ranks capture twice or none does. `required`: raise
-        NoSecondGraphs when they can't, instead of going on without.
+        Planning is given twice what `profile_cudagraph_memory` gives: the second capture runs on another stream,
+        which finds nothing free in the pool that both share. The V2 runner of 0.26 gives 0.
         """
         profile, capture = runner.profile_cudagraph_memory, runner.capture_model
         runner.profile_cudagraph_memory = lambda: 2 * profile() or GRAPHS_BYTES
-        self._capture_twice = partial(self._capture_both, runner, any_rank, required)
+        self._capture_twice = partial(self._capture_both, runner)
 
         def captured(*, profile_only: bool = False) -> int:
             # From vLLM 0.32 on the planning captures a few graphs too, measures them and throws them away.
@@ -64,13 +77,16 @@ class GraphSetsShadow(ArenaShadow):
 
         runner.capture_model = captured
 
-    def settled(self) -> CudaShadow:
-        """What swaps from now on, when vLLM has started: this one, or one that remaps the same memory."""
+    def measured(self, step_bytes: int) -> None:
+        self.peak_bytes = step_bytes
+
+    def ready(self, runner: Any) -> CudaShadow:
+        """This one, or one that remaps the same memory."""
         if not self._tried:
             self._capture_twice(lambda: 0)  # vLLM captures nothing, as with enforce_eager
         if self._sets.complete:
             return self
-        return RemapShadow(self._arena, self._layout, self._load_weights, whole=self._whole)
+        return self.fallback(self._arena, self._layout, self._load_weights, whole=self._whole).ready(runner)
 
     def target(self) -> torch.Tensor:
         return self._sets.sets[1 - self._sets.current]
@@ -78,19 +94,13 @@ class GraphSetsShadow(ArenaShadow):
     def swap(self) -> float:
         """Seconds that the step loop took for it; the device goes on meanwhile."""
         started = time.perf_counter()
-        copies = self._way == "copy"
-        if copies:
-            self.live.copy_(self.target(), non_blocking=True)
         # All that reads the old set is queued by now, on the stream of this thread, which launches every step.
         self._swapped.record(torch.cuda.current_stream(self.device))
-        if not copies:
-            self._sets.use(1 - self._sets.current)
-            self.live = self._sets.sets[self._sets.current]
+        self._sets.use(1 - self._sets.current)
+        self.live = self._sets.sets[self._sets.current]
         return time.perf_counter() - started
 
-    def _capture_both(
-        self, runner: Any, any_rank: Callable[[bool], bool], required: bool, capture: Callable[[], int]
-    ) -> int:
+    def _capture_both(self, runner: Any, capture: Callable[[], int]) -> int:
         from vllm.compilation.counter import compilation_counter
 
         self._tried = True
@@ -104,7 +114,7 @@ class GraphSetsShadow(ArenaShadow):
             self._sets.check_alone()
             self._check_room(first)
 
-        if not self._all_pass(can_be, any_rank, required):
+        if not self._all_pass(can_be):
             return first
         try:
             second = self._sets.capture_second(holders, capture)
@@ -112,7 +122,7 @@ class GraphSetsShadow(ArenaShadow):
             raise HalfCaptured(
                 f"the second set of CUDA graphs failed, use generator.swap=remap: {reason_of(error)}"
             ) from error
-        if not self._all_pass(lambda: self._check_room(0), any_rank, required):
+        if not self._all_pass(lambda: self._check_room(0)):
             self._sets.forget_second()
             return first
         self._upload()
@@ -122,9 +132,8 @@ class GraphSetsShadow(ArenaShadow):
         )  # fmt: skip
         return first + second
 
-    @staticmethod
-    def _all_pass(check: Callable[[], None], any_rank: Callable[[bool], bool], required: bool) -> bool:
-        """Whether `check` raises on no rank; else it is logged or, when `required`, raised on all of them."""
+    def _all_pass(self, check: Callable[[], None]) -> bool:
+        """Whether `check` raises on no rank; else it is logged or, when graphs are required, raised on all of them."""
         why = ""
         try:
             check()
@@ -132,10 +141,10 @@ class GraphSetsShadow(ArenaShadow):
             why = str(error)
         except Exception as error:  # noqa: BLE001 - whatever it is: the other ranks wait to hear of it
             why = reason_of(error)
-        if not any_rank(bool(why)):
+        if not self._any_rank(bool(why)):
             return True
         why = why or "another rank can't, see its log"
-        if required:
+        if self._required:
             raise NoSecondGraphs(f"generator.swap=graphs: {why}; use remap")
         logger.warning("inflight: swap remap instead of graphs: %s", why)
         return False

@@ -1,0 +1,174 @@
+"""What the shadows on CUDA share: a second set of weights, how it is filled, and what the worker asks of it.
+
+| swap    | second set            | becomes live by                                  | the device is idle for      |
+| graphs  | second physical set   | taking the other set's addresses and CUDA graphs | not at all                  |
+| remap   | second physical set   | moving the live range beneath the CUDA graphs    | under a millisecond         |
+| copy    | second buffer         | a copy in stream order                           | 2 x bytes / memory rate     |
+| host    | pinned host memory    | a copy in stream order                           | bytes / PCIe rate           |
+
+Each is a class in a file of its own, behind the methods of CudaShadow; the worker knows no more of it. In all of them
+the parameters live in one flat range, laid out once; in all but `graphs` at addresses that never change. The payload is
+put into the shadow by a plan (cuda_plan.py): by the transport itself where it can (see `accept`), else from a receive
+buffer, which is a third copy of the weights (files and tests).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from inflight.generator.shadow.arena import Arena
+from inflight.generator.shadow.cuda_plan import LoadWeights, Plan, PlanError, make_plan, redirected
+from inflight.generator.shadow.layout import Layout
+from inflight.messages import BucketMeta, Manifest
+from inflight.weights.receive.shadow import TornWeights
+from inflight.weights.transport import cuda
+from inflight.weights.transport.base import Receiver
+from inflight.weights.transport.landing import DirectReceiver, Landing
+
+
+class CudaShadow:
+    """The Shadow of a worker on CUDA: plans, the receive buffer, building, and the landing for direct transports.
+
+    A subclass has `target` and `swap`. It may use vLLM's start: `plan_graphs` is called when the model is loaded,
+    `measured` when vLLM has profiled a step, `ready` when warm-up is over.
+    """
+
+    name: str
+    """The value of `generator.swap` that asks for it."""
+    last_gap_s = 0.0
+    """Seconds of the last swap that was done after its commit was answered; 0 where none is."""
+
+    def __init__(self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+        self.live = live
+        self.device = live.device
+        self._layout = layout
+        self._load_weights = load_weights
+        self._whole = whole
+        self._stream = torch.cuda.Stream(self.device)
+        self._manifest: Manifest | None = None
+        self._plan: Plan | None = None
+        self._buffer: torch.Tensor | None = None
+        self.direct = False
+        """The transport fills the shadow itself: `begin` returns a buffer without memory."""
+        self._swapped = torch.cuda.Event()
+        """Recorded where `target` may be written once the device is there."""
+
+    def plan_graphs(self, runner: Any) -> None:
+        """The model is loaded; vLLM's `runner` has neither planned its memory nor captured graphs."""
+
+    def measured(self, step_bytes: int) -> None:
+        """vLLM has profiled: bytes that a step takes beside weights and KV cache at most."""
+
+    def ready(self, runner: Any) -> CudaShadow:
+        """Warm-up is over. The shadow that swaps from now on: this one, or another one over the same memory."""
+        return self
+
+    def accept(self, receiver: Receiver) -> Receiver:
+        """The receiver to be used: where `receiver` can write to several places, one that fills the shadow itself."""
+        self.direct = hasattr(receiver, "receive_into")
+        return DirectTransport(receiver, self) if self.direct else receiver  # type: ignore[arg-type]
+
+    def target(self) -> torch.Tensor:
+        """uint8 `[nbytes]`: the set to be filled."""
+        raise NotImplementedError
+
+    def swap(self) -> float:
+        """Makes the target live between two forward passes. Returns the seconds that the step loop took for it."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Waits until the last swap is done on the device, so that `target` may be written. Raises TornWeights when it
+        turns out to have failed."""
+        try:
+            self._swapped.synchronize()
+        except Exception as error:
+            raise TornWeights(f"the swap before could not be done: {error}") from error
+
+    def agree(self, manifest: Manifest) -> Plan:
+        """The plan for a manifest, made and checked against vLLM's loader once. Raises PlanError."""
+        if self._plan is None or manifest != self._manifest:
+            cuda.bind(self.device)
+            self.settle()
+            regions, base = self._layout.regions, self.live.data_ptr()
+            plan = make_plan(manifest, self._load_weights, regions, base, self.device, whole=self._whole)
+            with torch.cuda.stream(self._stream):  # the current one is the engine's: its steps would wait
+                self._check_against_loader(manifest, plan)
+            self._stream.synchronize()
+            self._plan, self._manifest, self._buffer = plan, manifest, None
+        return self._plan
+
+    def begin(self, manifest: Manifest) -> torch.Tensor:
+        """The receive buffer `[total_bytes]`: on the device, or when `direct` one on the meta device."""
+        self.agree(manifest)
+        self.settle()
+        if self.direct:
+            if manifest.checksum == "crc32":
+                raise PlanError("the publisher's checksums are of whole buckets, which a rank on CUDA does not keep")
+            return torch.empty(manifest.total_bytes, dtype=torch.uint8, device="meta")
+        if self._buffer is None:
+            self._buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer
+
+    def landing(self) -> Landing:
+        """Where a direct transport puts the bytes, after `begin`."""
+        assert self._plan is not None
+        return Landing(self.target(), self.device, tuple(self._plan.all_strips))
+
+    def build(self) -> None:
+        """Puts the received bytes where they belong, on a stream of its own; returns when they are there."""
+        if self.direct:
+            return
+        assert self._plan is not None
+        assert self._buffer is not None
+        cuda.bind(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        cuda.copy(self._plan.all_strips, self._buffer.data_ptr(), self.target().data_ptr(), self._stream.cuda_stream)
+        self._stream.synchronize()
+
+    def discard(self) -> None:
+        """Nothing is kept of a half-filled set: every version fills all of it."""
+
+    def _check_against_loader(self, manifest: Manifest, plan: Plan) -> None:
+        """Random bytes through vLLM's loader and through the plan must agree, parameter by parameter."""
+        shadow = self.target()
+        if shadow.device != self.device:
+            return  # a host shadow: the loader would copy through the host; the trace alone has to do
+        for slot in manifest.slots:
+            meta = slot.meta
+            raw = torch.randint(0, 120, (meta.nbytes,), dtype=torch.uint8, device=self.device)
+            tensor = raw.view(getattr(torch, meta.dtype)).view(meta.shape)
+            with redirected(self.live[: self._layout.nbytes], shadow):
+                self._load_weights([(meta.name, tensor)])
+            for strip in plan.strips.get(meta.name, ()):
+                got = shadow.as_strided((strip.rows, strip.width), (strip.target_pitch, 1), strip.target)
+                sent = raw.as_strided((strip.rows, strip.width), (strip.source_pitch, 1), strip.source - slot.offset)
+                if not torch.equal(got, sent):
+                    raise PlanError(f"{meta.name}: the plan and vLLM's loader put it to different places")
+
+
+class DirectTransport:
+    """A receiver that puts bytes into the shadow itself; see Receiver in weights/transport/base.py."""
+
+    def __init__(self, inner: DirectReceiver, shadow: CudaShadow) -> None:
+        self._inner = inner
+        self._shadow = shadow
+
+    def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+        """`buffer` is what `begin` returned and holds nothing."""
+        self._inner.receive_into(self._shadow.landing(), buckets)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class ArenaShadow(CudaShadow):
+    """A second physical set in the arena of the live one."""
+
+    def __init__(self, arena: Arena, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
+        super().__init__(arena.live, layout, load_weights, whole=whole)
+        arena.add_shadow()
+        arena.shadow.copy_(arena.live)  # padding and other constants are the same in both sets
+        torch.cuda.synchronize(self.device)
+        self._arena = arena

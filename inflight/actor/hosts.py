@@ -31,6 +31,7 @@ from inflight.models import prepare
 from inflight.tasks import make
 from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
 from inflight.tasks.course import Course, DataEnded
+from inflight.vocabulary import decode_every_id
 
 MAX_KEY = 512
 """Characters of a question's key: what a types.Name holds."""
@@ -117,6 +118,7 @@ class _ModelTokens:
         from transformers import AutoTokenizer
 
         self._tokenizer = AutoTokenizer.from_pretrained(prepare(model))
+        decode_every_id(self._tokenizer)
         self.size = len(self._tokenizer)
 
     def encode(self, text: str) -> Iterable[Any]:

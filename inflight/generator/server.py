@@ -33,6 +33,7 @@ from inflight.generator.plugin import INCARNATION, hand_over_often
 from inflight.generator.shadow.limits import refuse
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
+from inflight.vocabulary import decode_every_id
 
 STATUS_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 60.0
@@ -73,6 +74,8 @@ async def serve(config: RunConfig, name: str) -> bool:
         listening.bind((LOOPBACK, 0))
         url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
         async with _engine(arguments) as engine:
+            if (tokenizer := engine.output_processor.tokenizer) is not None:
+                decode_every_id(tokenizer)  # an id that it can't would end the engine
             tasks = await engine.get_supported_tasks()
             app = vllm["build_app"](arguments, tasks, engine.model_config)
             await vllm["init_app_state"](engine, app.state, arguments, tasks)

@@ -87,6 +87,9 @@ class TrainerConfig:
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grad_clip: float = 1.0
+    max_skipped_updates: int = 3
+    """Updates in a row whose gradient is not finite that end the run; each is skipped, and a batch all of whose updates
+    are skipped is not trained on."""
     autocast: bool = True
     """Forward and backward in bfloat16, on a twin of the weights; master weights and optimizer stay float32."""
     threads: int = 1
@@ -113,7 +116,7 @@ class TrainerConfig:
         return self.updates_per_batch * self.epochs_per_batch
 
     def __post_init__(self) -> None:
-        require_fields(self, "trainer", "steps groups_per_step micro_batch threads", least=1)
+        require_fields(self, "trainer", "steps groups_per_step micro_batch threads max_skipped_updates", least=1)
         require_fields(self, "trainer", "updates_per_batch epochs_per_batch", least=1, most=MAX_UPDATES)
         require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
         require_fields(self, "trainer", "learning_rate weight_decay", least=0, most=LARGEST_REAL)

@@ -63,12 +63,13 @@ def save_checkpoint(
 
     In `trainer/`, `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of
     random numbers, `state.json` the rest (see `checkpoints.Saved`). Forced to the disk. A checkpoint of the same step
-    is the same, so it stays. What is sharded is gathered inside `together`. Raises OSError when it can't be written;
-    then the one before is still whole.
+    is the same but for the books, which alone are replaced. What is sharded is gathered inside `together`. Raises
+    OSError when it can't be written; then the one before is still whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name_of(saved.step)
     if target.exists():
+        _replace_state(target, saved)
         return target
     for left in folder.glob("step-*.partial-*"):  # of a writer that was killed
         shutil.rmtree(left, ignore_errors=True)
@@ -83,7 +84,7 @@ def save_checkpoint(
         with _writing(target):
             save_file(moments, partial / OPTIMIZER_FILE)
             save_file(randomness.capture(), partial / RANDOM_FILE)
-        (partial / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
+        (partial / STATE_FILE).write_bytes(_state(saved))
         for path in partial.rglob("*"):
             _to_disk(path)
         partial.chmod(0o755)
@@ -92,6 +93,23 @@ def save_checkpoint(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _replace_state(checkpoint: Path, saved: Saved) -> None:
+    """What was dropped or failed since it was written, without an optimizer step, is not to come again."""
+    path = checkpoint / STATE_FILE
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(_state(saved))
+        _to_disk(partial)
+        partial.replace(path)
+        _to_disk(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _state(saved: Saved) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n"
 
 
 @contextmanager

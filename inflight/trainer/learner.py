@@ -31,10 +31,6 @@ class Stopped(Exception):
     """The step was given up half-way, before anything of the weights was changed."""
 
 
-class LearnError(RuntimeError):
-    """A step that must not be taken: its loss or gradient is not finite."""
-
-
 def warmup(steps: int) -> Callable[[int], float]:
     """Factor of the learning rate at the n-th version (from 0): rises evenly over `steps` versions to 1 and stays."""
     return lambda step: min(1.0, (step + 1) / steps) if steps else 1.0
@@ -75,6 +71,8 @@ class Learner:
         factor = warmup(settings.warmup_steps)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
         self.optimizer, self._schedule = accelerator.prepare(optimizer, schedule)
+        self._moved = False
+        """Whether an update of the batch was taken so far."""
 
     @property
     def settings(self) -> TrainerConfig:
@@ -183,17 +181,19 @@ class Learner:
         return self._score(functools.partial(score_tokens, self._reference), batch).logprobs
 
     def step(self, *, last: bool = True) -> float:
-        """Clips, steps, forgets the gradient; its norm before clipping. Raises LearnError when that is not finite.
+        """Clips, steps, forgets the gradient; its norm before clipping. Where that is not finite, no step is taken.
 
-        The learning rate moves on with the `last` update of a batch, as the version does.
+        The norm is over all shards, so that all ranks take the step or none does. The learning rate moves on with the
+        `last` update of a batch, as the version does: if any update of the batch was taken.
         """
         with self.team.together("step" if last else "update"):
             norm = self._clip()
-            if not math.isfinite(norm):
-                raise LearnError(f"the gradient's norm is {norm}: the step was not taken")
-            self.optimizer.step()
-        if last:
+            if math.isfinite(norm):
+                self.optimizer.step()
+                self._moved = True
+        if last and self._moved:
             self._schedule.step()
+            self._moved = False
         self.policy.drop_gradients()
         self.policy.refresh()
         return norm

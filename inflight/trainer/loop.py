@@ -6,16 +6,21 @@ is slower than a step, for the version before; generation and transfer go on bes
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.config import RunConfig
+from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import Buffer, BufferClosed, DataEnded
+from inflight.rollout.gate import GatedGroup
+from inflight.rollout.verdict import GroupDrop
 from inflight.trainer.baseline import Baseline
 from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
 from inflight.trainer.comparison import Comparing
 from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
-from inflight.trainer.learner import Learner, LearnError, Stopped
+from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
+from inflight.trainer.skips import LearnError, Skips
 from inflight.trainer.stop import Stop
 from inflight.trainer.team import TeamError
 from inflight.trainer.updates import train
@@ -56,12 +61,14 @@ class Trainer:
         self._comparing = Comparing(config, publisher, learner, stop.is_set)
         self._baseline = Baseline(config)
         learner.baseline = self._baseline
+        self._skips = Skips(config.trainer.max_skipped_updates)
         self._clock = Clock(begun.elapsed_s)
         self.steps_done = begun.step
         self.data_ended = ""
         """Why the task has no question left; empty while it may have some."""
         self._books = begun.books
-        """Of the moment when the optimizer's last step was done: what a checkpoint says was trained on, it has seen."""
+        """Of the moment when the optimizer's last step was done or skipped: what a checkpoint says was trained on, it
+        has seen, and what it was kept from does not come again."""
 
     def run(self) -> None:
         """All steps, then the end of the run for everyone.
@@ -74,7 +81,9 @@ class Trainer:
         self._reporter.phase("training")
         while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
             try:
-                self.train_step(self.steps_done + 1)
+                learned = self.train_step(self.steps_done + 1)
+                self.steps_done += learned
+                self._skips.require()
             except DataEnded as end:
                 self.data_ended = str(end)
                 break
@@ -84,16 +93,19 @@ class Trainer:
                     self._save_before(error)
                     raise error from end
                 break
-            # no batch came, the optimizer has refused its gradient, or the generators' numbers are not the trainer's
+            # no batch came, no gradient is finite, or the generators' numbers are not the trainer's
             except (TimeoutError, LearnError, NumbersDiffer) as end:
                 self._save_before(end)
                 raise
-            self.steps_done += 1
-            self._checkpoint_when_due()
+            if learned:
+                self._checkpoint_when_due()
         self._finish()
 
-    def train_step(self, step: int) -> None:
-        """One version: a batch judged at the version before, the optimizer's steps on it, the publication."""
+    def train_step(self, step: int) -> bool:
+        """One version: a batch judged at the version before, the optimizer's steps on it, the publication.
+
+        False when no gradient of the batch was finite: then there is no version, and its questions are done with.
+        """
         self._baseline.require()
         with self._clock.phase("wait_s"):
             settings = self._config.trainer
@@ -104,10 +116,28 @@ class Trainer:
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)
             updates = train(self._learner, batch, self._stop.is_set)
+        skipped = self._skips.note(updates)
+        moved = any(each.taken for each in updates)
+        if skipped:
+            self._tell_skipped(f"step {step}: {skipped}", [] if moved else groups)
         self._books = self._buffer.books()
+        if not moved:
+            return False
         report = self.publish(step)
         learned = rewards_and_lags(groups, batch) | learning(updates, settings.epochs_per_batch, batch)
         self._write_line(step, learned, report, batch.completion_tokens)
+        return True
+
+    def _tell_skipped(self, text: str, lost_groups: Sequence[GatedGroup]) -> None:
+        """Of an update that was not taken; `lost_groups` are those that nothing was learnt from.
+
+        Raises NotFinite where the weights are to blame, which were published already.
+        """
+        if lost_groups:
+            self._require_sound()
+            self._buffer.reject(len(lost_groups), GroupDrop.NOT_FINITE)
+            text += f"; not trained on: {', '.join(group.group.group_id for group in lost_groups)}"
+        self._reporter.warn(text)
 
     def publish(self, version: int) -> PublishReport:
         """Keeps the version's file first, so that no token can be sampled under weights that an audit would miss."""
@@ -123,7 +153,7 @@ class Trainer:
         now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3)}
         rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
         refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
-        learned |= self._comparing.told() | self._baseline.judge()
+        learned |= self._comparing.told() | self._baseline.judge() | self._skips.told()
         self._reporter.line(now | learned | rates | delivery(self._publisher, report, self._buffer.counts()) | refused)
 
     def _checkpoint_when_due(self) -> None:
@@ -138,21 +168,30 @@ class Trainer:
         """
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
         folder, learner = self._config.path / FOLDER, self._learner
-        with learner.team.within_bound("look at the weights"):
-            self._publisher.require_sound()
+        self._require_sound()
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
         together = learner.team.together("checkpoint")
         save_checkpoint(folder, saved, learner.policy.master, learner.optimizer, self._model_dir, together)
         drop_checkpoints(folder, self._config.trainer.checkpoints_kept, self._config.checkpoint)
         self._reporter.phase("training")
 
+    def _require_sound(self) -> None:
+        """Raises NotFinite when the newest version can't be sent."""
+        with self._learner.team.within_bound("look at the weights"):
+            self._publisher.require_sound()
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether there is anything to go on from but the beginning."""
+        return self.steps_done > 0 or self._books != NO_BOOKS
+
     def _save_before(self, end: Exception) -> None:
         """Until the optimizer changes something all steps are whole: they are kept, though the run ends. The reason
         comes first."""
-        if self.steps_done:
+        if self._has_begun:
             try:
                 self.checkpoint()
-            except (OSError, TeamError) as error:  # further ranks refuse the same gradient, and end
+            except (OSError, TeamError) as error:
                 end.add_note(f"and no checkpoint could be written: {error}")
 
     def _finish(self) -> None:
@@ -160,7 +199,7 @@ class Trainer:
         stopped = self._stop.is_set()
         ended = "all {} steps are done" if not self.data_ended else "the data ended after {} steps"
         reason = "the trainer was stopped" if stopped else ended.format(self.steps_done)
-        if self.steps_done:
+        if self._has_begun:
             self.checkpoint()  # before anyone is told: once others are gone, the launcher does not wait for long
         self._reporter.phase("finishing")
         if not stopped:

@@ -2,7 +2,8 @@
 
 metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are told in stats.py;
 `updates` are the optimizer's steps of the batch, `loss` and `grad_norm` means over them, and `by_update` has a row for
-each where there are several; all other figures of tokens are of the first epoch, which meets each token once;
+each where there are several, of those that were skipped too; `updates_skipped` are those whose gradient was not finite,
+of batches since the last line; all other figures of tokens are of the first epoch, which meets each token once;
 `tokens_trained` are those in the loss, `tokens_masked` the others of the batch, and `lag_*` those that the gate's rules
 let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
 wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
@@ -90,12 +91,14 @@ def rewards_and_lags(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, ob
 
 
 def learning(updates: Sequence[Update], epochs: int, batch: Batch) -> dict[str, object]:
-    """The part of a step's line that the learner knows; `updates` are those of all `epochs`."""
-    stats = combine([each.stats for each in updates[: len(updates) // epochs]])
+    """The part of a step's line that the learner knows; `updates` are those of all `epochs`, one at least taken."""
+    taken = [each for each in updates if each.taken]
+    first = [each for each in updates[: len(updates) // epochs] if each.taken] or taken[:1]
+    stats = combine([each.stats for each in first])
     return {
-        "updates": len(updates),
-        "loss": statistics.fmean(each.loss for each in updates),
-        "grad_norm": statistics.fmean(each.grad_norm for each in updates),
+        "updates": len(taken),
+        "loss": statistics.fmean(each.loss for each in taken),
+        "grad_norm": statistics.fmean(each.grad_norm for each in taken),
         "tokens_trained": stats.tokens,
         "tokens_masked": batch.completion_tokens - stats.tokens,
         **stats.values(),

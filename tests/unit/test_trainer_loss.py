@@ -19,7 +19,7 @@ from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate
-from inflight.trainer.learner import Learner, LearnError, Stopped, warmup
+from inflight.trainer.learner import Learner, Stopped, warmup
 from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
 from inflight.trainer.loss import Loss
 from inflight.trainer.objectives.ppo import ppo
@@ -287,14 +287,23 @@ def test_a_stop_gives_the_step_up_before_anything_has_changed(tiny_model, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.master.parameters(), strict=True))
 
 
-def test_a_gradient_that_is_not_finite_is_refused(tiny_model, tmp_path):
-    learner, batch = make_learner(tiny_model, tmp_path), sequences()
-    batch.advantages[0] = float("nan")
-    learner.backward(batch, never)
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, tmp_path):
+    """Neither weights nor optimizer nor learning rate; the next one is taken as if it had not been."""
+    learners = [make_learner(tiny_model, tmp_path, warmup_steps=4) for _ in range(2)]
+    poisoned = sequences()
+    poisoned.advantages[0] = float("nan")
+    learner = learners[0]
+    learner.backward(poisoned, never)
     before = [p.clone() for p in learner.policy.master.parameters()]
-    with pytest.raises(LearnError, match="nan"):
-        learner.step()
+    assert math.isnan(learner.step())
     assert all(torch.equal(a, b) for a, b in zip(before, learner.policy.master.parameters(), strict=True))
+    assert not learner.optimizer.state
+    for each in learners:
+        each.backward(sequences(), never)
+        assert math.isfinite(each.step())
+    ours, theirs = (each.policy.master.parameters() for each in learners)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert [each.optimizer.param_groups[0]["lr"] for each in learners] == [pytest.approx(0.5e-3)] * 2
 
 
 def test_warmup():

@@ -16,7 +16,7 @@ from fake_generator import eventually
 from model_server import ModelServer
 from rollout_samples import make_config
 from safetensors.torch import load_file
-from test_trainer_run import FakeActor, Run
+from test_trainer_run import PPO, FakeActor, Run
 
 from inflight.bus import Listener
 from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
@@ -28,6 +28,7 @@ from inflight.trainer import checkpoints
 from inflight.trainer.__main__ import main
 
 STEPS = 3
+SKIPS_THE_SECOND = {"objective": PPO, "poisoned": {"q5"}}
 TOLERANCE = 1e-6
 
 
@@ -63,11 +64,12 @@ def make_trainers(tmp_path_factory):
     """Runs with a played generator and actor, whose trainer is real."""
     opened = []
 
-    def make(dtype="float32", server=None, **trainer):
+    def make(dtype="float32", server=None, poisoned=frozenset(), **trainer):
         settings = {"steps": STEPS, "groups_per_step": 4, "autocast": dtype == "bfloat16"}
         run = Run(tmp_path_factory.mktemp("run"), **(settings | trainer))
         run.config = dataclasses.replace(run.config, model=ModelConfig(name="tiny", dtype=dtype))
         save(run.config)
+        run.poisoned = poisoned
         run.start(server=server)
         opened.append(Trainers(run))
         return opened[-1]
@@ -80,9 +82,9 @@ def make_trainers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(make_trainers, tiny_model):
     """A float32 run over two ranks, which compares its numbers with a real model's; in its last round of micro-batches
-    one rank has nothing to do."""
+    one rank has nothing to do, and the gradient of its second batch is not finite."""
     server = ModelServer(tiny_model)
-    trainers = make_trainers(server=server, processes=2, micro_batch=3, compare_start="refuse")
+    trainers = make_trainers(server=server, processes=2, micro_batch=3, compare_start="refuse", **SKIPS_THE_SECOND)
     assert trainers.wait() == [0, 0], trainers.log(0) + trainers.log(1)
     server.close()
     return trainers
@@ -90,7 +92,7 @@ def two(make_trainers, tiny_model):
 
 @pytest.fixture(scope="module")
 def one(make_trainers):
-    trainers = make_trainers(micro_batch=3)
+    trainers = make_trainers(micro_batch=3, **SKIPS_THE_SECOND)
     assert trainers.wait() == [0], trainers.log(0)
     return trainers
 
@@ -112,6 +114,15 @@ def test_two_ranks_learn_what_one_process_learns(one, two):
         assert distance(*version) <= TOLERANCE
     start, end = (load_file(one.run.config.version_file(step)) for step in (0, STEPS))
     assert distance(end, start) > 100 * TOLERANCE
+
+
+def test_two_ranks_skip_a_gradient_that_is_not_finite_as_one_process_does(one, two):
+    for trainers in (one, two):
+        lines = trainers.run.lines()
+        assert [line["updates_skipped"] for line in lines] == [0, 1, 0]
+        assert [line["questions"] for line in lines] == [[*range(4)], [*range(8, 12)], [*range(12, 16)]]
+        moments = load_file(checkpoints.newest(trainers.run.folder) / "trainer" / "optimizer.safetensors")
+        assert moments["model.norm.weight.step"] == STEPS
 
 
 def test_two_ranks_compute_what_a_generator_does_and_are_shards_again_afterwards(two):

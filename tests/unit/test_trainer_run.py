@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -21,8 +22,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight.bus import Link, Listener, Received
-from inflight.config import AuditConfig, GateConfig, ModelConfig, PublishConfig, TrainerConfig, save
+from inflight.config import (
+    AuditConfig,
+    GateConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    PublishConfig,
+    TrainerConfig,
+    save,
+)
 from inflight.exits import DATA_ENDED, STOPPED
+from inflight.groups import LARGEST
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.processes import say_why
@@ -44,8 +54,8 @@ class FakeActor:
     lengths = (5, 5)
     """Tokens of the members of a group."""
 
-    def __init__(self, config, generator):
-        self.config, self.generator = config, generator
+    def __init__(self, config, generator, poisoned=frozenset()):
+        self.config, self.generator, self.poisoned = config, generator, poisoned
         self.finish: Finish | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -67,12 +77,13 @@ class FakeActor:
 
     def _group(self, name):
         source, version = random.Random(name), self.generator.version
+        unit, logprob = (LARGEST, -20.0) if name in self.poisoned else (1.0, -2.5)
         members = [
             msgspec.structs.replace(
                 make_rollout(
-                    name, index, spans=((0, version),), length=length, reward=float(index),
+                    name, index, spans=((0, version),), length=length, reward=index * unit,
                     token_ids=[source.randrange(17) for _ in range(length)],
-                    logprobs=[-2.5] * length,
+                    logprobs=[logprob] * length,
                 ),
                 started=self.started(),
             )
@@ -110,6 +121,8 @@ class Run:
         self.folder = folder
         self.statuses: list[Status] = []
         self.launcher = Listener(self.config.endpoint("status"), self.config.bus)
+        self.poisoned = frozenset()
+        """Groups whose numbers can be learnt from each by itself, and whose gradient under `ppo` float32 can't hold."""
         self.generator: FakeGenerator | None = None
         self.actor: FakeActor | None = None
         self.others: list[FakeGenerator] = []
@@ -124,7 +137,7 @@ class Run:
         if server:
             server.generator = self.generator
         if actor:
-            self.actor = FakeActor(self.config, self.generator)
+            self.actor = FakeActor(self.config, self.generator, self.poisoned)
         return self
 
     def lines(self):
@@ -534,17 +547,47 @@ def test_a_parameter_without_a_gradient_has_no_state_and_needs_none(tmp_path):
         keep.load_optimizer(tmp_path, model, restored)
 
 
-def test_a_gradient_that_is_not_finite_loses_no_whole_step(make_run, monkeypatch, capfd):
-    run = make_run(steps=4).start()
-    clip = Learner._clip
-    monkeypatch.setattr(Learner, "_clip", lambda self: (clip(self), float("nan"))[bool(self.optimizer.state)])
+PPO = ObjectiveConfig(name="ppo")
+
+
+@pytest.mark.parametrize(("poisoned", "done"), [({3}, 1), ({1}, 0)])
+def test_a_batch_with_a_gradient_that_is_not_finite_is_skipped(make_run, poisoned, done):
+    """Neither version nor optimizer nor learning rate moves; its questions are done with, others take their place."""
+    run = make_run(steps=3, warmup_steps=8, checkpoint_every=1, objective=PPO)
+    run.poisoned = {f"q{index}" for index in poisoned}
+    run.start()
+    assert train(run) == 0
+    lines = run.lines()
+    assert [(line["step"], line["version"]) for line in lines] == [(n, n) for n in (1, 2, 3)]
+    batches = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert [line["questions"] for line in lines] == batches[:done] + batches[done + 1 :]
+    assert [line["updates_skipped"] for line in lines] == [int(n == done) for n in range(3)]
+    dropped = {"gradient not finite": 2}
+    assert [line["groups_dropped"] for line in lines] == [dropped if n >= done else {} for n in range(3)]
+    moments = load_file(checkpoints.newest(run.folder) / "trainer" / "optimizer.safetensors")
+    assert moments["model.norm.weight.step"] == 3
+    assert all(torch.isfinite(each).all() for each in moments.values())
+    assert sum("norm is" in str(status.values.get("warnings")) for status in run.read_statuses()) >= 1
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+@pytest.mark.parametrize("begins_with", [0, 2])
+def test_gradients_that_are_not_finite_end_the_run_and_are_not_met_again(make_run, capfd, begins_with, kept):
+    """Nothing is mended between the two starts: the second has the same answers to the same questions. Whether a
+    checkpoint of the last step was written before the batches came (`kept`) or not."""
+    run = make_run(steps=4, max_skipped_updates=2, checkpoint_every=kept, objective=PPO)
+    run.poisoned = {f"q{index}" for index in range(begins_with, begins_with + 4)}
+    run.start()
     assert train(run) == 1
-    assert "the gradient's norm is nan: the step was not taken" in capfd.readouterr().err.splitlines()[-1]
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert re.search(r"norm is (inf|nan): 2 updates in a row .*\(trainer.max_skipped_updates=2\)$", said), said
     saved = checkpoints.read(checkpoints.newest(run.folder))
-    assert (saved.step, saved.books.trained) == (1, 2)
-    monkeypatch.undo()
+    assert (saved.step, saved.books.trained) == (begins_with // 2, begins_with)
+    assert saved.books.dropped == {"gradient not finite": 4}
+    assert saved.books.settled_below == begins_with + 4
     assert train(go_on(run)) == 0
-    assert sorted(trained(run)) == list(range(8))
+    assert trained(run) == [index for index in range(12) if not begins_with <= index < begins_with + 4]
+    assert [line["step"] for line in run.lines()] == [1, 2, 3, 4]
 
 
 def overflowing_at(patched, step):
@@ -622,7 +665,7 @@ def test_what_keeps_a_checkpoint_from_being_written_at_the_end_is_told(make_run,
     monkeypatch.setattr(loop, "save_checkpoint", full)
     assert train(run) == 1
     said = capfd.readouterr().err.splitlines()[-1]
-    assert said.endswith("the step was not taken and no checkpoint could be written: No space left on device")
+    assert said.endswith("(trainer.max_skipped_updates=3) and no checkpoint could be written: No space left on device")
 
 
 def test_no_batch_in_time_is_one_clear_line(make_run, capfd):

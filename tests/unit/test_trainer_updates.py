@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from inflight.config import ConfigError, ObjectiveConfig, TrainerConfig
 from inflight.sampling import Sampling
 from inflight.trainer import updates
 from inflight.trainer.batch import Batch, scales
-from inflight.trainer.learner import Learner, LearnError, Stopped
+from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.loss import make_loss
 from inflight.trainer.policy import load_policy
 from inflight.trainer.report import learning
+from inflight.trainer.skips import LearnError, Skips
 from inflight.trainer.split import mini_batches
 
 LENGTHS = (5, 2, 7, 4, 6, 3)
@@ -202,20 +204,55 @@ def test_a_stop_is_heeded_before_the_first_update_and_not_between_two(tiny_model
     assert len(done) == 4
 
 
-def test_an_update_that_is_refused_after_others_makes_no_whole_step(tiny_model, tmp_path):
+@pytest.mark.parametrize("poisoned", [{0}, {3}, {1, 2}, {0, 1, 2, 3}])
+def test_of_several_updates_those_whose_gradient_is_not_finite_are_skipped(tiny_model, tmp_path, poisoned):
+    """The learning rate moves on once if any was taken, though the last was not."""
+    learner = make_learner(tiny_model, tmp_path, warmup_steps=4)
+    batch, rate = stale_batch(learner), learner.optimizer.param_groups[0]["lr"]
+    backward = learner.backward
+
+    def harmed(part, stop):
+        if len(learner.seen) in poisoned:
+            part.advantages.fill_(float("nan"))
+        return backward(part, stop)
+
+    learner.backward = harmed
+    done = updates.train(learner, batch, never)
+    assert [index for index, each in enumerate(done) if not each.taken] == sorted(poisoned)
+    assert all(torch.isfinite(each).all() for each in learner.policy.master.parameters())
+    parameter = next(iter(learner.policy.master.parameters()))
+    taken = 4 - len(poisoned)
+    assert learner.optimizer.state[parameter].get("step", 0) == taken
+    assert learner.optimizer.param_groups[0]["lr"] == pytest.approx(rate * (2 if taken else 1))
+
+
+def test_a_line_of_a_step_tells_of_the_updates_that_were_taken(tiny_model, tmp_path):
     learner = make_learner(tiny_model, tmp_path)
     batch = stale_batch(learner)
-    learner.step = lambda *, last, step=learner.step: refuse() if len(learner.seen) == 3 else step(last=last)
-    with pytest.raises(updates.HalfWayError, match="update 3 of a batch: not finite"):
-        updates.train(learner, batch, never)
-    batch.advantages.fill_(float("nan"))
-    learner.seen = []
-    with pytest.raises(LearnError):
-        updates.train(learner, batch, never)
+    done = updates.train(learner, batch, never)
+    skipped = dataclasses.replace(done[1], grad_norm=float("nan"), loss=float("nan"))
+    line = learning([done[0], skipped, *done[2:]], 1, batch)
+    assert (line["updates"], len(line["by_update"])) == (3, 4)
+    assert math.isfinite(line["loss"])
+    assert math.isfinite(line["grad_norm"])
+    assert line["tokens_trained"] == sum(each.stats.tokens for each in (done[0], *done[2:]))
 
 
-def refuse():
-    raise LearnError("not finite")
+def test_too_many_skipped_in_a_row_end_the_run(tiny_model, tmp_path):
+    learner = make_learner(tiny_model, tmp_path)
+    good = updates.train(learner, stale_batch(learner), never)[0]
+    bad = dataclasses.replace(good, grad_norm=float("inf"))
+    skips = Skips(3)
+    assert skips.note([good]) == ""
+    assert skips.note([bad, bad, good, bad]) == "the gradient's norm is inf: 3 of 4 updates of the batch skipped"
+    skips.require()
+    assert skips.told() == {"updates_skipped": 3}
+    assert skips.told() == {"updates_skipped": 0}
+    skips.note([bad])
+    skips.require()
+    skips.note([bad])
+    with pytest.raises(LearnError, match=r"^the gradient's norm is inf: 3 updates in a row were skipped"):
+        skips.require()
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_a_whole_run(make_run):
 
     def told_of_the_end():
         last = run.read_statuses()[-1].values
-        return (last["step"], last["steps"], last["phase"], last["committed_g0"]) == (4, 4, "done", 4)
+        return [last.get(name) for name in ("step", "steps", "phase", "committed_g0")] == [4, 4, "done", 4]
 
     eventually(told_of_the_end, "the last status")
 

@@ -107,10 +107,10 @@ class EngineAgent:
             case Enquire():
                 version, publisher = self.commits.version, self.commits.publisher
                 self.link.send(msgspec.structs.replace(self.hello, version=version, publisher=publisher))
-            case Commit(version=version, publisher=publisher) if (
-                self._committed is not None
-                and (version, publisher) == (self._committed.version, self._committed.publisher)
-            ):
+            case Commit(version=version, publisher=publisher) if self._committed is not None and (
+                version,
+                publisher,
+            ) == (self._committed.version, self._committed.publisher):
                 self.link.send(self._committed)
             case Commit():
                 await self._commit(message)

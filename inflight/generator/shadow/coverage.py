@@ -8,19 +8,17 @@ code that will load the real bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from inflight.messages import Manifest
+from inflight.generator.shadow.loader_trace import LoaderTrace, storage_of
+from inflight.messages import Manifest, Slot
 from inflight.weights.receive.shadow import Unfit
 
 MAX_NAMED = 3
 """Names that an error lists; the rest is counted."""
-_FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
-"""How loaders fill the padding of a vocabulary."""
 
 
 class CoverageError(Unfit):
@@ -34,17 +32,17 @@ def check_coverage(template: torch.nn.Module, manifest: Manifest, tensor_paralle
     partly missing, a tensor that the model does not know or does not read whole, another shape, another dtype.
     """
     parameters = dict(template.named_parameters())
-    with torch.no_grad(), _Ledger(parameters, tensor_parallel_size) as ledger:
+    with torch.no_grad(), _Writes(manifest, parameters, tensor_parallel_size) as writes:
         try:
-            template.load_weights(ledger.sources(manifest))  # type: ignore[operator]
+            template.load_weights(writes.checkpoint())  # type: ignore[operator]
         except CoverageError:
             raise
         except Exception as error:  # loaders raise whatever they like, from AssertionError to KeyError
-            raise CoverageError.by_loader(ledger.current, error) from error
-    ledger.check_sources(manifest)
-    if missing := [name for name, param in parameters.items() if ledger.written[name] < param.numel()]:
+            raise CoverageError.by_loader(writes.given, error) from error
+    writes.check_sources(manifest)
+    if missing := [name for name, param in parameters.items() if writes.written[name] < param.numel()]:
         raise CoverageError(f"the manifest does not cover {_some(missing)} of the engine")
-    if twice := [name for name, param in parameters.items() if ledger.written[name] > param.numel()]:
+    if twice := [name for name, param in parameters.items() if writes.written[name] > param.numel()]:
         raise CoverageError(f"the manifest covers {_some(twice)} of the engine more than once")
 
 
@@ -53,32 +51,25 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
 
 
-class _Ledger(TorchDispatchMode):
-    """Counts the elements written to each parameter, and notes which source each write came from."""
+class _Writes(LoaderTrace):
+    """Counts the elements written to each parameter, and which source each write came from."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter], tensor_parallel_size: int) -> None:
-        super().__init__()
+    def __init__(
+        self, manifest: Manifest, parameters: dict[str, torch.nn.Parameter], tensor_parallel_size: int
+    ) -> None:
+        super().__init__(manifest.slots)
         self._tensor_parallel_size = tensor_parallel_size
-        self._targets = {_storage(param): name for name, param in parameters.items()}
-        self._origins: dict[int, str] = {}
-        """Storage → the source that its values come from."""
-        self._kept: list[torch.Tensor] = []
-        """Keeps storages alive: a freed one's identity could come back as another's."""
+        self._targets = {storage_of(param): name for name, param in parameters.items()}
         self.written: dict[str, int] = defaultdict(int)
         self._read: dict[str, int] = {}
         """Source name → elements that the model read; absent: it did not read it at all."""
         self._into: dict[str, str] = {}
         """Source name → the parameter that it went to last."""
-        self.current = "the first tensor"
 
-    def sources(self, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-        """A meta tensor for every slot, as `load_weights` wants them."""
-        for meta in (slot.meta for slot in manifest.slots):
-            self.current = f"{meta.name} {list(meta.shape)}"
-            tensor = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype), device="meta")
-            self._origins[_storage(tensor)] = meta.name
-            self._kept.append(tensor)
-            yield meta.name, tensor
+    @property
+    def given(self) -> str:
+        """What the loader was given last, for an error."""
+        return f"{self.current.meta.name} {list(self.current.meta.shape)}" if self.current else "the first tensor"
 
     def check_sources(self, manifest: Manifest) -> None:
         """Raises CoverageError for a tensor that the model does not read, or not to its end.
@@ -94,30 +85,29 @@ class _Ledger(TorchDispatchMode):
             if taken < meta.numel and not name.endswith(("embed_tokens.weight", "lm_head.weight")):
                 raise CoverageError(f"{meta.name} {list(meta.shape)} is larger than {name} of the engine takes")
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self._copy(args[0], args[1])
-        elif func in _FILLS and (name := self._targets.get(_storage(args[0]))):
-            self.written[name] += args[0].numel()
-        result = func(*args, **(kwargs or {}))
-        # A loader may reshape or transpose into new storage before it copies: what it makes comes from its inputs.
-        if isinstance(result, torch.Tensor) and _storage(result) not in self._targets:
-            for arg in args:
-                if isinstance(arg, torch.Tensor) and _storage(arg) in self._origins:
-                    self._origins.setdefault(_storage(result), self._origins[_storage(arg)])
-                    self._kept.append(result)
-        return result
+    def is_target(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._targets
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        name, origin = self._targets.get(_storage(target)), self._origins.get(_storage(source))
-        if name is None or origin is None:
+    def copied(self, target: torch.Tensor, source: torch.Tensor, slot: Slot | None) -> None:
+        source.expand(target.shape)  # raises where a copy would
+        if slot is None:
             return
+        name, origin = self._targets[storage_of(target)], slot.meta.name
         self.written[name] += target.numel()
         self._read[origin] = self._read.get(origin, 0) + source.numel()
         self._into[origin] = name
         if target.dtype != source.dtype:
             raise CoverageError(f"{origin} is {source.dtype}, {name} of the engine is {target.dtype}")
 
+    def filled(self, target: torch.Tensor) -> None:
+        self.written[self._targets[storage_of(target)]] += target.numel()
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    def changed(self, func: Any) -> None:
+        """What is computed in place counts as nothing written: the parameter is reported as not covered."""
+
+    def made(self, result: torch.Tensor, inputs: Sequence[Any]) -> None:
+        """A loader may reshape or transpose into new storage before it copies: that comes from its inputs."""
+        for each in inputs:
+            if isinstance(each, torch.Tensor) and (slot := self._origins.get(storage_of(each))):
+                self._origins.setdefault(storage_of(result), slot)
+                self._kept.append(result)

@@ -1,9 +1,4 @@
-"""Which bytes of a checkpoint go where in the live weights, learnt from vLLM's own loader.
-
-vLLM fuses q, k, v and gate, up, splits by tensor-parallel rank, replicates KV heads, pads the vocabulary and ties
-embeddings; its `load_weights` knows how, for every model. So the plan asks it: checkpoint tensors that exist in shape
-only (meta device) are loaded while each write to a live weight is caught and noted instead of done. A meta tensor's
-views carry offset and strides, so every note is exact, for a model of any size, in seconds and without memory.
+"""Which bytes of a checkpoint go where in the live weights, learnt from vLLM's own loader (loader_trace.py).
 
 The plan is refused, naming the parameter, when a live byte is neither written from the checkpoint nor filled with a
 constant, when one is written twice, or when the loader computes instead of copying.
@@ -20,6 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from inflight.generator.shadow.loader_trace import LoaderTrace, writes
 from inflight.messages import Manifest, Slot
 from inflight.weights.receive.shadow import Unfit
 from inflight.weights.transport.landing import Strip
@@ -94,54 +90,35 @@ def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: to
     return notes
 
 
-class _Notes(TorchDispatchMode):
-    """Catches writes to the live range, and notes what they would have copied."""
+class _Notes(LoaderTrace):
+    """What would be copied to where in the live range, and what would be filled with a constant."""
 
     def __init__(self, slots: list[Slot], live: Span, device: torch.device) -> None:
-        super().__init__()
-        self._slots = slots
+        super().__init__(slots)
         self._live = live
         self._device = device
-        self._sources: dict[int, Slot] = {}
-        self._keep: list[torch.Tensor] = []
         self.strips: dict[str, list[Strip]] = {}
         self.constant: list[Span] = []
-        self.current = ""
 
-    def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that travel, in shape only."""
-        for slot in self._slots:
-            self.current = slot.meta.name
-            tensor = torch.empty(slot.meta.shape, dtype=getattr(torch, slot.meta.dtype), device="meta")
-            self._sources[_storage(tensor)] = slot
-            self._keep.append(tensor)  # its storage's identity must not be used again
-            yield slot.meta.name, tensor
+    @property
+    def given(self) -> str:
+        """The name of what the loader was given last."""
+        return self.current.meta.name if self.current else ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        written = [args[i] for i, arg in enumerate(func._schema.arguments[: len(args)]) if _writes(arg)]
-        live = [tensor for tensor in written if self._is_live(tensor)]
-        if not live:
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.copy_.default:
-            self._note_copy(args[0], args[1])
-        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default):
-            self.constant += _byte_spans(args[0], self._live[0])
-        else:
-            raise PlanError(f"{self.current}: the loader changes live weights by {func}, which can't be planned")
-        return args[0]
-
-    def _is_live(self, tensor: Any) -> bool:
+    def is_target(self, tensor: torch.Tensor) -> bool:
         return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.device == self._device
-            and tensor.numel() > 0
-            and self._live[0] <= tensor.data_ptr() < self._live[1]
+            tensor.device == self._device and tensor.numel() > 0 and self._live[0] <= tensor.data_ptr() < self._live[1]
         )
 
-    def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        slot = self._sources.get(_storage(source)) if source.is_meta else None
+    def filled(self, target: torch.Tensor) -> None:
+        self.constant += _byte_spans(target, self._live[0])
+
+    def changed(self, func: Any) -> None:
+        raise PlanError(f"{self.given}: the loader changes live weights by {func}, which can't be planned")
+
+    def copied(self, target: torch.Tensor, source: torch.Tensor, slot: Slot | None) -> None:
         if slot is None:
-            raise PlanError(f"{self.current}: the loader computes the weight instead of copying it")
+            raise PlanError(f"{self.given}: the loader computes the weight instead of copying it")
         name = slot.meta.name
         if source.shape != target.shape or source.dtype != target.dtype:
             raise PlanError(
@@ -151,14 +128,6 @@ class _Notes(TorchDispatchMode):
         at = target.data_ptr() - self._live[0]
         source_at = slot.offset + source.storage_offset() * source.element_size()
         self.strips.setdefault(name, []).extend(_strips(name, source, target, source_at, at))
-
-
-def _writes(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: int, target_at: int) -> list[Strip]:
@@ -261,10 +230,10 @@ class _Redirect(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        writes = [i for i, argument in enumerate(func._schema.arguments[: len(args)]) if _writes(argument)]
+        written = [i for i, argument in enumerate(func._schema.arguments[: len(args)]) if writes(argument)]
         moved = list(args)
         hits = [
-            i for i in writes if isinstance(args[i], torch.Tensor) and self._start <= args[i].data_ptr() < self._stop
+            i for i in written if isinstance(args[i], torch.Tensor) and self._start <= args[i].data_ptr() < self._stop
         ]
         for i in hits:
             moved[i] = self._twin(args[i])

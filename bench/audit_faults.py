@@ -1,20 +1,24 @@
-"""Which faults the audit finds in a bfloat16 engine: `python -m bench.audit_faults RUN`.
+"""Which planted faults the audit finds: `python -m bench.audit_faults` prints the table of docs/audit.md.
 
-RUN is a finished run that kept its rollouts and versions (`make demo ARGS="audit.keep_versions=true"`). Its prompts are
-served again by a vLLM on CPU that commits its versions one after the other while sequences run: once as it is, and once
-with each fault planted. What was recorded is audited through the engine's kernels, and by each story over again.
-Prints a Markdown table; each fault has a process and a folder of its own under `--out`.
+A real vLLM on CPU serves the tiny model while versions are committed, once for each dtype: soundly, with each fault of
+an engine planted, and SOUND times more with other prompts. Faults of a record are planted in copies of what the sound
+engine recorded. Each is audited by both judges, on the first 8, 20 and 60 prompts, two rollouts each. Versions are a
+random walk whose step is about half of bfloat16's last place. Three processes for each dtype; what they made stays
+under `--out`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import random
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,94 +26,212 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from bench.faulty_engine import Fault, FaultyEngine, late_tags, shared_prefix, torn_swap
-from inflight.audit import AuditReport
-from inflight.config import RunConfig, load
+from bench.faulty_engine import Fault, FaultyEngine, late_tags, rollout_of, shared_prefix, torn_swap, write_run
+from bench.planted import RECORDED, Groups, unprocessed
+from inflight.audit.alternatives import STANDARD
+from inflight.audit.command import judge
+from inflight.audit.record import read
+from inflight.audit.replay import KeptVersions, Replayer, Sequenced, Stale, TransformersReplayer
+from inflight.audit.report import Outcome
+from inflight.config import AuditConfig, GeneratorConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values
+from inflight.models import prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
+from inflight.sampling import Sampling
 
-LAYER = 15
-BLOCK = 32
-"""Tokens in a block of the KV cache: prompts must fill some for a prefix hit."""
-RUNNING = 12
-FAULTS: dict[str, tuple[str, Callable[[FaultyEngine], Fault]]] = {
-    "none": (f"early,late,old,prefix,head,layer.{LAYER}", lambda engine: contextlib.nullcontext()),
-    "tags a step late": ("early", late_tags),
-    "torn swap: a layer stays old": (f"layer.{LAYER}", lambda engine: torn_swap(engine, f"layers.{LAYER}.")),
-    "stale lm_head": ("head", lambda engine: torn_swap(engine, "lm_head")),
-    "prefix hit across versions": ("prefix", shared_prefix),
+DTYPES = ("float32", "bfloat16")
+JUDGES = ("transformers", "engine")
+PROMPTS = (8, 20, 60)
+SOUND = 10
+TOKENS, BLOCK, EVERY = 40, 32, 30
+"""Tokens of a rollout at the most, tokens of a KV block, and steps from version to version."""
+STEP = 0.003
+TEMPERATURE = 0.7
+NONE = "nothing"
+OTHER_TEMPERATURE = "temperature 1 recorded where 0.7 ran"
+ENGINE: dict[str, Callable[[FaultyEngine], Fault]] = {
+    NONE: lambda engine: contextlib.nullcontext(),
+    "tags a step late, all rollouts": late_tags,
+    "torn swap: a layer stays old": lambda engine: torn_swap(engine, "layers.1."),
+    "stale output layer": lambda engine: torn_swap(engine, "lm_head"),
+    "stale prefix: hits across versions": shared_prefix,
 }
-"""Fault → the stories to test, and how it is planted."""
+SHOWN = {Outcome.PASSED: "passed", Outcome.FAILED: "**found**", Outcome.NOT_SHOWN: "not shown"}
 
 
 def main() -> None:
-    """Each fault in a process of its own, then the table."""
+    """Each stage in a process of its own, then the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path, default=Path("outputs/audit_faults"))
-    parser.add_argument("--prompts", type=int, default=24, help="each is sampled twice")
-    parser.add_argument("--versions", type=int, default=16)
-    parser.add_argument("--fault", choices=FAULTS, help=argparse.SUPPRESS)
+    parser.add_argument("--stage", choices=("serve", *JUDGES), help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=DTYPES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.fault is not None:
-        _one(arguments)
+    out = arguments.out.resolve()
+    if arguments.stage is not None:
+        (_serve if arguments.stage == "serve" else _judge)(out / arguments.dtype, arguments.dtype, arguments.stage)
         return
-    print("| planted | alike | story | slope | |\n|---|---|---|---|---|", flush=True)
-    for fault in FAULTS:
-        started = time.perf_counter()
-        subprocess.run([sys.executable, "-m", "bench.audit_faults", *sys.argv[1:], "--fault", fault], check=True)
-        print(f"{fault}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    for dtype in DTYPES:
+        shutil.rmtree(out / dtype, ignore_errors=True)
+        for stage in ("serve", *JUDGES):
+            started = time.perf_counter()
+            command = [sys.executable, "-m", "bench.audit_faults", "--out", str(out), "--stage", stage]
+            subprocess.run([*command, "--dtype", dtype], check=True)
+            print(f"{dtype}, {stage}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    print(table({(dtype, judge): json.loads((out / dtype / f"{judge}.json").read_text())
+                 for dtype in DTYPES for judge in JUDGES}))  # fmt: skip
 
 
-def _one(arguments: argparse.Namespace) -> None:
-    stories, plant = FAULTS[arguments.fault]
-    engine = _engine(load(arguments.run), arguments.run, arguments.out / arguments.fault.replace(" ", "-"))
-    requests = _requests(arguments.run, arguments.prompts, engine.config.rollout.max_tokens)
-    steps = -(-len(requests) // RUNNING) * engine.config.rollout.max_tokens
-    with plant(engine):
-        outputs = engine.serve(requests, every=max(1, steps // arguments.versions))
-    engine.close()
-    report = engine.audit_through_engine(outputs, stories)
-    for line in _lines(arguments.fault, report):
-        print(line, flush=True)
+def table(found: dict[tuple[str, str], dict[str, list[str]]]) -> str:
+    """Markdown: a row a fault, a column for each dtype and judge, with the verdicts of 8, 20 and 60 prompts in it."""
+    columns = list(found)
+    head = [f"{dtype}, {'through the engine' if judge == 'engine' else judge}" for dtype, judge in columns]
+    lines = [f"| planted | {' | '.join(head)} |", "|---" * (1 + len(columns)) + "|"]
+    for fault in found[columns[0]]:
+        cells = []
+        for column in columns:
+            verdicts = found[column][fault]
+            cells.append(verdicts[0] if len(set(verdicts)) == 1 else ", ".join(verdicts))
+        lines.append(f"| {fault} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
-def _engine(config: RunConfig, run: Path, folder: Path) -> FaultyEngine:
-    """An engine as the run's, with its versions."""
-    shutil.rmtree(folder, ignore_errors=True)
-    extra = {"block_size": BLOCK, "gpu_memory_utilization": 0.1}
-    generator = replace(config.generator, max_num_seqs=RUNNING, extra=extra)
-    config = replace(config, run_dir=str(folder), generator=generator)
-    arguments: dict[str, Any] = {**engine_values(config, "g0", CPU_WORKER), "additional_config": {"inflight": {}}}
+def _serve(folder: Path, dtype: str, stage: str) -> None:
+    """The engine's part: a run folder for each fault, and for each of the sound runs."""
+    config = _config(folder / "engine", dtype)
+    states = [load_file(prepare("tiny") / "model.safetensors")]
 
     def weights(version: int) -> dict[str, torch.Tensor]:
-        """As the run's trainer published them."""
-        return load_file(run / "versions" / f"{version:06d}.safetensors")
+        """A random walk."""
+        while len(states) <= version:
+            noise = torch.Generator().manual_seed(len(states))
+            moved = states[-1].items()
+            states.append({name: each + STEP * torch.randn(each.shape, generator=noise) for name, each in moved})
+        return {name: each.to(getattr(torch, dtype)) for name, each in states[version].items()}
 
-    return FaultyEngine(config, arguments, weights)
+    arguments: dict[str, Any] = {**engine_values(config, "g0", CPU_WORKER), "additional_config": {"inflight": {}}}
+    engine = FaultyEngine(config, arguments, weights)
+    runs = {name: (fault, 0) for name, fault in ENGINE.items()}
+    runs |= {f"sound {number}": (ENGINE[NONE], number) for number in range(1, SOUND + 1)}
+    for name, (fault, seed) in runs.items():
+        outputs = engine.serve_with(fault(engine), _requests(seed), EVERY)
+        rollouts = sorted((rollout_of(output) for output in outputs), key=lambda each: _number(each.rollout_id))
+        half = len(rollouts) // 2
+        groups = [[rollouts[at], rollouts[at + half]] for at in range(half)]
+        _write(folder, config, name, groups)
+        print(f"{dtype}: {name}, version {engine.version}", file=sys.stderr)
+    engine.close()
 
 
-def _requests(run: Path, prompts: int, tokens: int) -> list[tuple[list[int], int]]:
-    """The run's first prompts, all of them once and then all of them again, so that prefixes are found."""
-    found = {tuple(group.rollouts[0].prompt_ids): None for group in Reader(run / ROLLOUTS_FILE)}
-    first = [list(prompt) for prompt in list(found)[:prompts]]
-    # Of different lengths, so that swaps and prefills do not fall together.
-    return [(prompt, tokens - 5 * (number % 4)) for number, prompt in enumerate(first * 2)]
+def _number(rollout_id: str) -> int:
+    return int(rollout_id.rpartition("-")[2])
 
 
-def _lines(fault: str, report: AuditReport) -> list[str]:
-    assert report.total is not None
-    assert report.total.same is not None
-    alike = f"{report.total.same.share:.1%} of {report.total.tokens}"
-    lines = []
-    for story in report.stories:
-        decided = sum(each.verdict is story.overall.verdict for each in story.by_version.values())
-        slope = f"{story.overall.slope:+.3f} ± {story.overall.error:.3f}"
-        verdict = f"{story.overall.verdict} ({decided} of {len(story.by_version)} versions by themselves)"
-        lines.append(f"| {fault} | {alike} | `{story.name}` | {slope} | {verdict} |")
-    outcome = "passed" if report.passed else f"{len(report.faults)} faults, first: {report.faults[0]}"
-    return [*lines, f"| {fault} | {alike} | | | {report.swaps} swaps in sequences; audit {outcome} |"]
+def _requests(seed: int) -> list[tuple[list[int], int]]:
+    """Each prompt twice, the second time when all have come once, so that its prefix is found in the cache."""
+    source = random.Random(seed)
+    prompts = [[source.randrange(3, 17) for _ in range(BLOCK + 2 + number % 7)] for number in range(PROMPTS[-1])]
+    return [(prompt, TOKENS - 5 * (number % 3)) for number, prompt in enumerate(prompts * 2)]
+
+
+def _config(folder: Path, dtype: str) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(name=str(prepare("tiny")), dtype=dtype),
+        task=TaskConfig(name="addition"),
+        run_dir=str(folder),
+        generator=GeneratorConfig(
+            max_model_len=128, max_num_seqs=8, kv_cache_gib=0.0625,
+            extra={"block_size": BLOCK, "gpu_memory_utilization": 0.05},
+        ),
+        rollout=RolloutConfig(temperature=TEMPERATURE, group_size=2),
+        audit=AuditConfig(keep_versions=True),
+    )  # fmt: skip
+
+
+def _write(folder: Path, config: RunConfig, name: str, groups: Groups) -> Path:
+    """A run folder of these groups beside the engine's, whose versions it shares."""
+    path = _folder(folder, name)
+    write_run(replace(config, run_dir=str(path)), groups)
+    with contextlib.suppress(FileExistsError):
+        (path / "versions").symlink_to(folder / "engine" / "versions")
+    return path
+
+
+class _Remembering(Replayer):
+    """Replays each sequence once, however many records hold it."""
+
+    def __init__(self, inner: Replayer) -> None:
+        self._inner, self.sampling, self.rounds_alike = inner, inner.sampling, inner.rounds_alike
+        self.same = inner.same
+        self._known: dict[object, list[float]] = {}
+
+    def replay(self, sequences: Sequence[Sequenced], stale: Stale | None = None) -> list[list[float]]:
+        keys = [_key(sequence, stale) for sequence in sequences]
+        fresh = {key: each for key, each in zip(keys, sequences, strict=True) if key not in self._known}
+        self._known.update(zip(fresh, self._inner.replay(list(fresh.values()), stale), strict=True))
+        return [self._known[key] for key in keys]
+
+    def retrace(self, sequences: Sequence[Sequenced], recorded: Sequence[Sequence[float]]) -> list[list[float] | None]:
+        return self._inner.retrace(sequences, recorded)
+
+    def _use(self, state: dict[str, torch.Tensor]) -> None:
+        raise NotImplementedError
+
+    def _advance(self, jobs: list[Any], version: int) -> None:
+        raise NotImplementedError
+
+
+def _key(sequence: Sequenced, stale: Stale | None) -> object:
+    tokens, passes, _ = sequence
+    older = stale and (stale.pattern, tuple(stale.previous.get(each.version) for each in passes))
+    return tuple(tokens), tuple(passes), older
+
+
+def _judge(folder: Path, dtype: str, stage: str) -> None:
+    """What one judge says of everything."""
+    config = _config(folder / "engine", dtype)
+    kept, model = KeptVersions(folder / "engine" / "versions"), prepare("tiny")
+    sampling = Sampling.of(config.rollout)
+    sound = _groups(folder, NONE)
+    plain = TransformersReplayer(model, kept, replace(sampling, temperature=1.0))
+    replayer: Replayer = TransformersReplayer(model, kept, sampling)
+    at_one = unprocessed(sound, replayer.replay, plain.replay)
+    if stage == "engine":
+        from inflight.audit.engine import EngineReplayer
+
+        lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for group in sound for rollout in group]
+        replayer = EngineReplayer(model, kept, sampling, config, lengths=lengths)
+    replayer = _Remembering(replayer)
+    stories = STANDARD if stage == "transformers" and dtype == "bfloat16" else ()
+
+    def verdict(groups: Groups, count: int, change: Callable[[Groups], Groups] = list) -> str:
+        path = _write(folder, config, f"{stage} judges", groups[:count])
+        run = replace(config, run_dir=str(path))
+        if change is not list:
+            counted = (path / "metrics.jsonl").read_bytes()
+            write_run(run, change(groups[:count]))
+            (path / "metrics.jsonl").write_bytes(counted)
+        record = read(path / ROLLOUTS_FILE, None)
+        replays = "float32" if stage == "transformers" else dtype
+        return SHOWN[judge(path, run, record, replayer, kept, dtype=replays, alternatives=stories).outcome]
+
+    found = {fault: [verdict(_groups(folder, fault), count) for count in PROMPTS] for fault in ENGINE}
+    found |= {fault: [verdict(sound, count, change) for count in PROMPTS] for fault, change in RECORDED.items()}
+    found[OTHER_TEMPERATURE] = [verdict(at_one, count) for count in PROMPTS]
+    runs = [verdict(_groups(folder, f"sound {number}"), PROMPTS[-1]) for number in range(1, SOUND + 1)]
+    found[f"nothing, {SOUND} other runs of {PROMPTS[-1]} prompts"] = [
+        ", ".join(f"{runs.count(each)} {each}" for each in dict.fromkeys(runs))
+    ]
+    (folder / f"{stage}.json").write_text(json.dumps(found))
+
+
+def _groups(folder: Path, name: str) -> Groups:
+    path = _folder(folder, name) / ROLLOUTS_FILE
+    return [list(group.rollouts) for group in Reader(path)]
+
+
+def _folder(folder: Path, name: str) -> Path:
+    return folder / "-".join(re.findall(r"[a-z0-9]+", name))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
@@ -22,6 +24,7 @@ from inflight.audit import AuditReport, run
 from inflight.audit.command import AUDIT_FILE
 from inflight.audit.report import read
 from inflight.config import RunConfig, save
+from inflight.metrics import METRICS_FILE
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
 from inflight.types import PrefillSpan, Rollout, RolloutGroup, Turn, VersionSpan
@@ -103,19 +106,27 @@ class FaultyEngine:
         command = [*audit, "--alternatives", alternatives]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, 1):
+        if done.returncode not in (0, 1, 3):
             raise RuntimeError(f"the audit ended with {done.returncode}: {done.stderr[-2000:]}")
         return read((self.config.path / AUDIT_FILE).read_bytes())
 
     def record(self, outputs: list[Any]) -> None:
-        """Writes the outputs as the run's rollouts, in place of what was there."""
-        save(self.config)
-        path = self.config.path / ROLLOUTS_FILE
-        path.unlink(missing_ok=True)
-        with Writer(path) as writer:
-            for output in outputs:
-                rollout = rollout_of(output)
-                writer.append(RolloutGroup(group_id=rollout.group_id, prompt_key="k", rollouts=[rollout]))
+        """Writes the outputs as the run's rollouts, in place of what was there; two are a group."""
+        rollouts = [rollout_of(output) for output in outputs]
+        write_run(self.config, [rollouts[at : at + 2] for at in range(0, len(rollouts), 2)])
+
+
+def write_run(config: RunConfig, groups: Sequence[Sequence[Rollout]]) -> None:
+    """A run folder with these groups, of two rollouts each, and as many counted; versions are not written."""
+    save(replace(config, rollout=replace(config.rollout, group_size=2)))
+    path = config.path / ROLLOUTS_FILE
+    path.unlink(missing_ok=True)
+    with Writer(path) as writer:
+        for number, members in enumerate(groups):
+            writer.append(RolloutGroup(group_id=f"q{number}", prompt_key="k", rollouts=list(members)))
+    counts = {"groups_granted": len(groups), "groups_in_flight": 0, "groups_failed": {}}
+    line = {**counts, "questions": list(range(len(groups)))}
+    (config.path / METRICS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
 
 
 def rollout_of(output: Any) -> Rollout:

@@ -65,6 +65,8 @@ class Claims:
     """Version that was not kept → tokens that depend on it."""
     unchecked: Counter[str] = field(default_factory=Counter)
     """Other reasons → tokens."""
+    continued: int = 0
+    """Tokens of rollouts whose generator was lost and took with it under which version it had written their KV."""
 
     @classmethod
     def of(cls, rollouts: Iterable[Rollout], kept: KeptVersions) -> Claims:
@@ -85,7 +87,9 @@ class Claims:
             return
         versions = {segment.version for segment in passes}
         absent = [version for version in sorted(versions - {UNKNOWN}) if not kept.has(version)]
-        if UNKNOWN in versions:
+        if UNKNOWN in versions and rollout.pieces:
+            self.continued += length
+        elif UNKNOWN in versions:
             self.unchecked["on KV whose version the engine did not know (shared prefix or external)"] += length
         elif absent:
             self.missing.update(dict.fromkeys(absent, length))

@@ -139,17 +139,32 @@ def run(
         replayer = TransformersReplayer(
             model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device or "cpu"
         )
-    report = Auditor(replayer, kept).audit(
+    report = judge(run_dir, config, record, replayer, kept, tolerance=tolerance, alternatives=stories, dtype=dtype)
+    (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
+    return report
+
+
+def judge(
+    run_dir: Path,
+    config: RunConfig,
+    record: Record,
+    replayer: Replayer,
+    kept: KeptVersions,
+    *,
+    dtype: str,
+    tolerance: float | None = None,
+    alternatives: Sequence[Alternative] = (),
+) -> AuditReport:
+    """The report of what was read of a run folder; `dtype` is what the replayer computes in."""
+    return Auditor(replayer, kept).audit(
         record.rollouts,
         run=str(run_dir),
         dtype=dtype,
         recorded_in=config.model.dtype,
         tolerance=tolerance,
-        alternatives=stories,
+        alternatives=alternatives,
         complete=_completeness(record, run_dir, config),
     )
-    (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
-    return report
 
 
 def _completeness(record: Record, run_dir: Path, config: RunConfig) -> Completeness:

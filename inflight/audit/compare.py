@@ -82,6 +82,7 @@ class Auditor:
             contradictions=claims.contradictions,
             missing=dict(sorted(claims.missing.items())),
             unchecked=dict(claims.unchecked),
+            continued=claims.continued,
             complete=complete or Completeness(),
         )
 

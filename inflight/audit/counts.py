@@ -10,6 +10,7 @@ The file itself can't tell what is missing from it. The run can, in files that o
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ import msgspec
 from inflight.audit.replay import AuditError
 from inflight.groups import group_id, index_of
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
-from inflight.types import RolloutGroup
+from inflight.types import Rollout, RolloutGroup, VersionSpan
 
 SUMMARY_FILE = "summary.json"
 NAMED = 5
@@ -48,7 +49,19 @@ class Census:
         self.rollouts += len(group.rollouts)
         for rollout in group.rollouts:
             self.tokens += len(rollout.turn.token_ids)
-            self.stamped |= {(rollout.generator, span.version) for span in rollout.turn.token_versions}
+            self.stamped |= _stamped(rollout)
+
+
+def _stamped(rollout: Rollout) -> set[tuple[str, int]]:
+    """Who stamped which version: of a rollout that others continued, each its own piece."""
+    makers = [(piece.start, piece.generator) for piece in rollout.pieces] or [(0, rollout.generator)]
+    spans, length = rollout.turn.token_versions, len(rollout.turn.token_ids)
+    found = set()
+    for (start, maker), (end, _) in itertools.pairwise([*makers, (length, "")]):
+        for span, after in itertools.pairwise([*spans, VersionSpan(length, 0)]):
+            if span.start < end and after.start > start:
+                found.add((maker, span.version))
+    return found
 
 
 class _Summary(msgspec.Struct):

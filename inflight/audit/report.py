@@ -12,6 +12,9 @@ import numpy as np
 from inflight.agreement import Agreement
 from inflight.audit.evidence import MIN_PROMPTS, Excess, Share, Slope, Verdict
 
+MOST_CONTINUED = 0.1
+"""Of the tokens that were replayed: more that can't be, since generators were lost, are not made up for by these."""
+
 
 class Outcome(StrEnum):
     """What an audit comes to."""
@@ -129,6 +132,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Version → tokens that could not be replayed because its weights were not kept."""
     unchecked: dict[str, int]
     """Other tokens that were not replayed, by reason."""
+    continued: int = 0
+    """Tokens of rollouts that lost a generator, and with it what was known of their KV; the run says that it did."""
     complete: Completeness
 
     @property
@@ -165,6 +170,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
                 found.append(f"undecided for the whole run: {', '.join(undecided)}")
         if self.unalike is not None and self.unalike.unknown:
             found.append(f"{self.unalike.unknown} rollouts do not come out alike and were not looked into")
+        replayed = 0 if self.total is None else self.total.tokens
+        if self.continued > MOST_CONTINUED * replayed:
+            found.append(f"{self.continued} tokens could not be checked, their generators were lost; {replayed} were")
         found += [f"{count} tokens were not checked, {reason}" for reason, count in sorted(self.unchecked.items())]
         return found
 

@@ -29,6 +29,10 @@ def text(report: AuditReport) -> str:
         lines.append(
             f"{report.unalike.alone} rollouts come out alike when they are taken to have been alone in some steps"
         )
+    if report.continued:
+        lines.append(
+            f"not checked: {report.continued} tokens of rollouts that lost a generator, and their KV's versions"
+        )
     if report.same:
         pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
         lines.append(f"the same weights, so that their tags can't be told apart: {pairs}")

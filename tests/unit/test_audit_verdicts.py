@@ -7,7 +7,7 @@ import json
 import msgspec
 import numpy as np
 import pytest
-from audit_samples import Generator, NoisyRun, at, generate, retag, write
+from audit_samples import LENGTH, Generator, NoisyRun, at, generate, retag, write
 from safetensors.torch import load_file, save_file
 
 from inflight.audit import main, run
@@ -22,6 +22,7 @@ from inflight.audit.segments import Segment
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, Writer
 from inflight.sampling import Sampling
+from inflight.types import Piece, PrefillSpan
 
 PLANS = [at(0, 5, 9), at(0, 3), at(0, 8, 12), [1] * 16]
 GARBAGE = {
@@ -168,10 +169,7 @@ def folder(tmp_path, tiny_model):
     """A sound float32 run of four groups, with what a run tells of itself."""
     generator = Generator(tiny_model)
     write(tmp_path, tiny_model, generator, generate(generator))
-    tokens = sum(
-        len(rollout.turn.token_ids) for group in Reader(tmp_path / ROLLOUTS_FILE) for rollout in group.rollouts
-    )
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 1, "rollouts": 8, "tokens": tokens}))
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 1, "rollouts": 8, "tokens": 8 * LENGTH}))
     swaps = [{"event": "committed", "generator": "g0", "version": version} for version in (1, 2)]
     (tmp_path / "swaps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in swaps))
     assert main([str(tmp_path)]) == 0
@@ -269,3 +267,37 @@ def test_versions_of_another_run_fail(folder, tiny_model):
     for version in (1, 2):
         save_file(other.states[version], folder / "versions" / f"{version:06d}.safetensors")
     assert run(folder).outcome is Outcome.FAILED
+
+
+def continued(rollout):
+    """As if g1 had gone on from token 5, when what g0 knew of its KV was lost."""
+    turn = msgspec.structs.replace(
+        rollout.turn,
+        prefill_versions=[PrefillSpan(0, 0, -1), PrefillSpan(0, 1, rollout.turn.prefill_versions[0].version)],
+    )
+    return msgspec.structs.replace(rollout, turn=turn, generator="g1", pieces=[Piece(0, "g0"), Piece(5, "g1")])
+
+
+def test_rollouts_that_lost_a_generator_are_not_checked_but_do_not_hide_the_others(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    honest = [generator.rollout(number, [3, 4, 5], at(0, 5)) for number in range(12)]
+    lost = [(continued(honest[0][0]), honest[0][1])]
+    write(tmp_path, tiny_model, generator, lost + honest[1:])
+    (tmp_path / "summary.json").write_text(json.dumps({"steps": 1, "rollouts": 12, "tokens": 12 * LENGTH}))
+    swaps = [{"event": "committed", "generator": name, "version": 1} for name in ("g0", "g1")]
+    (tmp_path / "swaps.jsonl").write_text("".join(json.dumps(each) + "\n" for each in swaps))
+    assert main([str(tmp_path)]) == 0
+    assert f"not checked: {LENGTH} tokens of rollouts that lost a generator" in capsys.readouterr().out
+    (tmp_path / "swaps.jsonl").write_text(json.dumps(swaps[0]) + "\n")
+    assert main([str(tmp_path)]) == 1, "g1 made the tokens from the fifth on, which are of version 1"
+    assert "g1 tagged tokens with version 1, which it never acknowledged" in capsys.readouterr().out
+
+
+def test_too_many_rollouts_that_lost_a_generator_are_not_shown(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    honest = [generator.rollout(number, [3, 4, 5], at(0, 5)) for number in range(4)]
+    write(
+        tmp_path, tiny_model, generator, [(continued(rollout), prompt) for rollout, prompt in honest[:2]] + honest[2:]
+    )
+    assert main([str(tmp_path)]) == 3
+    assert "32 tokens could not be checked, their generators were lost; 32 were" in capsys.readouterr().out

@@ -43,7 +43,7 @@ from inflight.sampling import Sampling
 DTYPES = ("float32", "bfloat16")
 JUDGES = ("transformers", "engine")
 PROMPTS = (8, 20, 60)
-SOUND = 10
+SOUND, SOUND_PROMPTS = 10, 20
 TOKENS, BLOCK, EVERY = 40, 32, 30
 """Tokens of a rollout at the most, tokens of a KV block, and steps from version to version."""
 STEP = 0.003
@@ -111,10 +111,10 @@ def _serve(folder: Path, dtype: str, stage: str) -> None:
 
     arguments: dict[str, Any] = {**engine_values(config, "g0", CPU_WORKER), "additional_config": {"inflight": {}}}
     engine = FaultyEngine(config, arguments, weights)
-    runs = {name: (fault, 0) for name, fault in ENGINE.items()}
-    runs |= {f"sound {number}": (ENGINE[NONE], number) for number in range(1, SOUND + 1)}
-    for name, (fault, seed) in runs.items():
-        outputs = engine.serve_with(fault(engine), _requests(seed), EVERY)
+    runs = {name: (fault, _requests(0, PROMPTS[-1])) for name, fault in ENGINE.items()}
+    runs |= {f"sound {seed}": (ENGINE[NONE], _requests(seed, SOUND_PROMPTS)) for seed in range(1, SOUND + 1)}
+    for name, (fault, requests) in runs.items():
+        outputs = engine.serve_with(fault(engine), requests, EVERY)
         rollouts = sorted((rollout_of(output) for output in outputs), key=lambda each: _number(each.rollout_id))
         half = len(rollouts) // 2
         groups = [[rollouts[at], rollouts[at + half]] for at in range(half)]
@@ -127,10 +127,10 @@ def _number(rollout_id: str) -> int:
     return int(rollout_id.rpartition("-")[2])
 
 
-def _requests(seed: int) -> list[tuple[list[int], int]]:
+def _requests(seed: int, count: int) -> list[tuple[list[int], int]]:
     """Each prompt twice, the second time when all have come once, so that its prefix is found in the cache."""
     source = random.Random(seed)
-    prompts = [[source.randrange(3, 17) for _ in range(BLOCK + 2 + number % 7)] for number in range(PROMPTS[-1])]
+    prompts = [[source.randrange(3, 17) for _ in range(BLOCK + 2 + number % 7)] for number in range(count)]
     return [(prompt, TOKENS - 5 * (number % 3)) for number, prompt in enumerate(prompts * 2)]
 
 
@@ -218,8 +218,8 @@ def _judge(folder: Path, dtype: str, stage: str) -> None:
     found = {fault: [verdict(_groups(folder, fault), count) for count in PROMPTS] for fault in ENGINE}
     found |= {fault: [verdict(sound, count, change) for count in PROMPTS] for fault, change in RECORDED.items()}
     found[OTHER_TEMPERATURE] = [verdict(at_one, count) for count in PROMPTS]
-    runs = [verdict(_groups(folder, f"sound {number}"), PROMPTS[-1]) for number in range(1, SOUND + 1)]
-    found[f"nothing, {SOUND} other runs of {PROMPTS[-1]} prompts"] = [
+    runs = [verdict(_groups(folder, f"sound {number}"), SOUND_PROMPTS) for number in range(1, SOUND + 1)]
+    found[f"nothing, {SOUND} other runs of {SOUND_PROMPTS} prompts"] = [
         ", ".join(f"{runs.count(each)} {each}" for each in dict.fromkeys(runs))
     ]
     (folder / f"{stage}.json").write_text(json.dumps(found))

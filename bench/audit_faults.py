@@ -44,7 +44,7 @@ DTYPES = ("float32", "bfloat16")
 JUDGES = ("transformers", "engine")
 PROMPTS = (8, 20, 60)
 SOUND, SOUND_PROMPTS = 10, 20
-TOKENS, BLOCK, EVERY = 40, 32, 30
+TOKENS, BLOCK, EVERY = 24, 32, 16
 """Tokens of a rollout at the most, tokens of a KV block, and steps from version to version."""
 STEP = 0.003
 TEMPERATURE = 0.7

@@ -100,7 +100,7 @@ WEIGHTS_ABOVE = {"publish", "receive"}
 BELONGS_TO = {
     "zmq": r"bus(\..*)?",
     "vllm": r"generator\..*",
-    "hydra": r"launcher\.compose",
+    "hydra": r"launcher\.(compose|chosen)",
     "psutil": r"processes|descendants|launcher\.run_lock|generator\..*",
 }
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

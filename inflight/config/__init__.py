@@ -108,6 +108,9 @@ class RunConfig:
     """Go on with the run that `run_dir` holds, from its newest checkpoint."""
     checkpoint: str = ""
     """The checkpoint that this start of the run goes on from; set by the launcher, empty: from the beginning."""
+    chosen: list[str] | None = None
+    """Dotted names of the values that the user has set, on the command line or in a file of their own; all others are
+    defaults. Set by the launcher (launcher/chosen.py); None: nobody knows, as where this is made in Python."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gate: GateConfig = field(default_factory=GateConfig)

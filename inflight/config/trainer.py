@@ -30,6 +30,9 @@ class ObjectiveConfig:
     does."""
     kl: float = 0.0
     """Weight of the divergence from a reference, per token."""
+    kl_cap: float = 2.0
+    """A token's share of the divergence is weighed by min(p / p_behave, this), so that its gradient is the divergence's
+    on old tokens too. 0: no weight, and the estimator's own gradient, as in GRPO's paper."""
     kl_estimator: str = "k3"
     kl_reference: str = "start"
     """`start`: the model that the run started from. `teacher`: whoever scored the rollouts (docs/objectives.md)."""
@@ -48,7 +51,10 @@ class ObjectiveConfig:
         require(
             self.kl_reference in KL_REFERENCES, f"{place}.kl_reference", self.kl_reference, ", ".join(KL_REFERENCES)
         )
-        require_fields(self, place, "kl entropy", least=0)
+        require_fields(self, place, "kl kl_cap entropy", least=0)
+        fits = self.kl_estimator != "k1" or self.kl_cap > 0
+        instead = "k2, k3: without weights (trainer.objective.kl_cap=0) the gradient of k1 is not the divergence's"
+        require(fits, f"{place}.kl_estimator", self.kl_estimator, instead)
 
 
 @dataclass(frozen=True)

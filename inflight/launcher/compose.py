@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from inflight.config import ConfigError, RunConfig, require, schema
+from inflight.launcher.chosen import chosen
 from inflight.resources import folder
 
 
@@ -37,6 +38,7 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
         GlobalHydra.instance().clear()
         with hydra.initialize_config_dir(str((directory or own).resolve()), version_base="1.3"):
             composed = hydra.compose(name, asked)
+            names = chosen(name, asked, own_folder=directory is not None)
         if OmegaConf.is_missing(composed, "run_dir"):
             composed.run_dir = str(Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{name}")
         config = cast(RunConfig, OmegaConf.to_object(composed))
@@ -53,7 +55,8 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
-    return replace(config, run_dir=str(config.path.expanduser().resolve()))
+    require(not config.chosen, "chosen", config.chosen, "it is found out")
+    return replace(config, run_dir=str(config.path.expanduser().resolve()), chosen=names)
 
 
 def _one_line(error: Exception, folders: Sequence[Path]) -> str:

@@ -25,6 +25,7 @@ from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import devices
 from inflight.launcher.compose import compose
+from inflight.launcher.going_on import going_on, set_anew
 from inflight.launcher.last_words import last_words
 from inflight.launcher.preflight import ready_to_start
 from inflight.launcher.progress import Progress, View
@@ -95,6 +96,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 
     Raises LaunchError, ConfigError, CheckpointError or BusError when the run can't be started.
     """
+    config = going_on(config)
     if commands is None:
         config = ready_to_start(config)
     with RunFolder(config) as folder:
@@ -104,13 +106,14 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             return DONE
         commands = usual_commands(config) if commands is None else commands  # refused now, no run has begun
         with Listener(config.endpoint("status"), config.bus) as listener:  # an address that can't be had begins no run
+            anew = set_anew(config)
             configuration.save(config)
             print(f"run folder  {config.run_dir}", flush=True)
             allow_open_files()
             if dropped := foreign(os.environ, ""):
                 print(f"the processes of the run do not inherit {', '.join(dropped)}", flush=True)
             if config.resume:
-                print(f"going on from step {config.start_version}", flush=True)
+                print(", ".join([f"going on from step {config.start_version}", *anew]), flush=True)
             outcome, late = _run(config, commands, folder, listener)
     _report(config, outcome, late)
     return outcome.code

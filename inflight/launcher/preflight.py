@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig
+from inflight.config.effect import require_effect
+from inflight.config.pairings import require_sound, teachers, warnings
 from inflight.generator.engine_args import require_extra
 from inflight.launcher import devices
 from inflight.launcher.run_folder import LaunchError
@@ -25,13 +27,15 @@ def ready_to_start(config: RunConfig) -> RunConfig:
 
     Raises ConfigError for what does not exist, LaunchError when the patch or the model is not there.
     """
-    from inflight import models, patching, tasks
+    from inflight import models, patching
 
     devices.require_gpu(config)
+    require_sound(config)
+    require_effect(config)
     _require_named(config)
-
-    if ":" not in config.task.name:  # one of the user's own may be importable in the actor's process alone
-        tasks.make(config.task, config.seed)
+    _require_task(config)
+    for line in warnings(config):
+        print(f"inflight launch: {line}", file=sys.stderr, flush=True)
     try:
         state = patching.check()
         directory = models.prepare(config.model.name)
@@ -41,6 +45,22 @@ def ready_to_start(config: RunConfig) -> RunConfig:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
     return replace(config, model=replace(config.model, name=str(directory)))
+
+
+def _require_task(config: RunConfig) -> None:
+    """Raises ConfigError for a task that does not exist, lacks an option, or gives less than is learnt from."""
+    from inflight import tasks
+
+    if ":" in config.task.name:  # one of the user's own may be importable in the actor's process alone
+        return
+    task, learnt_from = tasks.make(config.task, config.seed), list(teachers(config))
+    if config.trainer.advantage.name == "process":
+        learnt_from.append("trainer.advantage.name=process")
+    if learnt_from and not isinstance(task, tasks.TurnScorer):
+        raise ConfigError(
+            f"{learnt_from[0]} is not allowed with task.name={config.task.name}: the task scores whole answers, and"
+            " gives neither step rewards nor a teacher's word (docs/tasks.md, score_turn)"
+        )
 
 
 def _require_named(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 Fed by the processes' `Status` messages. Known keys, all optional:
 
-* trainer    step, reward, lag_mean, lag_max, buffer, groups_dropped, tokens_per_s, tokens_trained, swaps,
+* trainer    step, reward, reward_all, lag_mean, lag_max, buffer, groups_dropped, tokens_per_s, tokens_trained, swaps,
              gap_ms (last swap), running_at_swap, phase;
 * generator  version, running, waiting, tokens_per_s, phase;
 * actor      in_flight, done, failed, phase.
@@ -109,7 +109,8 @@ class Progress:
         """What is known about learning and swaps, each a few words."""
         parts = []
         if "reward" in values:
-            parts.append(f"reward {_number(values['reward'])}")
+            of_all = f" (all {_number(values['reward_all'])})" if _differs(values) else ""
+            parts.append(f"reward {_number(values['reward'])}{of_all}")
         if "lag_mean" in values:
             parts.append(f"lag {_number(values['lag_mean'])} (max {values.get('lag_max', '?')})")
         if "buffer" in values:
@@ -194,6 +195,11 @@ class View:
             self._live.stop()
         else:
             print(self.progress.line(), flush=True)
+
+
+def _differs(values: Mapping[str, Value]) -> bool:
+    """Whether the gate has left groups out, so that the reward of those trained on is not that of all."""
+    return values.get("reward_all", values["reward"]) != values["reward"]
 
 
 def _is_finite(value: Value | None) -> TypeGuard[float]:

@@ -79,6 +79,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that the gate's rules let through by lag, in versions; rules on log-ratios aside."""
     reward_first: float | None
     reward_last: float | None
+    """Of the groups that were trained on."""
+    reward_all_first: float | None = None
+    reward_all_last: float | None = None
+    """Of all that have finished; None for a run that did not tell."""
     by_lag: list[Row]
     """What age did to the tokens (staleness.py)."""
     torn_tail: str | None
@@ -108,7 +112,7 @@ def _computed(
 ) -> Summary:
     done = [swap for swap in swaps if swap["event"] == "committed"]
     last = steps[-1] if steps else {}
-    rewards = [float(step["reward"]) for step in steps if step.get("reward") is not None]
+    rewards, of_all = _figures(steps, "reward"), _figures(steps, "reward_all")
     return Summary(
         steps=len(steps),
         seconds=_seconds(steps),
@@ -127,6 +131,8 @@ def _computed(
         lag=_lags(steps),
         reward_first=_mean(rewards[:EDGE_STEPS]),
         reward_last=_mean(rewards[-EDGE_STEPS:]),
+        reward_all_first=_mean(of_all[:EDGE_STEPS]),
+        reward_all_last=_mean(of_all[-EDGE_STEPS:]),
         by_lag=by_lag(steps),
         torn_tail=torn,
         **{name: getattr(tally, name, None) for name in _RECORDED},
@@ -151,6 +157,7 @@ def table(summary: Summary) -> str:
         ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
         ("reward", f"{_text(summary.reward_first)} (first {EDGE_STEPS} steps) to "
                    f"{_text(summary.reward_last)} (last {EDGE_STEPS})"),
+        *_of_all(summary),
         ("swaps", f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
                   f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"),
         ("gap of a swap", _spread_text(summary.gap_ms)),
@@ -167,6 +174,14 @@ def table(summary: Summary) -> str:
     width = max(len(name) for name, _ in rows)
     lines = [f"{name:<{width}}  {text}" for name, text in rows]
     return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
+
+
+def _of_all(summary: Summary) -> list[tuple[str, str]]:
+    """Where the gate has left groups out, the reward of those that were trained on is not the success rate."""
+    first, last = summary.reward_all_first, summary.reward_all_last
+    if (first, last) in ((None, None), (summary.reward_first, summary.reward_last)):
+        return []
+    return [("of all groups", f"{_text(first)} to {_text(last)}, with those that the gate has left out")]
 
 
 def _recorded(summary: Summary) -> list[tuple[str, str]]:
@@ -232,6 +247,10 @@ def _seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:
         return None
     first = sum(float(steps[0][phase]) for phase in ("wait_s", "train_s", "publish_wait_s", "pack_s"))
     return float(steps[-1]["time_s"]) - float(steps[0]["time_s"]) + first
+
+
+def _figures(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    return [float(step[name]) for step in steps if step.get(name) is not None]
 
 
 def _lags(steps: Iterable[Mapping[str, Any]]) -> dict[int, int]:

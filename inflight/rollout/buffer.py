@@ -142,6 +142,13 @@ class Buffer:
             return self._ledger.counts()
 
     @property
+    def rewards(self) -> list[float]:
+        """Of all rollouts that the last batch was chosen from: its own, and those that the gate has left out since the
+        batch before. Their mean is the success rate, which that of the batch is not where a rule looks at rewards."""
+        with self._changed:
+            return self._ledger.rewards
+
+    @property
     def refused(self) -> Counter[str]:
         """What its socket did not take, by reason."""
         return Counter(self._listener.refusals.counts)

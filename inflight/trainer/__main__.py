@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load, require
+from inflight.config.pairings import require_sound
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
         config = load(arguments.run_dir)
+        require_sound(config)
         rules_of(config.gate)
         if arguments.check:
             _require_named(config)

@@ -68,8 +68,11 @@ def reinforce_pp(groups: Groups, *, baseline: bool = True, epsilon: float = STD_
 def process(groups: Groups, *, epsilon: float = STD_EPSILON) -> Advantages:
     """Per token, from process rewards: `A_t = sum of (r_s - mean) / (std + epsilon)` over the steps s that end at t or
     later, mean and std over all step rewards of the group (GRPO with process supervision, arXiv 2402.03300,
-    section 4.1.3). No value model, no GAE. A member without step rewards gets zeros.
+    section 4.1.3). No value model, no GAE. A member without step rewards gets zeros. Raises ValueError when no member
+    of any group has one: the task gives none, and nothing would be learnt.
     """
+    if not any(member.step_rewards for group in groups for member in group):
+        raise ValueError("trainer.advantage.name=process: no rollout of the step has step rewards (docs/tasks.md)")
     return [[_to_go(member, *_scale(group), epsilon) for member in group] for group in groups]
 
 

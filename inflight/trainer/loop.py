@@ -124,7 +124,8 @@ class Trainer:
         if not moved:
             return False
         report = self.publish(step)
-        learned = rewards_and_lags(groups, batch) | learning(updates, settings.epochs_per_batch, batch)
+        learned = rewards_and_lags(groups, self._buffer.rewards, batch)
+        learned |= learning(updates, settings.epochs_per_batch, batch)
         self._write_line(step, learned, report, batch.completion_tokens)
         return True
 

@@ -7,8 +7,9 @@ be in the micro-batch: micro-batches and ranks add up to the same loss and gradi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from inflight.named import find, with_options
 from inflight.trainer.batch import Batch
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.objectives import OBJECTIVES
-from inflight.trainer.objectives.base import MAX_LOG_RATIO, Terms, TokenLoss
+from inflight.trainer.objectives.base import MAX_LOG_RATIO, Terms, TokenLoss, ratio
 from inflight.trainer.ratio_rules import RatioRule, ratio_rules_of
 from inflight.trainer.stats import Stats, measure
 
@@ -29,6 +30,8 @@ class Loss:
     objective: Callable[[Terms], TokenLoss]
     normalise: str
     kl: float = 0.0
+    kl_cap: float = 0.0
+    """Of the weights that make the divergence's gradient right on old tokens; 0: none."""
     kl_estimator: str = "k3"
     entropy: float = 0.0
     ratio_rules: Sequence[tuple[str, RatioRule]] = ()
@@ -49,14 +52,17 @@ class Loss:
         if self.kl:
             if reference is None:
                 raise ValueError("trainer.objective.kl needs a reference: this batch has none")
-            per_token = per_token + self.kl * kl(
-                terms.logprobs, reference.masked_fill(~terms.mask, 0), self.kl_estimator
-            )
+            per_token = per_token + self.kl * self._divergence(terms, reference.masked_fill(~terms.mask, 0))
         if self.entropy:
             per_token = per_token - self.entropy * scores.entropy.masked_fill(~terms.mask, 0)
         loss = (per_token.masked_fill(~terms.mask, 0) * batch.scales[:, None]).sum()
         with torch.no_grad():
             return loss, measure(terms, batch, result.clipped, scores.entropy, gated_by)
+
+    def _divergence(self, terms: Terms, reference: torch.Tensor) -> torch.Tensor:
+        if not self.kl_cap:
+            return kl(terms.logprobs, reference, self.kl_estimator)
+        return weighted_kl(terms, reference, self.kl_estimator, self.kl_cap)
 
     @torch.no_grad()
     def _gate(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
@@ -84,11 +90,14 @@ def make_loss(config: RunConfig) -> Loss:
     place = "trainer.objective"
     function = find(settings.name, OBJECTIVES, f"{place}.name")
     objective = with_options(function, settings.options, f"{place}.options")
+    if config.trainer.updates == 1:
+        _require_bound(function, settings.options, f"{place}.options")
     _try(objective, settings.name)
     return Loss(
         objective=objective,
         normalise=settings.normalise or getattr(function, "normalise", "token"),
         kl=settings.kl,
+        kl_cap=settings.kl_cap,
         kl_estimator=settings.kl_estimator,
         entropy=settings.entropy,
         ratio_rules=ratio_rules_of(config.gate.ratio_rules),
@@ -99,7 +108,7 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch
     """[B, L] one-sample estimates of KL(p || reference) at tokens that p has sampled, `d = log reference - log p`
     (Schulman 2020, "Approximating KL Divergence"):
 
-        k1 = -d            unbiased; its gradient is zero in expectation
+        k1 = -d            unbiased; its own gradient is zero in expectation
         k2 = d^2 / 2       biased in value, right in gradient
         k3 = exp(d) - d - 1    unbiased, never negative: GRPO's
 
@@ -113,6 +122,33 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch
     if estimator == "k3":
         return d.exp() - d - 1
     raise ValueError(f"kl_estimator={estimator!r} is not allowed: k1, k2, k3")
+
+
+def weighted_kl(terms: Terms, reference: torch.Tensor, estimator: str, cap: float) -> torch.Tensor:
+    """[B, L] the estimate of KL(p || reference) at tokens that another policy has sampled, each weighed by
+    `w = min(p / p_behave, cap)`, with the gradient `w (log p - log reference) grad log p`.
+
+    Below the cap its mean and its gradient are those of the divergence for k1 and k3, whoever has sampled: it is the
+    unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556), `r k3` with the gradient through `r` as well, token by token;
+    k2 is biased in value, as it is on fresh tokens. Without weights the gradient of k3 is that of KL(reference || p),
+    and the one of k1 is none.
+    """
+    weight = ratio(terms.log_ratio.detach()).clamp(max=cap)
+    toward = kl(terms.logprobs, reference, "k2")  # its gradient is (log p - log reference) grad log p
+    return weight * (kl(terms.logprobs, reference, estimator).detach() + toward - toward.detach())
+
+
+def _require_bound(function: Callable[..., TokenLoss], options: Mapping[str, Any], place: str) -> None:
+    """Raises ConfigError for an option, set by someone, that bounds what is always 1 with one update a batch."""
+    names, unless = getattr(function, "bounds_update", ((), {}))
+    if any(options.get(key) == value for key, value in unless.items()):
+        return
+    for name in names:
+        if name in options:
+            raise ConfigError(
+                f"{place}.{name} is set and has no effect: it bounds p / p_prox, which is 1 with one update a batch"
+                " (trainer.updates_per_batch, trainer.epochs_per_batch)"
+            )
 
 
 def _try(objective: Callable[[Terms], TokenLoss], name: str) -> None:

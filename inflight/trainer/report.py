@@ -1,9 +1,10 @@
 """What the trainer tells: a line a step, a line a swap, and a status each second.
 
 metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are told in stats.py;
-`updates` are the optimizer's steps of the batch, `loss` and `grad_norm` means over them, and `by_update` has a row for
-each where there are several, of those that were skipped too; `updates_skipped` are those whose gradient was not finite,
-of batches since the last line; all other figures of tokens are of the first epoch, which meets each token once;
+`reward` is that of the groups that were trained on, `reward_all` that of all that the gate has judged since the step
+before; `updates` are the optimizer's steps of the batch, `loss` and `grad_norm` means over them, and `by_update` has a
+row for each where there are several, of those that were skipped too; `updates_skipped` are those whose gradient was not
+finite, of batches since the last line; all other figures of tokens are of the first epoch, which meets each token once;
 `tokens_trained` are those in the loss, `tokens_masked` the others of the batch, and `lag_*` those that the gate's rules
 let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
 wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
@@ -75,14 +76,15 @@ class Clock:
         return elapsed
 
 
-def rewards_and_lags(groups: Sequence[GatedGroup], batch: Batch) -> dict[str, object]:
-    """The part of a step's line that is known from its batch."""
+def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batch: Batch) -> dict[str, object]:
+    """The part of a step's line that is known from its batch; `judged` are the rewards of all it was chosen from."""
     rewards = [reward for group in groups for reward in group.rewards]
     lags = batch.lag_counts()
     return {
         "questions": [index_of(group.group.group_id) for group in groups],
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
+        "reward_all": statistics.fmean(judged),
         "lag_mean": sum(lag * count for lag, count in lags.items()) / max(sum(lags.values()), 1),
         "lag_max": max(lags, default=0),
         "lag_counts": lags,

@@ -16,7 +16,7 @@ from inflight.config import ConfigError, ObjectiveConfig, TrainerConfig
 from inflight.named import find, with_options
 from inflight.trainer.batch import Batch
 from inflight.trainer.logprobs import Scores
-from inflight.trainer.loss import Loss, kl, make_loss
+from inflight.trainer.loss import Loss, kl, make_loss, weighted_kl
 from inflight.trainer.objectives import OBJECTIVES
 from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
 from inflight.trainer.ratio_rules import ratio_rules_of
@@ -226,6 +226,57 @@ def test_kl_estimators(estimator, value, slope):
         got.sum().backward()
         assert float(got.detach()) == pytest.approx(value(d), abs=1e-6)
         assert float(now.grad) == pytest.approx(slope(d), abs=1e-6)
+
+
+def categorical(drift, seed=0, size=50):
+    """A policy's logits, its reference's log-probabilities, and who samples: the policy as it was, `drift` away."""
+    draw = torch.Generator().manual_seed(seed)
+    logits, toward, away = (torch.randn(size, generator=draw, dtype=torch.float64) for _ in range(3))
+    policy = (2 * logits).requires_grad_()
+    reference = (2 * logits + 0.7 * toward).log_softmax(0)
+    return policy, reference, (2 * logits + drift * away).log_softmax(0)
+
+
+@pytest.mark.parametrize("drift", [0.0, 0.1, 0.3, 0.6])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_weighted_divergence_is_the_divergence_whoever_has_sampled(estimator, drift):
+    """Exact expectations over a vocabulary: value and gradient of KL(policy || reference), of tokens sampled by
+    another policy, in which each token has its probability there."""
+    policy, reference, sampler = categorical(drift)
+    now = policy.log_softmax(0)
+    true = (now.exp() * (now - reference)).sum()
+    (wanted,) = torch.autograd.grad(true, policy, retain_graph=True)
+    mask = torch.ones_like(now, dtype=torch.bool)[None]
+    terms = Terms(now[None], sampler[None], None, torch.zeros_like(now)[None], mask, mask.long())
+    got = (sampler.exp() * weighted_kl(terms, reference[None], estimator, 1e9)[0]).sum()
+    (gradient,) = torch.autograd.grad(got, policy, retain_graph=True)
+    torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-12)
+    if estimator != "k2":
+        assert float(got) == pytest.approx(float(true), rel=1e-9)
+    capped = weighted_kl(terms, reference[None], estimator, 1.5)[0]
+    inside = (now - sampler).exp() <= 1.5
+    assert torch.equal(capped[inside], weighted_kl(terms, reference[None], estimator, 1e9)[0][inside])
+
+
+def test_without_weights_an_old_token_pulls_elsewhere():
+    """What the weights are for: k3 unweighted has a gradient of another size and direction; k1's is none at all."""
+    policy, reference, sampler = categorical(0.0)
+    now = policy.log_softmax(0)
+    (wanted,) = torch.autograd.grad((now.exp() * (now - reference)).sum(), policy, retain_graph=True)
+    found = []
+    for estimator in ("k1", "k3"):
+        value = (sampler.exp() * kl(now, reference, estimator)).sum()
+        found += torch.autograd.grad(value, policy, retain_graph=True)
+    assert found[0].norm() < 1e-9
+    assert (found[1] - wanted).norm() > 0.1 * wanted.norm()
+
+
+def test_the_divergence_is_weighed_unless_it_is_asked_not_to(tmp_path):
+    assert loss_of(tmp_path, kl=0.1).kl_cap == 2.0
+    assert loss_of(tmp_path, kl=0.1, kl_cap=0.0).kl_cap == 0.0
+    assert loss_of(tmp_path, kl=0.1, kl_estimator="k1").kl_estimator == "k1"
+    with pytest.raises(ConfigError, match=r"objective\.kl_estimator='k1' is not allowed: k2, k3: without weights"):
+        loss_of(tmp_path, kl=0.1, kl_estimator="k1", kl_cap=0.0)
 
 
 def test_kl_and_entropy_are_added_per_token():

@@ -8,7 +8,7 @@ uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -94,6 +94,17 @@ def prefers(*, normalise: str) -> Callable[[F], F]:
 
     def mark(function: F) -> F:
         function.normalise = normalise  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def bounds_update(*options: str, unless: Mapping[str, object] | None = None) -> Callable[[F], F]:
+    """Marks options of an objective that bound `u = p / p_prox`, which is 1 with one update a batch: there they have no
+    effect, `unless` another option has this value."""
+
+    def mark(function: F) -> F:
+        function.bounds_update = (options, unless or {})  # type: ignore[attr-defined]
         return function
 
     return mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inflight.config.checks import require
-from inflight.trainer.objectives.base import Terms, TokenLoss, clip, prefers, ratio
+from inflight.trainer.objectives.base import Terms, TokenLoss, bounds_update, clip, prefers, ratio
 
 
 def proximal(terms: Terms, how: str) -> torch.Tensor:
@@ -15,6 +15,7 @@ def proximal(terms: Terms, how: str) -> torch.Tensor:
     return terms.recomputed() if how == "recomputed" else terms.interpolated()
 
 
+@bounds_update("clip_low", "clip_high", unless={"proximal_by": "interpolated"})
 @prefers(normalise="token")
 def decoupled_ppo(
     terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2, proximal_by: str = "recomputed", cap: float = 0.0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, outside, prefers, ratio
+from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, bounds_update, clip, outside, prefers, ratio
 
 
+@bounds_update("clip_low", "clip_high")
 @prefers(normalise="token")
 def masked_is(
     terms: Terms,
@@ -28,6 +29,7 @@ def masked_is(
     return TokenLoss((weight * loss).masked_fill(beyond, 0.0), binds | beyond)
 
 
+@bounds_update("clip_low", "clip_high")
 @prefers(normalise="token")
 def icepop(
     terms: Terms, *, low: float = 0.5, high: float = 5.0, clip_low: float = 0.2, clip_high: float = 0.2
@@ -36,6 +38,7 @@ def icepop(
     return masked_is(terms, low=low, high=high, clip_low=clip_low, clip_high=clip_high)
 
 
+@bounds_update("clip_low", "clip_high")
 @prefers(normalise="token")
 def sequence_mask(
     terms: Terms, *, low: float = 0.0, high: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
@@ -44,6 +47,7 @@ def sequence_mask(
     return masked_is(terms, low=low, high=high, level="sequence", clip_low=clip_low, clip_high=clip_high)
 
 
+@bounds_update("clip_low", "clip_high")
 @prefers(normalise="token")
 def geometric_mask(
     terms: Terms, *, low: float = 0.99, high: float = 1.01, clip_low: float = 0.2, clip_high: float = 0.2

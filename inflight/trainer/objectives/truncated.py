@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from inflight.config.checks import require
-from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, clip, prefers, ratio
+from inflight.trainer.objectives.base import Terms, TokenLoss, at_level, bounds_update, clip, prefers, ratio
 
 
+@bounds_update("clip_low", "clip_high")
 @prefers(normalise="token")
 def tis(
     terms: Terms, *, cap: float = 2.0, level: str = "token", clip_low: float = 0.2, clip_high: float = 0.2
@@ -23,6 +24,7 @@ def tis(
     return TokenLoss(weight.clamp(max=cap) * loss, binds | (weight > cap))
 
 
+@bounds_update("clip_low", "clip_high")
 @prefers(normalise="token")
 def tis_sequence(terms: Terms, *, cap: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """`tis` at level `sequence`."""

@@ -1,0 +1,57 @@
+"""The configuration of a run that goes on: the one that it began with, and what the user has set anew."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from inflight import config as configuration
+from inflight.config import ConfigError, RunConfig, require, schema
+
+OF_EACH_START = ("run_dir", "resume", "checkpoint")
+"""Never taken from before."""
+
+
+def going_on(asked: RunConfig) -> RunConfig:
+    """What the run in `asked.run_dir` goes on with; `asked` itself where there is none, or where nobody knows what of
+    it was set.
+
+    A value is taken from `asked` where the user has set it (`RunConfig.chosen`), else from the run's own config.yaml:
+    a default that is another one today changes no run that has begun. What may not change is refused where the folder
+    is taken (run_folder.py). Raises ConfigError when the run's configuration can't be read or is of another task.
+    """
+    if not asked.resume or asked.chosen is None or not (asked.path / configuration.CONFIG_FILE).is_file():
+        return asked
+    before = configuration.load(asked.path)
+    allowed = f"the run in {asked.path} began with {before.task.name!r}"
+    require(asked.task.name == before.task.name, "task.name", asked.task.name, allowed)
+    anew = [name for name in asked.chosen if name not in OF_EACH_START]
+    return _merged(before, asked, anew)
+
+
+def set_anew(now: RunConfig) -> list[str]:
+    """`name=value` of what the user has set for this start, and is another one than the run had before. To be asked
+    before the folder's configuration is written."""
+    if not (now.path / configuration.CONFIG_FILE).is_file():
+        return []
+    ours, theirs = OmegaConf.structured(now), OmegaConf.structured(configuration.load(now.path))
+    values = {
+        name: OmegaConf.select(ours, name)
+        for name in now.chosen or ()
+        if name not in OF_EACH_START and OmegaConf.select(ours, name) != OmegaConf.select(theirs, name)
+    }
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def _merged(before: RunConfig, asked: RunConfig, names: list[str]) -> RunConfig:
+    values = OmegaConf.structured(asked)
+    merged = OmegaConf.merge(schema(), OmegaConf.to_container(OmegaConf.structured(before)))
+    for name in (*OF_EACH_START, *names):
+        OmegaConf.update(merged, name, OmegaConf.select(values, name), merge=False, force_add=True)
+    merged.chosen = sorted({*(before.chosen or ()), *names})
+    try:
+        return cast(RunConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{asked.path}: {' '.join(str(error).split())}") from None

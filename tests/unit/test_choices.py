@@ -1,0 +1,246 @@
+"""What a user has set: kept apart from defaults, refused without effect, and alone in changing a run that goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+
+import pytest
+
+from inflight import config as configuration
+from inflight.config import AdvantageConfig, ConfigError
+from inflight.config.effect import IDLE, require_effect
+from inflight.config.pairings import LEARNS_LITTLE, require_sound, warnings
+from inflight.launcher import launch as launching
+from inflight.launcher.compose import compose
+from inflight.launcher.going_on import going_on, set_anew
+from inflight.models import prepare
+from inflight.trainer.loss import make_loss
+from inflight.trainer.objectives import OBJECTIVES
+
+MINE = """
+defaults: [tiny, {override machine: odd}, _self_]
+trainer: {steps: 6, objective: {options: {cap: 3.0}}}
+"""
+ODD = "# @package _global_\ngenerator: {threads: 2}\n"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder of the user's own, with a group of files in it."""
+    folder = tmp_path / "configs"
+    (folder / "machine").mkdir(parents=True)
+    (folder / "mine.yaml").write_text(MINE)
+    (folder / "machine" / "odd.yaml").write_text(ODD)
+    return folder
+
+
+def test_what_is_set_on_the_command_line_is_chosen_and_what_comes_with_the_package_is_not(tmp_path):
+    asked = [
+        "machine=cpu",
+        f"run_dir={tmp_path}",
+        "trainer.steps=7",
+        "task.options={high: 3}",
+        "gate.rules=[]",
+        "++seed=1",
+    ]
+    assert compose("tiny", asked).chosen == ["gate.rules", "run_dir", "seed", "task.options.high", "trainer.steps"]
+    assert compose("tiny").chosen == []
+
+
+def test_so_is_what_stands_in_files_of_the_users_own(tmp_path, own):
+    run = compose("mine", ["seed=1"], own)
+    assert run.chosen == ["generator.threads", "seed", "trainer.objective.options.cap", "trainer.steps"]
+
+
+def test_it_is_told_to_the_processes_and_can_not_be_set(tmp_path):
+    run = compose("tiny", [f"run_dir={tmp_path}", "trainer.steps=7"])
+    configuration.save(run)
+    assert configuration.load(tmp_path) == run
+    with pytest.raises(ConfigError, match=r"chosen=.* is not allowed"):
+        compose("tiny", ["chosen=[seed]"])
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return compose("tiny")
+
+
+def changed(run, **sections):
+    """`run` with fields of its sections replaced."""
+    return dataclasses.replace(
+        run, **{name: dataclasses.replace(getattr(run, name), **fields) for name, fields in sections.items()}
+    )
+
+
+@pytest.mark.parametrize("idle", IDLE, ids=lambda idle: idle.names)
+def test_every_value_that_can_be_idle_exists_and_is_refused_when_it_was_set(tiny, idle):
+    for name in idle.names.split():
+        run = dataclasses.replace(changed(tiny, **idle_with(idle)), chosen=[name])
+        operator.attrgetter(name)(run)
+        with pytest.raises(ConfigError, match=f"{name} is set and has no effect: {idle.because}"):
+            require_effect(run)
+        require_effect(dataclasses.replace(run, chosen=[]))
+        require_effect(dataclasses.replace(run, chosen=None))
+
+
+def idle_with(idle):
+    other = {
+        "gate.max_token_lag": {"trainer": {"synchronous": True}, "gate": {"max_lag": 0}},
+        "generator.share_prefix_across_versions": {"generator": {"prefix_caching": False}},
+        "launch.restart_delay_s": {"launch": {"restarts": 0}},
+    }
+    return other.get(idle.names, {})
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("rollout.kept_tokens=5", "rollout.kept_tokens is set and has no effect: rollout.top_p"),
+        ("trainer.objective.kl_estimator=k2", "trainer.objective.kl_estimator is set and has no effect"),
+        ("trainer.autocast=true", "trainer.autocast=true is not allowed with model.dtype=float32"),
+        ("trainer.advantage.name=process", "trainer.advantage.name=process is not allowed with task.name=addition"),
+        ("trainer.objective={kl: 1, kl_reference: teacher}", "trainer.objective.kl_reference=teacher is not allowed"),
+    ],
+)
+def test_it_is_refused_in_one_line_before_anything_starts(tmp_path, capsys, override, says):
+    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", override]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"inflight launch: {says}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+CLIPPED_UPDATE = ("decoupled_ppo", "tis", "tis_sequence", "masked_is", "icepop", "sequence_mask", "geometric_mask")
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_options_that_bound_an_update_need_more_than_one(tiny, name):
+    def check(options, **updates):
+        objective = configuration.ObjectiveConfig(name=name, options=options)
+        make_loss(changed(tiny, trainer={"objective": objective, **updates}))
+
+    check({})
+    if name not in CLIPPED_UPDATE:
+        return
+    for option in ("clip_low", "clip_high"):
+        with pytest.raises(ConfigError, match=rf"trainer\.objective\.options\.{option} is set and has no effect"):
+            check({option: 0.2})
+        check({option: 0.2}, updates_per_batch=2)
+        check({option: 0.2}, epochs_per_batch=2)
+    if name == "decoupled_ppo":
+        check({"clip_high": 0.2, "proximal_by": "interpolated"})
+
+
+# --- pairings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
+    ],
+)  # fmt: skip
+def test_a_teacher_is_refused_where_it_would_differ_from_a_student_that_is_the_same(tiny, changes):
+    ((name, value),) = changes.items()
+    asked = {"advantage": AdvantageConfig(name="distillation")}
+    against = {"objective": configuration.ObjectiveConfig(kl=0.1, kl_reference="teacher")}
+    for trainer, what in ((asked, "advantage.name=distillation"), (against, "objective.kl_reference=teacher")):
+        with pytest.raises(ConfigError, match=rf"rollout\.{name}={value} is not allowed with trainer\.{what}"):
+            require_sound(changed(tiny, trainer=trainer, rollout=changes))
+        require_sound(changed(tiny, trainer=trainer))
+    require_sound(changed(tiny, rollout=changes))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_trainer_computes_in_what_the_generators_compute_in(tiny, dtype):
+    for autocast in (False, True):
+        require_sound(changed(tiny, model={"dtype": "bfloat16"}, trainer={"autocast": autocast}))
+    with pytest.raises(ConfigError, match=f"trainer.autocast=true is not allowed with model.dtype={dtype}"):
+        require_sound(changed(tiny, model={"dtype": dtype}, trainer={"autocast": True}))
+    require_sound(changed(tiny, model={"dtype": dtype}, trainer={"autocast": False}))
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+def test_what_learns_little_by_our_own_data_is_warned_of(tiny, name):
+    for depth in (0, 1, 4):
+        objective = configuration.ObjectiveConfig(name=name)
+        lines = list(warnings(changed(tiny, trainer={"objective": objective}, gate={"max_lag": depth})))
+        assert len(lines) == (name in LEARNS_LITTLE and depth > 0)
+        assert all(line.startswith(f"trainer.objective.name={name} clips") and "\n" not in line for line in lines)
+
+
+def test_nothing_that_is_shipped_is_warned_of():
+    for shipped in ("tiny", "demo", "demo_gpu"):
+        assert list(warnings(compose(shipped))) == []
+
+
+def test_the_pairing_is_told_in_one_line_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(launching, "usual_commands", lambda config: [])
+    monkeypatch.setattr(launching, "_run", lambda *_: (launching.Outcome(), []))
+    asked = ["trainer.objective.name=grpo", "gate.max_lag=2"]
+    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", *asked]) == 0
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "grpo" in line]
+    assert line.startswith("inflight launch: trainer.objective.name=grpo clips against who sampled")
+
+
+# --- a run that goes on -------------------------------------------------------------------------------------------
+
+
+def begun(tmp_path, **changes):
+    """A run whose configuration was written when defaults were others."""
+    run = compose("tiny", [f"run_dir={tmp_path}/run", "trainer.steps=8"])
+    model = {"name": str(prepare("tiny"))}
+    configuration.save(changed(run, trainer=changes, model=model))
+    return configuration.load(tmp_path / "run")
+
+
+def test_a_run_that_goes_on_keeps_what_it_began_with_though_a_default_is_another_one_now(tmp_path):
+    before = begun(tmp_path, learning_rate=5.0, objective=configuration.ObjectiveConfig(name="ppo"))
+    now = going_on(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true"]))
+    assert now == dataclasses.replace(before, resume=True, chosen=["run_dir", "trainer.steps"])
+    assert (now.trainer.learning_rate, now.trainer.objective.name, now.trainer.steps) == (5.0, "ppo", 8)
+    assert now.resume
+    assert set_anew(now) == []
+
+
+def test_what_is_set_anew_is_taken_and_told(tmp_path):
+    begun(tmp_path, learning_rate=5.0)
+    asked = ["trainer.steps=12", "gate.rules=[{name: uniform_rewards}]", "trainer.objective.options.cap=3.0"]
+    now = going_on(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", *asked]))
+    assert (now.trainer.steps, now.trainer.learning_rate) == (12, 5.0)
+    assert now.gate.rules == [{"name": "uniform_rewards"}]
+    assert now.trainer.objective.options == {"cap": 3.0}
+    assert set(set_anew(now)) == {
+        "trainer.steps=12", "gate.rules=[{'name': 'uniform_rewards'}]", "trainer.objective.options.cap=3.0",
+    }  # fmt: skip
+    configuration.save(now)
+    again = going_on(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", "trainer.objective.options={}"]))
+    assert (again.trainer.steps, again.trainer.objective.options) == (12, {}), "kept; an option can be taken back"
+
+
+def test_so_is_an_edit_of_the_users_own_file(tmp_path, own):
+    configuration.save(compose("mine", [f"run_dir={tmp_path}/run"], own))
+    (own / "mine.yaml").write_text(MINE.replace("steps: 6", "steps: 9"))
+    now = going_on(compose("mine", [f"run_dir={tmp_path}/run", "resume=true"], own))
+    assert now.trainer.steps == 9
+    assert set_anew(now) == ["trainer.steps=9"]
+
+
+def test_what_may_not_change_is_refused_by_name(tmp_path, capsys):
+    begun(tmp_path)
+    for asked, says in (
+        (["--config-name", "demo"], "task.name='progression' is not allowed: the run in .* began with 'addition'"),
+        (["--config-name", "tiny", "seed=3"], "seed=3 is not allowed: the run in .* began with 0"),
+        (["--config-name", "tiny", "rollout.temperature=0.5"], "rollout.temperature=0.5 is not allowed"),
+    ):
+        assert launching.main([*asked, f"run_dir={tmp_path}/run", "resume=true"]) == 2
+        assert re.search(says, capsys.readouterr().err)
+
+
+def test_a_configuration_made_in_python_is_taken_as_it_is(tmp_path):
+    before = begun(tmp_path)
+    asked = dataclasses.replace(before, resume=True, chosen=None, trainer=dataclasses.replace(before.trainer, steps=99))
+    assert going_on(asked) is asked

@@ -28,6 +28,7 @@ IDLE = (
     Idle("rollout.kept_tokens", lambda run: not run.rollout.cuts,
          "rollout.top_p, top_k and min_p cut nothing off"),
     Idle("gate.max_token_lag", lambda run: run.trainer.synchronous, "with trainer.synchronous no token is old"),
+    Idle("gate.stale_retries", lambda run: run.gate.on_stale == "drop", "gate.on_stale is drop"),
     Idle("generator.share_prefix_across_versions", lambda run: not run.generator.prefix_caching,
          "generator.prefix_caching is false"),
     Idle("bus.port", lambda run: not run.bus.address, "without bus.address all sockets are files"),

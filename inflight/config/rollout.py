@@ -142,8 +142,6 @@ class GateConfig:
         require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
         require(self.on_stale in ("retry", "drop"), "gate.on_stale", self.on_stale, "retry, drop")
         require_fields(self, "gate", "stale_retries", least=1, most=MAX_RETRIES)
-        no_effect = self.on_stale == "drop" and self.stale_retries != GateConfig.stale_retries
-        require(not no_effect, "gate.stale_retries", self.stale_retries, "it has no effect with gate.on_stale=drop")
         for name in ("rules", "ratio_rules"):
             for index, rule in enumerate(getattr(self, name)):
                 named = isinstance(rule.get("name"), str)

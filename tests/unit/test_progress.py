@@ -73,6 +73,14 @@ def test_all_known_values_show(progress):
     assert "4 groups in flight, 9 done" in rendered(progress)
 
 
+def test_the_reward_of_all_groups_is_shown_where_it_is_another_one(progress):
+    progress.update("trainer", {"step": 1, "reward": 0.5, "reward_all": 0.5})
+    assert "reward 0.5 · " in progress.line()
+    progress.update("trainer", {"reward_all": 0.05})
+    for text in (progress.line(), rendered(progress)):
+        assert "reward 0.5 (all 0.05)" in text
+
+
 def test_what_is_no_number_ends_no_view(progress):
     progress.update("trainer", {"step": 1, "reward": 0.5})
     progress.update("trainer", {"step": 2, "reward": float("nan")})

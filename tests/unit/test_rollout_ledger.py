@@ -442,6 +442,29 @@ def test_the_buffer_is_bounded_in_bytes_but_never_below_a_step():
     assert full.grants() == {"a0": [1]}, "one more makes a step, however large"
 
 
+def test_the_reward_of_all_is_not_that_of_what_was_trained_on():
+    """A rule on rewards leaves groups out: the mean over the batch alone is not the success rate."""
+    config = make_config("unused", max_lag=5, step=1, concurrency=9)
+    gate = dataclasses.replace(config.gate, rules=[{"name": "uniform_rewards"}])
+    ledger = Ledger(config)
+    ledger.hello("a0", "x")
+    ledger.grants()
+    for index, rewards in enumerate([(0.0, 0.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, 0.0), (0.0, 0.0)]):
+        message = done(group_id(index))
+        members = [
+            msgspec.structs.replace(member, reward=reward)
+            for member, reward in zip(message.group.rollouts, rewards, strict=True)
+        ]
+        ledger.settle("a0", GroupDone(group=msgspec.structs.replace(message.group, rollouts=members)))
+    found = []
+    for _ in range(2):
+        usable = []
+        ledger.judge(usable, 1, 0, gate)
+        ledger.train(usable)
+        found.append((usable[0].rewards, ledger.rewards))
+    assert found == [([0.0, 1.0], [0.0, 0.0, 0.0, 1.0]), ([1.0, 0.0], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0])]
+
+
 def answers(ledger, version, **kwargs):
     """All that is granted now is answered under `version`; the names of the groups."""
     names = []

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
+from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines, read_lines
 from inflight.report import summary
 from inflight.report.summary import Spread, summarize
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -83,6 +83,19 @@ def test_it_survives_its_file(run):
     summary.write(run, got)
     assert summary.read(run) == got
     assert json.loads((run / summary.SUMMARY_FILE).read_text())["swaps"] == 3
+
+
+def test_the_reward_of_all_groups_stands_beside_that_of_the_trained_ones(run):
+    assert (summarize(run).reward_all_last, "of all groups" in summary.table(summarize(run))) == (None, False)
+    lines = [line | {"reward_all": line["reward"] / 2} for line in read_lines(run / METRICS_FILE)]
+    (run / METRICS_FILE).unlink()
+    with JsonLines(run / METRICS_FILE) as metrics:
+        for line in lines:
+            metrics.write(line)
+    got = summarize(run)
+    assert (got.reward_all_first, got.reward_all_last) == (pytest.approx(0.15), pytest.approx(0.25))
+    assert "of all groups" in summary.table(got)
+    assert "0.15 to 0.25, with those that the gate has left out" in summary.table(got)
 
 
 def test_the_table_shows_the_figures(run):

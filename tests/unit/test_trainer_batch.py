@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from msgspec.structs import replace
-from rollout_samples import make_rollout
+from rollout_samples import make_group, make_rollout
 
 from inflight.config import GateConfig
 from inflight.named import find
@@ -68,6 +68,11 @@ def test_process_rewards_count_for_the_tokens_before_them():
     assert got[0] == pytest.approx([0.0, 0.0, -unit, -unit], abs=1e-9)
     assert got[1] == pytest.approx([0.0] * 4, abs=1e-9)
     assert got[2] == [0.0] * 4
+
+
+def test_process_rewards_that_no_task_gives_are_not_taken_for_nothing_to_learn():
+    with pytest.raises(ValueError, match=r"trainer.advantage.name=process: no rollout of the step has step rewards"):
+        process([make_group(size=4).rollouts, make_group("h", size=4).rollouts])
 
 
 def test_a_teacher_is_worth_what_it_finds_more_likely():

@@ -204,6 +204,7 @@ def test_a_whole_run(make_run):
         assert line["tokens_masked"] == 0
         assert line["reward"] == 0.5
         assert line["reward_std"] == 0.5
+        assert line["reward_all"] == 0.5
         assert line["grad_norm"] > 0
         assert sum(line["lag_counts"].values()) == 20
     wanted = (
@@ -606,7 +607,8 @@ def overflowing_at(patched, step):
 
 
 def in_float16(run):
-    run.config = dataclasses.replace(run.config, model=ModelConfig(name="tiny", dtype="float16"))
+    exact = dataclasses.replace(run.config.trainer, autocast=False)
+    run.config = dataclasses.replace(run.config, model=ModelConfig(name="tiny", dtype="float16"), trainer=exact)
     save(run.config)
     return run
 

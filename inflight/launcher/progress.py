@@ -199,7 +199,7 @@ class View:
 
 def _differs(values: Mapping[str, Value]) -> bool:
     """Whether the gate has left groups out, so that the reward of those trained on is not that of all."""
-    return values.get("reward_all", values["reward"]) != values["reward"]
+    return "reward_all" in values and values["reward_all"] != values["reward"]
 
 
 def _is_finite(value: Value | None) -> TypeGuard[float]:

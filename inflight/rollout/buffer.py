@@ -144,9 +144,9 @@ class Buffer:
     @property
     def rewards(self) -> list[float]:
         """Of all rollouts that the last batch was chosen from: its own, and those that the gate has left out since the
-        batch before. Their mean is the success rate, which that of the batch is not where a rule looks at rewards."""
+        batch before."""
         with self._changed:
-            return self._ledger.rewards
+            return self._ledger.judged.of_batch
 
     @property
     def refused(self) -> Counter[str]:

@@ -24,6 +24,7 @@ from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
+from inflight.rollout.judged import JudgedRewards
 from inflight.rollout.questions import Questions
 from inflight.rollout.waiting import StoredGroup, Waiting
 
@@ -74,10 +75,7 @@ class Ledger:
         self._tries: collections.Counter[int] = collections.Counter()
         self._too_old = collections.Counter(books.too_old)
         """Of questions that are not settled: how often an answer was too old."""
-        self.rewards: list[float] = []
-        """Of all rollouts that the last batch was chosen from."""
-        self._left_out: list[float] = []
-        """Rewards of what the gate has left out since then."""
+        self.judged = JudgedRewards()
         self._trained = books.trained
         self._dropped = collections.Counter(books.dropped)
         self._failed = collections.Counter(books.failed)
@@ -194,7 +192,7 @@ class Ledger:
             if gated.dropped is None:
                 usable.append(gated)
                 continue
-            self._left_out += gated.rewards
+            self.judged.leave_out(gated)
             index = self._leaves(len(usable), gated)
             retried = gated.stale and gate.on_stale == "retry" and self._too_old[index] < gate.stale_retries
             self._dropped[GroupDrop.RETRIED.value if retried else str(gated.dropped)] += 1
@@ -209,8 +207,7 @@ class Ledger:
         for gated in usable:
             self._settled(self._leaves(0, gated))
         self._trained += len(usable)
-        self.rewards = [*self._left_out, *(reward for gated in usable for reward in gated.rewards)]
-        self._left_out = []
+        self.judged.train(usable)
 
     def reject(self, groups: int, reason: str) -> None:
         """So many groups that the trainer took could not be trained on; others will be asked in their place."""

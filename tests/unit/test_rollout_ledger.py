@@ -461,7 +461,7 @@ def test_the_reward_of_all_is_not_that_of_what_was_trained_on():
         usable = []
         ledger.judge(usable, 1, 0, gate)
         ledger.train(usable)
-        found.append((usable[0].rewards, ledger.rewards))
+        found.append((usable[0].rewards, ledger.judged.of_batch))
     assert found == [([0.0, 1.0], [0.0, 0.0, 0.0, 1.0]), ([1.0, 0.0], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0])]
 
 

@@ -108,7 +108,7 @@ def test_two_ranks_learn_what_one_process_learns(one, two):
     for ours, theirs in zip(two.run.lines(), one.run.lines(), strict=True):
         assert ours["tokens_trained"] == theirs["tokens_trained"] == 40
         for name in ("loss", "grad_norm", "log_ratio_mean", "log_ratio_max", "clip_share", "entropy"):
-            assert ours[name] == pytest.approx(theirs[name], rel=TOLERANCE, abs=1e-9), name
+            assert ours[name] == pytest.approx(theirs[name], rel=5 * TOLERANCE, abs=1e-9), name
     for step in range(STEPS + 1):
         version = [load_file(trainers.run.config.version_file(step)) for trainers in (two, one)]
         assert distance(*version) <= TOLERANCE

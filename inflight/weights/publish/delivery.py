@@ -31,7 +31,7 @@ class State(enum.Enum):
     POISONED, INCOMPATIBLE → ABSENT  it was restarted: a hello of another incarnation
     any        → POISONED    a swap failed halfway: it may hold parts of two versions
     any other  → INCOMPATIBLE  its model has no use for what is published (another shape or name), its size is not the
-                             configured one, or it holds a version that this publisher has not reached
+                             configured one, it holds a version that this publisher has not reached, or it was refused
     any other  → ABSENT      a member was lost, or a hello of another incarnation came; all must say hello then
     """
 

@@ -163,7 +163,7 @@ class Publisher(Served):
     def incompatible(self) -> dict[str, str]:
         """Generator → why it can take no version of this publisher: its model has no use for what travels (another
         shape, more layers, the names that a wrapper has changed, a head that is missing), its size is not the
-        configured one, or it holds a newer version of another publisher."""
+        configured one, it holds a newer version of another publisher, or it was refused (`refuse`)."""
         return {name: why for name, (state, why) in self.states.items() if state is State.INCOMPATIBLE}
 
     @property

@@ -175,7 +175,7 @@ class Roster:
         """
         if delivery.state in (State.POISONED, State.INCOMPATIBLE):
             return
-        log.error("%s can't take what is published: %s", delivery.generator, reason)
+        log.error("%s is of no use until it is restarted: %s", delivery.generator, reason)
         self._end_attempt(delivery, phase, reason)
         self._enter_without_claim(delivery, State.INCOMPATIBLE, reason)
         delivery.due = self._clock() if end else None
@@ -201,13 +201,10 @@ class Roster:
         self.tell({delivery.engine} & self._postbox.peers(), Refused(reason=f"{peer} may hold a torn version"))
 
     def refuse(self, generator: str, incarnation: str, reason: str) -> None:
-        """→ ABSENT, for this incarnation for good: its numbers are not the trainer's. Its engine is told to end."""
+        """→ INCOMPATIBLE, unless another start of the generator has taken the place of that one."""
         delivery = self.deliveries[generator]
-        if delivery.state in GONE or (delivery.incarnation or "") != incarnation:
-            return
-        self.leave(delivery, reason)
-        delivery.replaced.add(incarnation)
-        self.tell({delivery.engine} & self._postbox.peers(), Refused(reason=reason[:MAX_REASON]))
+        if delivery.state not in GONE and (delivery.incarnation or "") == incarnation:
+            self.give_up(delivery, "absent", reason, end=True)
 
     def enquire(self, delivery: Delivery) -> None:
         """Asks those of an ABSENT generator that are connected to say hello.

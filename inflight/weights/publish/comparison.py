@@ -27,8 +27,8 @@ REQUESTS = 16
 """Prompts that a comparison needs at the most."""
 TOKENS = 8
 """That each is continued by."""
-ANSWER_S = 60.0
-"""What a generator gets to answer all of them, beside the requests that it works on."""
+ANSWER_S = 120.0
+"""What a generator gets to answer all of them, beside the requests that it works on: a busy CPU takes a minute."""
 SUSPECTS = "rope scaling, sliding window, logit soft cap, dtype, temperature, vocabulary"
 _POLL_S = 0.2
 

@@ -10,6 +10,10 @@ from msgspec import Meta
 from inflight.messages.base import Message, Text
 from inflight.types import Count, Name
 
+PIECE_BYTES = 8 << 20
+"""Of a micro-batch, in a message."""
+MAX_PARCEL_BYTES = 4 << 30
+"""Of a micro-batch: 64 sequences of 32,768 tokens with kept sets of 19 tokens have 0.4 GiB."""
 Counts = Annotated[dict[Name, int], Meta(max_length=1024)]
 
 
@@ -33,16 +37,36 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+Parcel = Annotated[dict[Name, TensorData], Meta(max_length=64)]
+"""A micro-batch, by field of the trainer's Batch."""
+
+
+class Piece(Message, tag=True):
+    """A part of a micro-batch (its Parcel in msgpack, `total` bytes) from byte `offset` on, before the Learn that it is
+    for, which bears the same `number`. In order and without a gap. Answered by Took."""
+
+    number: Count
+    offset: Count
+    total: Annotated[int, Meta(gt=0, le=MAX_PARCEL_BYTES)]
+    data: Annotated[bytes, Meta(min_length=1, max_length=PIECE_BYTES)]
+
+
+class Took(Message, tag=True):
+    """So many bytes of the micro-batch have come."""
+
+    number: Count
+    nbytes: Count
+
+
 class Learn(Message, tag=True):
-    """A micro-batch, by field of the trainer's Batch. `purpose`: `learn`, forward and backward pass, answered by
-    Learned; `score`, its log-probabilities alone, answered by Scored.
+    """What to do with the micro-batch that has come in pieces. `purpose`: `learn`, forward and backward pass, answered
+    by Learned; `score`, its log-probabilities alone, answered by Scored.
 
     `number` counts the orders to a rank from 1.
     """
 
     number: Count
     purpose: Annotated[str, Meta(pattern="^(learn|score)$")]
-    batch: Annotated[dict[Name, TensorData], Meta(max_length=64)]
 
 
 class Learned(Message, tag=True):
@@ -84,4 +108,4 @@ class RankFailed(Message, tag=True):
     reason: Text
 
 
-RankMessage = TrainerHello | Meet | Learn | Learned | Scored | Order | Done | RankFailed
+RankMessage = TrainerHello | Meet | Piece | Took | Learn | Learned | Scored | Order | Done | RankFailed

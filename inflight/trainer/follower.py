@@ -15,15 +15,15 @@ from accelerate.utils import set_seed
 from inflight.bus import Link
 from inflight.config import RunConfig
 from inflight.messages import AnyMessage, Finish
-from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, RankFailed, Scored, TrainerHello
+from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, Piece, RankFailed, Scored, Took, TrainerHello
 from inflight.models import prepare
 from inflight.sampling import Sampling
-from inflight.trainer.batch import Batch
 from inflight.trainer.bound import bounded
 from inflight.trainer.comparison import batch_of
 from inflight.trainer.keep import load_optimizer, model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
-from inflight.trainer.parcel import pack, pack_tensor, unpack
+from inflight.trainer.parcel import pack, pack_tensor
+from inflight.trainer.pieces import Assembly
 from inflight.trainer.policy import load_policy, reference
 from inflight.trainer.sharding import form_group
 from inflight.weights.publish.comparison import Sampled
@@ -99,17 +99,20 @@ class Follower:
         self._learner = Learner(policy, config, accelerator, start, step=config.start_version)
         if config.checkpoint:
             load_optimizer(Path(config.checkpoint), policy.master, self._learner.optimizer)
+        self._pieces = Assembly()
         self._source = WeightSource(policy.master, config.model.dtype)
         self._guard = ReadGuard(self._source.device)
         self._guard.hold(self._learner.optimizer.optimizer)
 
-    def do(self, message: AnyMessage) -> Done | Learned | Scored:
+    def do(self, message: AnyMessage) -> Done | Learned | Scored | Took:
         """What rank 0 does at the same time, and the answer to it. Raises FollowError for anything else."""
         match message:
-            case Learn(number=number, purpose="score", batch=batch):
-                return Scored(number=number, logprobs=pack_tensor(self._learner.score(unpack(Batch, batch))))
-            case Learn(number=number, batch=batch):
-                loss, stats = self._learner.learn(unpack(Batch, batch))
+            case Piece(number=number):
+                return Took(number=number, nbytes=self._pieces.add(message))
+            case Learn(number=number, purpose="score"):
+                return Scored(number=number, logprobs=pack_tensor(self._learner.score(self._pieces.take(number))))
+            case Learn(number=number):
+                loss, stats = self._learner.learn(self._pieces.take(number))
                 return Learned(number=number, loss=loss, stats=pack(stats))
             case Order(number=number, what=what):
                 self._obey(what)

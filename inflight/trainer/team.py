@@ -2,7 +2,9 @@
 
     other rank --TrainerHello--> rank 0      once all are there:
     other rank <-----Meet------- rank 0      where the process group is formed
-    other rank <-----Learn------ rank 0      a micro-batch each, so all take part in the same collectives
+    other rank <-----Piece------ rank 0      a micro-batch each, so all take part in the same collectives
+    other rank ------Took------> rank 0
+    other rank <-----Learn------ rank 0      what to do with it
     other rank ----Learned-----> rank 0      or Scored, where only its log-probabilities are wanted
     other rank <-----Order------ rank 0      update, step, gather, checkpoint, drop, compare
     other rank -----Done-------> rank 0
@@ -22,6 +24,7 @@ from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import RunConfig
 from inflight.messages import AnyMessage, Finish, Heartbeat
 from inflight.messages.ranks import (
+    PIECE_BYTES,
     Done,
     Learn,
     Learned,
@@ -30,11 +33,12 @@ from inflight.messages.ranks import (
     RankFailed,
     Scored,
     TensorData,
+    Took,
     TrainerHello,
 )
 from inflight.trainer.batch import Batch
 from inflight.trainer.bound import bounded
-from inflight.trainer.parcel import pack
+from inflight.trainer.pieces import WINDOW, pieces
 
 _POLL_S = 0.2
 EXPLAIN_S = 2.0
@@ -64,6 +68,8 @@ class Team:
         self._learned: list[Learned] = []
         self._scored: dict[str, TensorData] = {}
         """Rank → log-probabilities of its newest micro-batch."""
+        self._taken: dict[str, int] = {}
+        """Rank → bytes that it has taken of the micro-batch that is on its way to it."""
         self._gone: dict[str, str] = {}
         """Rank → why it takes no part any more."""
 
@@ -87,7 +93,8 @@ class Team:
         if self._done:
             self._told += 1
         for name, share in zip(self._done, shares, strict=True):
-            self._send(name, Learn(number=self._told, purpose=purpose, batch=pack(share)))
+            self._give(name, share)
+            self._send(name, Learn(number=self._told, purpose=purpose))
         with self.within_bound(purpose):
             yield
 
@@ -146,6 +153,24 @@ class Team:
         except BusError as error:
             raise TeamError(str(error)) from None
 
+    def _give(self, name: str, share: Batch) -> None:
+        """Sends a micro-batch in pieces, as fast as the rank takes them."""
+        self._taken[name] = 0
+        for piece in pieces(self._told, share):
+            self._wait_taken(name, piece.offset - (WINDOW - 1) * PIECE_BYTES)
+            self._send(name, piece)
+
+    def _wait_taken(self, name: str, nbytes: int) -> None:
+        deadline = time.monotonic() + self._bound_s
+        while (before := self._taken[name]) < nbytes:
+            self._hear(_POLL_S)
+            if self._gone:
+                raise TeamError(self._missing())
+            if self._taken[name] > before:
+                deadline = time.monotonic() + self._bound_s
+            if time.monotonic() > deadline:
+                raise TeamError(f"{name} has taken {before} bytes of its micro-batch, no more in {self._bound_s:g} s")
+
     def _wait(self, number: int, timeout_s: float, verb: str) -> None:
         deadline = time.monotonic() + timeout_s
         while late := [name for name, done in self._done.items() if done < number]:
@@ -165,6 +190,9 @@ class Team:
                 self._gone[peer] = f"has failed: {reason}"
             case Received(peer=peer, message=TrainerHello()) if peer in self._done:
                 self._done[peer] = 0
+            case Received(peer=peer, message=Took(number=number, nbytes=nbytes)) if peer in self._done:
+                if number == self._told:
+                    self._taken[peer] = nbytes
             case Received(peer=peer, message=Done() | Learned() | Scored() as message) if peer in self._done:
                 self._done[peer] = message.number
                 if isinstance(message, Learned):

@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from dataclasses import fields, replace
 
+import msgspec
 import pytest
 import torch
+from rollout_samples import make_config
 
+from inflight.bus import Link, Listener
 from inflight.messages import WireError, decode, encode
-from inflight.messages.ranks import Learn, Learned, TensorData
+from inflight.messages.ranks import (
+    MAX_PARCEL_BYTES,
+    PIECE_BYTES,
+    Learn,
+    Learned,
+    Piece,
+    TensorData,
+    Took,
+    TrainerHello,
+)
 from inflight.trainer.batch import Batch
 from inflight.trainer.parcel import ParcelError, pack, unpack
+from inflight.trainer.pieces import WINDOW, Assembly, PieceError, pieces
 from inflight.trainer.split import rounds
 from inflight.trainer.stats import COLUMNS, LAGS, Stats
+from inflight.trainer.team import Team, TeamError
 
 
 def make_batch(sequences: int, length: int = 7) -> Batch:
@@ -50,12 +65,102 @@ def test_a_batch_is_the_same_after_its_way():
         make_batch(3), kept=torch.arange(3 * 7 * 2).view(3, 7, 2), teacher_logprobs=torch.rand(3, 7),
         routed_experts=torch.arange(3 * 7 * 4, dtype=torch.int32).view(3, 7, 2, 2),
     )  # fmt: skip
-    got = decode(encode(Learn(number=1, purpose="learn", batch=pack(batch))))
-    assert isinstance(got, Learn)
-    unpacked = unpack(Batch, got.batch)
+    assembly = Assembly()
+    for piece in pieces(1, batch):
+        assembly.add(decode(encode(piece)))
+    require_same(assembly.take(1), batch)
+
+
+def require_same(unpacked, batch):
     for each in fields(Batch):
         ours, theirs = getattr(unpacked, each.name), getattr(batch, each.name)
         assert ours is theirs is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype), each.name
+
+
+def long_batch():
+    """32 sequences of 8,192 tokens with kept sets of 38: 110 MB, more than a message or an outbox' share may hold."""
+    batch = make_batch(32, 8192)
+    return replace(batch, kept=torch.randint(0, 150_000, (32, 8192, 38)))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Rank 0's end with its team, and the link of another rank."""
+    config = make_config(tmp_path)
+    config = replace(config, trainer=replace(config.trainer, processes=2, rank_timeout_s=20.0))
+    where = f"ipc://{tmp_path}/r"
+    with Listener(where, config.bus) as listener, Link(where, "trainer.1", config.bus) as link:
+        link.send(TrainerHello(rank=1))
+        team = Team(listener, config)
+        team.wait_joined(20.0, "")
+        yield team, link
+
+
+def test_a_micro_batch_larger_than_a_message_travels_in_pieces(pair):
+    """No faster than the rank takes them, so that it never waits whole in a socket."""
+    team, link = pair
+    batch, got, waiting = long_batch(), [], []
+
+    def follow():
+        assembly = Assembly()
+        while not got:
+            match link.receive(0.2):
+                case Piece(number=number) as piece:
+                    assert len(piece.data) <= PIECE_BYTES
+                    taken = assembly.add(piece)
+                    waiting.append(link._bytes_in)
+                    link.send(Took(number=number, nbytes=taken))
+                case Learn(number=number, purpose="learn"):
+                    got.append(assembly.take(number))
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with team.learning([batch]):
+        thread.join(60)
+    require_same(got[0], batch)
+    assert len(waiting) > 8
+    assert max(waiting) <= (WINDOW + 1) * PIECE_BYTES
+
+
+def test_a_rank_that_takes_no_pieces_is_named(pair):
+    team, _ = pair
+    team._bound_s = 0.5
+    with pytest.raises(TeamError, match=r"trainer\.1 has taken 0 bytes of its micro-batch, no more in 0\.5 s"):
+        with team.learning([long_batch()]):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([{}, {"offset": 5}], r"\(1, 9, 5\) came in place of \(1, 9, 3\)"),
+        ([{}, {"number": 2}], "came in place of"),
+        ([{}, {"offset": 3, "total": 8}], "came in place of"),
+        ([{"offset": 3}], "came in place of"),
+        ([{}, {"offset": 3, "data": b"x" * 7}], "piece of 7 bytes at 3 of 9 does not fit"),
+        ([{}, {"offset": 3}, {"offset": 6}, {"offset": 9}], "does not fit"),
+    ],
+)
+def test_pieces_out_of_order_are_refused(changes, words):
+    assembly = Assembly()
+    with pytest.raises(PieceError, match=words):
+        for each in changes:
+            assembly.add(Piece(**({"number": 1, "offset": 0, "total": 9, "data": b"abc"} | each)))
+
+
+def test_what_is_no_whole_micro_batch_is_refused():
+    assembly = Assembly()
+    with pytest.raises(PieceError, match="order 1: 0 of 0 bytes"):
+        assembly.take(1)
+    assembly.add(Piece(number=1, offset=0, total=6, data=b"abc"))
+    with pytest.raises(PieceError, match="order 1: 3 of 6 bytes of order 1"):
+        assembly.take(1)
+    assembly.add(Piece(number=1, offset=3, total=6, data=b"abc"))
+    with pytest.raises(PieceError, match="brings no micro-batch"):
+        assembly.take(1)
+    for total, data in ((MAX_PARCEL_BYTES + 1, b"x"), (PIECE_BYTES + 1, b"x" * (PIECE_BYTES + 1)), (9, b"")):
+        with pytest.raises(WireError, match=r"total|data"):
+            decode(encode(Piece(number=1, offset=0, total=total, data=data)))
 
 
 def test_stats_are_the_same_after_their_way():
@@ -83,9 +188,11 @@ def test_what_makes_no_batch_is_refused(change, words):
 
 
 def test_a_tensor_of_another_kind_is_refused_on_the_wire():
-    frame = encode(Learn(number=1, purpose="learn", batch={"input_ids": TensorData("object", [1], b"x")}))
-    with pytest.raises(WireError, match=r"matching regex .*float64"):
-        decode(frame)
+    frame = msgspec.msgpack.encode({"input_ids": TensorData("object", [1], b"x")})
+    assembly = Assembly()
+    assembly.add(Piece(number=1, offset=0, total=len(frame), data=frame))
+    with pytest.raises(PieceError, match=r"matching regex .*float64"):
+        assembly.take(1)
 
 
 def test_what_takes_too_long_ends_the_process_with_a_line():

@@ -1,0 +1,71 @@
+"""A micro-batch on its way to another rank, in pieces: a message is bounded, a micro-batch of long sequences is not.
+
+    rank 0 --Piece--> other rank     in order, WINDOW of them at a time
+    rank 0 <--Took--- other rank     so many bytes have come
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from inflight.messages.ranks import MAX_PARCEL_BYTES, PIECE_BYTES, Parcel, Piece
+from inflight.trainer.batch import Batch
+from inflight.trainer.parcel import pack, unpack
+
+WINDOW = 4
+"""Pieces that a rank may have been sent and not taken: bounds what waits in the sockets between."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Parcel)
+
+
+class PieceError(ValueError):
+    """A piece that is not the next one, or a parcel that is too large, not whole or no micro-batch."""
+
+
+def pieces(number: int, batch: Batch) -> Iterator[Piece]:
+    """A micro-batch cut up, at least one piece. Raises PieceError when it is larger than any may be."""
+    parcel = _encoder.encode(pack(batch))
+    if len(parcel) > MAX_PARCEL_BYTES:
+        raise PieceError(
+            f"a micro-batch of {len(batch.input_ids)} sequences and {len(parcel)} bytes exceeds the limit of "
+            f"{MAX_PARCEL_BYTES}: lower trainer.micro_batch"
+        )
+    for offset in range(0, len(parcel), PIECE_BYTES):
+        yield Piece(number=number, offset=offset, total=len(parcel), data=parcel[offset : offset + PIECE_BYTES])
+
+
+class Assembly:
+    """The pieces that have come, of one micro-batch at a time."""
+
+    def __init__(self) -> None:
+        self._number = self._total = 0
+        self._parts = bytearray()
+
+    def add(self, piece: Piece) -> int:
+        """Takes the next piece; how many bytes have come of its micro-batch.
+
+        Raises PieceError, naming what was expected, for any but the next one. Memory is taken for what has come, never
+        for what is announced.
+        """
+        if piece.offset == 0 and len(self._parts) == self._total:
+            self._number, self._total, self._parts = piece.number, piece.total, bytearray()
+        where, expected = (piece.number, piece.total, piece.offset), (self._number, self._total, len(self._parts))
+        if where != expected:
+            raise PieceError(f"piece (order, bytes in all, offset) {where} came in place of {expected}")
+        if not piece.data or piece.offset + len(piece.data) > piece.total:
+            raise PieceError(f"piece of {len(piece.data)} bytes at {piece.offset} of {piece.total} does not fit")
+        self._parts += piece.data
+        return len(self._parts)
+
+    def take(self, number: int) -> Batch:
+        """The micro-batch of an order, which is forgotten here. Raises PieceError or ParcelError when it is none."""
+        if self._number != number or len(self._parts) != self._total or not self._total:
+            raise PieceError(f"order {number}: {len(self._parts)} of {self._total} bytes of order {self._number} are there")
+        parcel, self._parts, self._total = self._parts, bytearray(), 0
+        try:
+            return unpack(Batch, _decoder.decode(parcel))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PieceError(f"order {number} brings no micro-batch: {error}") from None

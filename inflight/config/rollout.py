@@ -120,7 +120,7 @@ class RolloutConfig(Sampling):
 class GateConfig:
     """What old tokens may still do (see rollout/gate.py)."""
 
-    max_lag: int = 4
+    max_lag: int = 1
     """Groups admitted ahead: the buffer holds at most (max_lag + 1) steps' worth, counting those being generated."""
     max_token_lag: int = 8
     """Tokens older than this many versions are masked, but stay as context."""

@@ -18,8 +18,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
 from test_objectives import MAX_TOKENS, Problem, problem, run
+from test_trainer_updates import logprobs_of, make_learner, stale_batch
 
+from inflight.config import ObjectiveConfig
 from inflight.named import find
+from inflight.trainer import updates
 from inflight.trainer.loss import Loss
 from inflight.trainer.objectives import OBJECTIVES
 
@@ -27,7 +30,19 @@ pytestmark = pytest.mark.slow
 
 
 def theirs(
-    given: Problem, loss_type, *, old, level="token", low=0.2, high=0.2, weight=None, beta=0.0, entropy=0.0, parts=1
+    given: Problem,
+    loss_type,
+    *,
+    old,
+    level="token",
+    low=0.2,
+    high=0.2,
+    weight=None,
+    beta=0.0,
+    entropy=0.0,
+    parts=1,
+    limit=MAX_TOKENS,
+    weigh_kl=False,
 ):
     """trl's loss and its gradient by the log-probabilities and by the entropy, summed over `parts` micro-batches."""
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -39,8 +54,8 @@ def theirs(
         importance_sampling_level=level, beta=beta, epsilon_low=low, epsilon_high=high, loss_type=loss_type,
         use_vllm=weight is not None,
         vllm_importance_sampling_correction=weight is not None, current_gradient_accumulation_steps=parts,
-        max_completion_length=MAX_TOKENS, model=SimpleNamespace(training=True),
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, sapo_temperature_pos=1.0,
+        max_completion_length=limit, model=SimpleNamespace(training=True),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=weigh_kl, sapo_temperature_pos=1.0,
                              sapo_temperature_neg=1.05, steps_per_generation=parts),
         accelerator=SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda tensor: tensor,
                                     reduce=lambda tensor, reduction: tensor),
@@ -127,3 +142,35 @@ def test_the_entropy_bonus_is_trls():
         torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(by_entropy, by_theirs, rtol=1e-5, atol=1e-7)
         assert by_theirs.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in (*SEQUENCE_RATIO, *OF_ITS_OWN_TOKENS)])
+def test_the_updates_of_a_batch_are_trls(tiny_model, tmp_path, name):
+    """What a learner has really computed in four updates of one batch, with the proximal policy that it has scored."""
+    (objective, normalise), arguments = CASES[name]
+    asked = ObjectiveConfig(name=objective, normalise=normalise)
+    learner = make_learner(tiny_model, tmp_path, objective=asked, learning_rate=3e-4)
+    batch, policy = stale_batch(learner, spread=0.3), make_learner(tiny_model, tmp_path).policy
+    updates.train(learner, batch, lambda: False)
+    limit = learner._config.rollout.max_tokens
+    for seen in learner.seen:
+        policy.master.load_state_dict(seen.weights)
+        now = logprobs_of(policy, seen.part).detach()
+        given = Problem(seen.part, now, torch.zeros_like(now), torch.zeros_like(now))
+        options = arguments(given)
+        old = seen.part.proximal_logprobs if "weight" in options else seen.part.behaviour_logprobs
+        wanted, slope, _ = theirs(given, old=old, limit=limit, **options)
+        _, gradient, _ = ours(given, objective, normalise)
+        assert seen.loss == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(gradient, slope, rtol=1e-4, atol=1e-6)
+
+
+def test_the_weighted_divergence_is_trls():
+    """`use_bias_correction_kl`: the ratio, with its gradient, times k3."""
+    for seed in range(10):
+        given = problem(seed)
+        loss = Loss(find("ppo", OBJECTIVES, "test"), "token", kl=0.1, kl_cap=1e9)
+        value, gradient, _ = run(loss, given)
+        wanted, slope, _ = theirs(given, "bnpo", old=given.batch.behaviour_logprobs, beta=0.1, weigh_kl=True)
+        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(gradient, slope, rtol=1e-5, atol=1e-5)

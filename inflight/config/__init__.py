@@ -52,6 +52,8 @@ class ModelConfig:
     name: str
     dtype: str = "bfloat16"
     """Dtype on the wire and in the generators; the trainer's master weights are float32."""
+    served_name: str = ""
+    """What requests to the generators call it; empty: by its `name`, as that was given to the launcher."""
 
     def __post_init__(self) -> None:
         dtypes = ("bfloat16", "float16", "float32")

@@ -33,7 +33,7 @@ STREAM_INTERVAL = 32
 
 OWN = {
     "model": "model.name",
-    "served_model_name": "model.name",
+    "served_model_name": "model.served_name",
     "dtype": "model.dtype",
     "load_format": "",
     "seed": "seed",
@@ -110,7 +110,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "stream_interval": STREAM_INTERVAL,
         **generator.extra,
         "model": model,
-        "served_model_name": [config.model.name],
+        "served_model_name": [config.model.served_name or config.model.name],
         "dtype": config.model.dtype,
         "load_format": "auto",  # "dummy" would begin with weights that the start version does not have
         "seed": config.seed,

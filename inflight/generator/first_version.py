@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from inflight.generator.agent import Commits
@@ -19,11 +21,21 @@ class FirstVersion:
         self._app = app
         self.commits: Commits | None = None
         """The engine's, as soon as it listens to a publisher."""
+        self._warming_up = False
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Meanwhile it passes on what the generator asks of itself; nobody else has been told where it serves."""
+        self._warming_up = True
+        try:
+            yield
+        finally:
+            self._warming_up = False
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI 3: called for each connection."""
         live = self.commits is not None and self.commits.version is not None
-        if live or scope["type"] == "lifespan" or scope.get("method") in WORKLESS:
+        if live or self._warming_up or scope["type"] == "lifespan" or scope.get("method") in WORKLESS:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]

@@ -31,6 +31,7 @@ from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, en
 from inflight.generator.first_version import FirstVersion
 from inflight.generator.plugin import INCARNATION, hand_over_often
 from inflight.generator.shadow.limits import refuse
+from inflight.generator.warmup import warm_up
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
 from inflight.vocabulary import decode_every_id
@@ -82,6 +83,8 @@ async def serve(config: RunConfig, name: str) -> bool:
             opening = FirstVersion(app)
             async with _http(app, opening, listening, config.api_key()) as http:
                 await _until_healthy(url, http)
+                with opening.warming_up():
+                    await warm_up(config, name, url, engine.model_config.get_vocab_size())
                 return await _work(config, name, engine, url, http, opening)
 
 

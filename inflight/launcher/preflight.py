@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from inflight import config as configuration
-from inflight.config import ConfigError, RunConfig
+from inflight.config import ConfigError, ModelConfig, RunConfig
 from inflight.config.effect import require_effect
 from inflight.config.pairings import require_sound, teachers, warnings
 from inflight.generator.engine_args import require_extra
 from inflight.launcher import devices
+from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError
 from inflight.surroundings import computing, inherited
+from inflight.tasks.__main__ import SAYS
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.objectives import OBJECTIVES
 
@@ -44,14 +50,37 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
-    return replace(config, model=replace(config.model, name=str(directory)))
+    return replace(config, model=_placed(config.model, directory))
+
+
+def _placed(model: ModelConfig, directory: Path) -> ModelConfig:
+    """The model by its directory; requests still call it by the name that it was given."""
+    return replace(model, name=str(directory), served_name=model.served_name or model.name)
+
+
+def _require_own_task(config: RunConfig) -> None:
+    """Raises ConfigError for a task of the user's own that does not exist, does not take its options or can't be made.
+
+    It is made where it can do no harm: its module may raise, hang or end its process.
+    """
+    looked = _look(config, "inflight.tasks", [], "actor")
+    if looked.code is None:
+        raise ConfigError(f"task.name={config.task.name!r} can't be imported: it takes longer than {CHECK_S:g} s")
+    if looked.code in (0, -signal.SIGALRM):  # the latter: it takes long to be made, which is no fault
+        return
+    said = looked.words[-1:] or ["nothing"]
+    if said[0].startswith(SAYS):
+        raise ConfigError(said[0].removeprefix(SAYS))
+    how = f"signal {-looked.code}" if looked.code < 0 else f"code {looked.code}"
+    raise ConfigError(f"task.name={config.task.name!r} can't be made: its process ended with {how} and said {said[0]}")
 
 
 def _require_task(config: RunConfig) -> None:
     """Raises ConfigError for a task that does not exist, lacks an option, or gives less than is learnt from."""
     from inflight import tasks
 
-    if ":" in config.task.name:  # one of the user's own may be importable in the actor's process alone
+    if ":" in config.task.name:
+        _require_own_task(config)
         return
     task, learnt_from = tasks.make(config.task, config.seed), list(teachers(config))
     if config.trainer.advantage.name == "process":
@@ -72,16 +101,41 @@ def _require_named(config: RunConfig) -> None:
     chosen = (gate.rules, gate.ratio_rules, trainer.objective.options, trainer.advantage.options)
     if not any(chosen) and trainer.objective.name in OBJECTIVES and trainer.advantage.name in ADVANTAGES:
         return  # the usual case: nothing that could be wrong is worth some seconds
+    looked = _look(config, "inflight.trainer", ["--check"], "trainer")
+    if looked.code is None:
+        raise LaunchError(f"the check of objective, advantage and rules did not end within {CHECK_S:g} s")
+    if looked.code:
+        said = looked.words or [f"the check ended with code {looked.code}"]
+        raise ConfigError(said[-1].removeprefix("inflight trainer: "))
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What came of a look: the exit code, None for one that did not end in time, and the last lines of its output."""
+
+    code: int | None
+    words: Sequence[str]
+
+
+def _look(config: RunConfig, module: str, arguments: Sequence[str], kind: str) -> _Looked:
+    """Has a module look at the configuration in a process of its own, within CHECK_S; of that process and what it has
+    started nothing is left."""
     with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
         configuration.save(replace(config, run_dir=folder))
-        command = [sys.executable, "-m", "inflight.trainer", "--run-dir", folder, "--check"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, errors="replace", timeout=CHECK_S, check=False,
-                env=inherited(os.environ, "trainer") | computing(1),
+        log = Path(folder) / "look.log"
+        with log.open("wb") as output:  # a file: what the process starts may keep a pipe open for longer
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, "--run-dir", folder, *arguments],
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                env=inherited(os.environ, kind) | computing(1),
             )  # fmt: skip
+        code = None
+        try:
+            code = process.wait(CHECK_S)
         except subprocess.TimeoutExpired:
-            raise LaunchError(f"the check of objective, advantage and rules did not end within {CHECK_S:g} s") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"the check ended with code {done.returncode}"]
-        raise ConfigError(said[-1].removeprefix("inflight trainer: "))
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return _Looked(code, last_words(log, 20))

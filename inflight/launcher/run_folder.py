@@ -31,7 +31,14 @@ MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
 LOCK_WAIT_S = 30.0
 """How long a resumed run waits for the launcher of its last start, which may be stopping, to end."""
-FIXED = ("model", "task", "seed", "rollout.group_size", *(f"rollout.{name}" for name in Sampling.__dataclass_fields__))
+FIXED = (
+    "model.name",
+    "model.dtype",
+    "task",
+    "seed",
+    "rollout.group_size",
+    *(f"rollout.{name}" for name in Sampling.__dataclass_fields__),
+)
 """What may not differ when a run goes on. It decides the weights and the questions, and what the rollouts that were
 recorded before mean: their log-probabilities are of one distribution, for the trainer and for an audit."""
 

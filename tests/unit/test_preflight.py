@@ -1,0 +1,99 @@
+"""What a user's own task does when it is looked at costs a line, not the launcher, and no engine is started for it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+from fake_generator import eventually
+
+from inflight.config import ConfigError
+from inflight.launcher import launch, preflight
+from inflight.launcher.compose import compose
+from inflight.processes import living_of
+
+TASK = """
+from dataclasses import dataclass
+
+@dataclass
+class T:
+    seed: int
+    digits: int = 2
+"""
+NAMED = ["--config-name", "tiny", "task.name=mine:T"]
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The module of the task, in the folder that the run is started in."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "mine.py"
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("raise RuntimeError('no data\\nset')", "can't be imported: RuntimeError: no data set (/TMP/mine.py, line 1)"),
+        ("import nowhere", "can't be imported: No module named 'nowhere'"),
+        ("T = 3", "is not a dataclass with a field 'seed'"),
+        ("def T(:", "can't be imported: SyntaxError: invalid syntax"),
+        ("import sys; sys.exit('no GPU')", "can't be made: its process ended with code 1 and said no GPU"),
+        ("import os; os._exit(139)", "can't be made: its process ended with code 139 and said nothing"),
+        ("import os; os.kill(os.getpid(), 11)", "can't be made: its process ended with signal 11 and said nothing"),
+        (
+            TASK + "    def __post_init__(self): raise OSError('no disk')",
+            "can't be made: OSError: no disk (/TMP/mine.py",
+        ),
+    ],
+)
+def test_a_task_that_can_not_be_made_is_one_line_and_code_2(mine, tmp_path, capsys, code, says):
+    mine.write_text(code)
+    assert launch.main([*NAMED, f"run_dir={tmp_path}/run"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.replace(str(tmp_path), "/TMP").startswith(f"inflight launch: task.name='mine:T' {says}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_option_that_a_task_of_ones_own_lacks_is_refused(mine, tmp_path, capsys):
+    mine.write_text(TASK)
+    assert launch.main([*NAMED, f"run_dir={tmp_path}/run", "+task.options.letters=3"]) == 2
+    assert "task.options.letters is not an option of task mine:T: digits" in capsys.readouterr().err
+
+
+HANGS = """
+import os, re, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open("pid", "w") as file:
+    file.write(str(child.pid))
+re.match(r"(a+)+$", "a" * 40 + "!")
+"""
+
+
+def test_one_that_hangs_is_refused_and_leaves_nothing_behind(mine, tmp_path, monkeypatch):
+    """It holds Python's lock, and has started a process of its own."""
+    monkeypatch.setattr(preflight, "CHECK_S", 8.0)
+    mine.write_text(HANGS)
+    with pytest.raises(ConfigError, match=r"task\.name='mine:T' can't be imported: it takes longer than 8 s"):
+        preflight._require_task(compose("tiny", ["task.name=mine:T"]))
+    child = int((tmp_path / "pid").read_text())
+    eventually(lambda: not living_of([each for each in psutil.process_iter() if each.pid == child]), "its child's end")
+
+
+@pytest.mark.parametrize(
+    "more", ["", f"    def __post_init__(self): import os; os.kill(os.getpid(), {signal.SIGALRM})"]
+)
+def test_one_that_can_be_made_or_takes_its_time_is_taken(mine, more):
+    mine.write_text(TASK + more)
+    preflight._require_task(compose("tiny", ["task.name=mine:T"]))
+    assert "mine" not in sys.modules
+
+
+@pytest.mark.parametrize(("served", "expected"), [("", "tiny"), ("mine", "mine")])
+def test_requests_call_the_model_by_the_name_that_it_was_given(tmp_path, served, expected):
+    given = compose("tiny", []).model
+    placed = preflight._placed(replace(given, served_name=served), tmp_path)
+    assert (placed.name, placed.served_name) == (str(tmp_path), expected)

@@ -53,15 +53,16 @@ class Link(Endpoint):
             raise PeerLost(f"nothing heard from {self._endpoint} for too long")
         return message
 
-    def close(self) -> None:
+    def close(self, *, asked: bool = False) -> None:
         """Says goodbye, so that the listener need not wait until it takes this end for dead; then as any endpoint.
+        `asked`: this process was asked to end.
 
         Of more than HIGH_WATER messages that the listener has not read by then, zmq may drop the last with the
         connection: what must arrive is to be acknowledged.
         """
         self._leaving = True
         with contextlib.suppress(BusError):  # closed before, or nobody reads
-            self.send(Goodbye())
+            self.send(Goodbye(asked=asked))
         super().close()
 
     def _send_frame(self, peer: str, frame: bytes) -> None:

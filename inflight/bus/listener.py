@@ -48,6 +48,8 @@ class Lost:
     """A peer that has said goodbye, was silent for `dead_after_s`, or whose connection is gone."""
 
     peer: str
+    asked: bool = False
+    """It said goodbye because it was asked to end."""
 
 
 class Listener(Endpoint):
@@ -111,9 +113,9 @@ class Listener(Endpoint):
                 raise
             self._lose(peer)
 
-    def _lose(self, peer: str) -> None:
+    def _lose(self, peer: str, *, asked: bool = False) -> None:
         if self._peers.pop(peer, None) is not None:
-            self._put(Lost(peer), 0)
+            self._put(Lost(peer, asked), 0)
 
     def _read_all(self) -> None:
         for _ in range(READ_AT_ONCE):
@@ -140,7 +142,7 @@ class Listener(Endpoint):
             return
         if isinstance(message, Goodbye):
             if peer in self._peers and self._peers[peer].address == address:  # else another process has its name by now
-                self._lose(peer)
+                self._lose(peer, asked=message.asked)
             return
         if self._is_replaced(peer, address):
             self._refuse(peer, address)

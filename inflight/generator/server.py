@@ -191,7 +191,7 @@ async def _work(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        weights.close()
+        weights.close(asked=stop.is_set())
         status.close()
 
 

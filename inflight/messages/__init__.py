@@ -54,6 +54,9 @@ class Heartbeat(Message, tag=True):
 class Goodbye(Message, tag=True):
     """The peer has closed its end: nothing more comes from it, and what is sent to it is lost."""
 
+    asked: bool = False
+    """It was asked to end (SIGTERM): what it leaves unfinished is no failure."""
+
 
 class Refused(Message, tag=True):
     """The peer is not accepted; the receiver ends with this reason."""

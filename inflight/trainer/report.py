@@ -35,7 +35,7 @@ from inflight.rollout.gate import GatedGroup
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import combine
 from inflight.trainer.updates import Update
-from inflight.weights.publish.delivery import Event, Failure, Superseded, Swap
+from inflight.weights.publish.delivery import Event, Failure, Left, Superseded, Swap
 from inflight.weights.publish.publisher import Publisher, PublishReport
 
 _TICK_S = 0.2
@@ -231,7 +231,7 @@ class Reporter:
 
 def swap_line(event: Event) -> dict[str, object]:
     """An event of the publisher as a line of swaps.jsonl."""
-    kinds = {Swap: "committed", Failure: "failed", Superseded: "superseded"}
+    kinds = {Swap: "committed", Failure: "failed", Superseded: "superseded", Left: "left"}
     return {"event": kinds[type(event)], "time": time.time(), **dataclasses.asdict(event)}
 
 

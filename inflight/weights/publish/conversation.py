@@ -120,9 +120,9 @@ class Conversation:
 
     # --- hearing -----------------------------------------------------------------------------------------------------
 
-    def lost(self, peer: str) -> None:
-        """The bus hears nothing of a peer any more."""
-        self._roster.lost(peer)
+    def lost(self, peer: str, *, asked: bool = False) -> None:
+        """The bus hears nothing of a peer any more; `asked`: since it was asked to end."""
+        self._roster.lost(peer, asked=asked)
 
     def hear(self, peer: str, message: AnyMessage) -> None:
         """A message from a rank or an engine."""

@@ -107,7 +107,16 @@ class Superseded:
     reason: str
 
 
-Event = Swap | Failure | Superseded
+@dataclass(frozen=True)
+class Left:
+    """A version that a generator did not get because it was asked to end, by whoever stops or restarts it."""
+
+    generator: str
+    version: int
+    reason: str
+
+
+Event = Swap | Failure | Superseded | Left
 """What became of a version at a generator."""
 
 
@@ -118,6 +127,8 @@ class Delivery:
     generator: str
     world_size: int
     state: State = State.ABSENT
+    asked_to_end: bool = False
+    """It has left for that reason, and is not back yet."""
     why: str = "no hello yet"
     """Why it is in a state other than IDLE, for people."""
     since: float = 0.0

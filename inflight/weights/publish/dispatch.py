@@ -144,8 +144,8 @@ class Dispatch:
         heard = 0
         while got is not None:
             match got:
-                case Lost(peer=peer):
-                    self.conversation.lost(peer)
+                case Lost(peer=peer, asked=asked):
+                    self.conversation.lost(peer, asked=asked)
                 case Received(peer=peer, message=message):
                     self.conversation.hear(peer, message)
             heard += 1

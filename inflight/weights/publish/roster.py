@@ -29,7 +29,7 @@ from inflight.messages.base import MAX_REASON
 from inflight.weights import plan
 from inflight.weights.publish.admission import mismatch, stranger
 from inflight.weights.publish.channel import Channel
-from inflight.weights.publish.delivery import GONE, Delivery, Event, Failure, State, Superseded
+from inflight.weights.publish.delivery import GONE, Delivery, Event, Failure, Left, State, Superseded
 from inflight.weights.transport.base import Sender, TransportError
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Roster:
         if delivery.incarnation is not None:
             delivery.replaced.add(delivery.incarnation)
             self.leave(delivery, f"{peer} said hello after a restart")
-        delivery.incarnation = incarnation
+        delivery.incarnation, delivery.asked_to_end = incarnation, False
 
     def _again(self, delivery: Delivery, peer: str, hello: RankHello | EngineHello) -> None:
         """A member that takes part says hello once more, because it was asked to or had lost us."""
@@ -132,6 +132,7 @@ class Roster:
             log.warning("%s: %s", delivery.generator, delivery.why)
         elif self.open(delivery):
             delivery.enter(State.IDLE, self._clock())
+            delivery.asked_to_end = False
             delivery.caught_up = versions == {newest}
             delivery.failures, delivery.trouble, delivery.retry_at = 0, "", 0.0
             held = versions.pop()
@@ -157,11 +158,12 @@ class Roster:
             self.tell([peer], welcome)
         return True
 
-    def lost(self, peer: str) -> None:
-        """A member is gone, and with it the generator."""
+    def lost(self, peer: str, *, asked: bool = False) -> None:
+        """A member is gone, and with it the generator; `asked`: since it was asked to end."""
         delivery = self.of(peer)
         if delivery is not None and peer in delivery.held:
-            self.leave(delivery, f"{peer} was lost")
+            delivery.asked_to_end = asked
+            self.leave(delivery, f"{peer} {'was asked to end' if asked else 'was lost'}")
 
     def leave(self, delivery: Delivery, reason: str) -> None:
         """→ ABSENT: what it holds is not claimed any more, and all its members must say hello (again)."""
@@ -240,6 +242,9 @@ class Roster:
 
     def record(self, delivery: Delivery, version: int, phase: str, reason: str) -> None:
         """Notes a version that a generator does not get (now: it may catch up)."""
+        if delivery.asked_to_end:
+            self._settle(delivery, Left(delivery.generator, version, reason))
+            return
         log.warning("%s does not get version %d (%s): %s", delivery.generator, version, phase, reason)
         self._settle(delivery, Failure(delivery.generator, version, phase, reason))
 
@@ -248,7 +253,7 @@ class Roster:
         log.info("%s is not sent version %d: superseded, %s", delivery.generator, version, reason)
         self._settle(delivery, Superseded(delivery.generator, version, reason))
 
-    def _settle(self, delivery: Delivery, event: Failure | Superseded) -> None:
+    def _settle(self, delivery: Delivery, event: Failure | Superseded | Left) -> None:
         self.events.append(event)
         if delivery.owed == event.version:
             delivery.owed = None

@@ -48,6 +48,15 @@ def forget_foreign(environment: MutableMapping[str, str], kind: str) -> list[str
     return dropped
 
 
+def expandable_segments(environment: Mapping[str, str]) -> str:
+    """`NAME=value` of the setting that has torch's allocator take expandable segments in the trainer; empty: none.
+    Their memory can't be exported over CUDA IPC."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in (value := environment.get(name, "")).replace(" ", ""):
+            return f"{name}={value}"
+    return ""
+
+
 def computing(threads: int) -> dict[str, str]:
     """Variables of a process that computes with so many threads; nothing is fetched from a hub."""
     return {

@@ -25,6 +25,7 @@ import psutil
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
 from inflight.generator import hooks
+from inflight.generator.accepting import AcceptErrors
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
@@ -68,6 +69,7 @@ async def serve(config: RunConfig, name: str) -> bool:
     if worker == CUDA_WORKER:
         hand_over_often()
     os.environ[INCARNATION] = secrets.token_hex(8)
+    asyncio.get_running_loop().set_exception_handler(AcceptErrors())
     vllm = _entrypoints()
     parser = vllm["make_arg_parser"](FlexibleArgumentParser())
     arguments = server_arguments(parser, engine_values(config, name, worker))

@@ -6,8 +6,10 @@ import itertools
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 
 from inflight.config import ConfigError, RunConfig, require
+from inflight.surroundings import expandable_segments
 
 QUERY_TIMEOUT_S = 30.0
 
@@ -45,6 +47,22 @@ def require_gpu(config: RunConfig) -> None:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         why = "nvidia-smi shows none" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden!r} leaves none"
         raise ConfigError(f"{name} is not allowed: no GPU was found, {why}; without one: {instead}")
+
+
+def require_exportable(config: RunConfig, devices: list[str], environment: Mapping[str, str]) -> None:
+    """Raises ConfigError for settings of torch's allocator under which the trainer's weights reach no generator."""
+    setting, transport = expandable_segments(environment), config.publish.transport
+    if not devices or not setting or transport in ("nccl", "gloo"):
+        return
+    if transport == "ipc":
+        raise ConfigError(
+            f"publish.transport=ipc is not allowed with {setting}: such memory can't be exported; use nccl"
+        )
+    if len(devices) == 1:
+        raise ConfigError(
+            f"{setting} is not allowed where the trainer shares its GPU with a generator: such memory can't be "
+            "exported over CUDA IPC, and NCCL does not join two processes of one GPU; unset it"
+        )
 
 
 def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:

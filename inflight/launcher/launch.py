@@ -146,7 +146,9 @@ def usual_commands(config: RunConfig) -> list[Command]:
     """
     run_dir = config.run_dir
     devices.require_cores(config)
-    seen = devices.assign(config, devices.available())
+    there = devices.available()
+    devices.require_exportable(config, there, os.environ)
+    seen = devices.assign(config, there)
 
     def command(name: str, kind: str, arguments: Sequence[str], threads: int) -> Command:
         cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()

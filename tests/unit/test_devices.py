@@ -7,7 +7,8 @@ import pytest
 from inflight.config import ConfigError
 from inflight.launcher import devices
 from inflight.launcher.compose import compose
-from inflight.launcher.devices import assign, available, require_gpu
+from inflight.launcher.devices import assign, available, require_exportable, require_gpu
+from inflight.launcher.launch import usual_commands
 
 
 def run(count: int = 1, ranks: int = 1):
@@ -84,3 +85,41 @@ def test_the_environment_limits_what_is_handed_out(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setenv("PATH", "")
     assert available() == []
+
+
+EXPANDABLE = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"}
+
+
+@pytest.mark.parametrize("transport", ["auto", "nccl"])
+def test_expandable_segments_are_taken_where_nccl_reaches_the_generators(transport):
+    require_exportable(compose("tiny", [f"publish.transport={transport}"]), ["0", "1"], EXPANDABLE)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("transport", "there", "says"),
+    [
+        ("ipc", ["0", "1"], "publish.transport=ipc is not allowed with {}: such memory can't be exported; use nccl"),
+        ("auto", ["0"], "{} is not allowed where the trainer shares its GPU with a generator: "),
+    ],
+)
+def test_expandable_segments_are_refused_by_name_where_no_weights_would_arrive(variable, transport, there, says):
+    setting = "expandable_segments:True"
+    with pytest.raises(ConfigError) as refused:
+        require_exportable(compose("tiny", [f"publish.transport={transport}"]), there, {variable: setting})
+    assert str(refused.value).startswith(says.format(f"{variable}={setting}"))
+
+
+@pytest.mark.parametrize(
+    ("there", "environment"),
+    [([], EXPANDABLE), (["0"], {}), (["0"], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"})],
+)
+def test_other_settings_of_the_allocator_are_no_matter(there, environment):
+    require_exportable(compose("tiny", ["publish.transport=auto"]), there, environment)
+
+
+def test_a_run_is_refused_for_them_before_it_begins(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    with pytest.raises(ConfigError, match="PYTORCH_ALLOC_CONF=expandable_segments:True is not allowed"):
+        usual_commands(compose("tiny", [f"run_dir={tmp_path}/run", "publish.transport=auto"]))

@@ -84,7 +84,7 @@ def test_extra_reaches_vllm_but_not_over_what_inflight_sets(model: str, monkeypa
     assert arguments.block_size == 32
     assert arguments.worker_cls == CPU_WORKER
     assert not [name for name in OWN if getattr(arguments, name) == "other"]
-    assert values.keys() - OWN.keys() == {"block_size", "enforce_eager"}, "each has its line"
+    assert values.keys() - OWN.keys() == {"block_size", "enforce_eager", "stream_interval"}, "each has its line"
     assert arguments.host == "127.0.0.1"
 
 

@@ -183,11 +183,21 @@ def test_a_rendezvous_elsewhere_is_refused(rendezvous):
 
 def test_the_transport_follows_the_parameters_unless_configured():
     assert resolve("auto", torch.device("cpu")) == "gloo"
-    assert resolve("auto", torch.device("cuda")) == "ipc"
-    assert resolve("ipc", torch.device("cuda")) == "ipc"
+    cuda = torch.device("cuda")
+    assert resolve("auto", cuda, lambda device: "") == resolve("ipc", cuda, lambda device: "") == "ipc"
+    assert resolve("nccl", cuda) == "nccl"
     assert make_buffer("gloo", 8, torch.device("meta")).device.type == "cpu"
     with pytest.raises(TransportError, match="no transport is named 'pigeon'"):
         make_sender("pigeon", 2, 1)
+
+
+def test_memory_that_can_not_be_exported_travels_over_nccl_or_is_refused(caplog):
+    """As that of torch's expandable segments."""
+    cuda = torch.device("cuda")
+    assert resolve("auto", cuda, lambda device: "it can't be shared") == "nccl"
+    assert "weights travel over NCCL, not CUDA IPC: it can't be shared" in caplog.text
+    with pytest.raises(TransportError, match=r"publish\.transport=ipc: it can't be shared; nccl or auto"):
+        resolve("ipc", cuda, lambda device: "it can't be shared")
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("the store does not answer")])

@@ -2,19 +2,48 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 import torch
 
 from inflight.messages import Welcome
 from inflight.weights.transport.base import Receiver, Sender, TransportError
 from inflight.weights.transport.sums import BufferSums
 
+log = logging.getLogger(__name__)
 
-def resolve(kind: str, device: torch.device) -> str:
-    """The transport meant by `auto` for parameters on `device`; any other kind is itself."""
-    if kind != "auto":
+PROBE_BYTES = 32 << 20
+"""Of an allocation that is tried: more than what torch cuts from blocks that it shares among small tensors."""
+
+
+def resolve(kind: str, device: torch.device, why_not_ipc: Callable[[torch.device], str] | None = None) -> str:
+    """The transport meant by `auto` for parameters on `device`; any other kind is itself.
+
+    `why_not_ipc` tells why other processes can't map what torch allocates on a device, empty: they can. By default it
+    tries. Raises TransportError for `ipc` where they can't.
+    """
+    if kind == "auto" and device.type != "cuda":
+        return "gloo"
+    if kind not in ("auto", "ipc"):
         return kind
     # Both sides are on one host (every rendezvous is on loopback), where copy engines do it without slowing decoding.
-    return "ipc" if device.type == "cuda" else "gloo"
+    reason = (why_not_ipc or _why_not_ipc)(device)
+    if reason and kind == "ipc":
+        raise TransportError(f"open: publish.transport=ipc: {reason}; nccl or auto do without")
+    if reason:
+        log.warning("weights travel over NCCL, not CUDA IPC: %s", reason)
+    return "nccl" if reason else "ipc"
+
+
+def _why_not_ipc(device: torch.device) -> str:
+    from inflight.weights.transport.ipc import export
+
+    try:
+        export(torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device))
+    except TransportError as error:
+        return str(error).removeprefix("send: ")
+    return ""
 
 
 def checksum_of(kind: str, asked: str) -> str:

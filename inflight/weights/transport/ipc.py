@@ -54,7 +54,7 @@ class IpcSender:
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
         with torch.cuda.stream(self._stream):
             self._sums.post(number, buffer)
-        self._board.put(f"offer/{number}", _export(buffer))
+        self._board.put(f"offer/{number}", export(buffer))
         for rank in range(1, self._size):
             reason = self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send", drop=True)
             if reason:
@@ -144,7 +144,7 @@ class IpcReceiver:
         return self._open[handle] + offset
 
 
-def _export(buffer: torch.Tensor) -> bytes:
+def export(buffer: torch.Tensor) -> bytes:
     """Offset in the allocation, size, and the allocation's handle. Raises TransportError when it can't be shared."""
     address: int = buffer.data_ptr()
     try:

@@ -86,7 +86,7 @@ async def serve(config: RunConfig, name: str) -> bool:
             async with _http(app, opening, listening, config.api_key()) as http:
                 await _until_healthy(url, http)
                 with opening.warming_up():
-                    await warm_up(config, name, url, engine.model_config.get_vocab_size())
+                    await warm_up(config, url, engine.model_config.get_vocab_size())
                 return await _work(config, name, engine, url, http, opening)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 
-from inflight.completions import Rejected, Retry, complete, sampling
+from inflight.completions import sampling
 from inflight.config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -27,27 +27,22 @@ TOKENS = 3
 """Of an answer: the first comes of the prefill, the second of a step as it was captured or compiled."""
 
 
-async def warm_up(config: RunConfig, name: str, url: str, vocabulary: int) -> None:
+async def warm_up(config: RunConfig, url: str, vocabulary: int) -> None:
     """Asks the server at `url` as actors will. `vocabulary` is how many tokens its model has.
 
-    What goes wrong is logged and no more: the first requests are slow then, or fail for reasons that an actor counts.
-    Raises Unpatched when the answers carry no versions.
+    Nothing is learnt from the answers, which are of no version yet. What goes wrong is logged and no more: the first
+    requests are slow then, or fail for reasons that an actor counts.
     """
     key = config.api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     started = time.monotonic()
     together = min(config.generator.max_num_seqs, TOGETHER)
-    async with aiohttp.ClientSession(headers=headers) as session:
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=WARM_UP_S)) as session:
         for count in (1, together):
-            asked = (
-                complete(session, name, url, _request(config, vocabulary, seed), WARM_UP_S) for seed in range(count)
-            )
-            for answer in await asyncio.gather(*asked, return_exceptions=True):
-                if isinstance(answer, Retry | Rejected):
-                    logger.warning("the first requests failed: %s", answer)
-                    return
-                if isinstance(answer, BaseException):
-                    raise answer
+            asked = (_ask(session, url, _request(config, vocabulary, seed)) for seed in range(count))
+            if failed := [reason for reason in await asyncio.gather(*asked) if reason]:
+                logger.warning("%d of the first requests failed: %s", len(failed), failed[0])
+                return
     logger.info("%d first requests took %.1f s", 1 + together, time.monotonic() - started)
 
 
@@ -60,3 +55,15 @@ def _request(config: RunConfig, vocabulary: int, seed: int) -> dict[str, Any]:
         "max_tokens": tokens,
         "min_tokens": tokens,
     }
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> str:
+    """Why there was no answer; empty when there was."""
+    try:
+        async with session.post(f"{url}/v1/completions", json=request) as response:
+            body = await response.read()
+            return "" if response.status == 200 else f"http {response.status}: {body[:300].decode('utf-8', 'replace')}"
+    except TimeoutError:
+        return f"no answer within {WARM_UP_S:.0f} s"
+    except (aiohttp.ClientError, OSError) as error:
+        return f"{type(error).__name__}: {error}"

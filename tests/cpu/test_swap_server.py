@@ -61,7 +61,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         self.config = RunConfig(
-            model=ModelConfig(model, "float32"),
+            model=ModelConfig(str(prepare(model)), "float32", served_name=model),  # as the launcher hands it on
             task=TaskConfig("addition"),
             run_dir=str(folder),
             rollout=rollout or RolloutConfig(),
@@ -139,6 +139,12 @@ class Run:
         with urllib.request.urlopen(request, timeout=120) as reply:
             return json.load(reply)["choices"][0]
 
+    def get(self, path: str) -> str:
+        """What the server answers to a GET request."""
+        request = urllib.request.Request(self.routes()["g0"].url + path, headers={"Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            return reply.read().decode()
+
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)
 
@@ -184,6 +190,16 @@ def reference(policy: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor
     with torch.no_grad():
         logprobs = policy(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     return logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def test_it_has_answered_requests_before_it_takes_traffic(run: Run) -> None:
+    """First of this module."""
+    (line,) = [line for line in run.get("/metrics").splitlines() if line.startswith("vllm:generation_tokens_total{")]
+    assert float(line.split()[1]) > 0
+
+
+def test_the_model_has_the_name_that_it_was_given(run: Run) -> None:
+    assert [model["id"] for model in json.loads(run.get("/v1/models"))["data"]] == ["tiny"]
 
 
 def require_answers(run: Run, version: int) -> None:

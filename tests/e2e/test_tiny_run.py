@@ -28,9 +28,16 @@ AUDIT_TOLERANCE = 1e-4
 """Nats; float32 on both sides."""
 
 
+SHELL = {
+    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+    "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16", "SLURM_PROCID": "1", "VLLM_PORT": "29500",
+}  # fmt: skip
+"""What torchrun, accelerate and Slurm leave in an environment: a run would wait for ranks that nobody starts."""
+
+
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
-    # As a user would: tests that run an engine in this process have set vLLM's variables for it.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    # As a user would, from a shell on a cluster: tests that run an engine in this process have set vLLM's variables.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | SHELL
     return subprocess.Popen(
         [sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}", *SLOW_MACHINE,
          *overrides],

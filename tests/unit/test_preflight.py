@@ -92,6 +92,17 @@ def test_one_that_can_be_made_or_takes_its_time_is_taken(mine, more):
     assert "mine" not in sys.modules
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize("extra", ["kv_offloading_size: 1", "kv_transfer_config: {kv_connector: ExampleConnector}"])
+def test_kv_outside_the_engine_is_refused_before_anything_starts(tmp_path, capsys, extra):
+    arguments = ["--config-name", "tiny", f"run_dir={tmp_path}/run", f"generator.extra={{{extra}}}"]
+    assert launch.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"inflight launch: generator.extra.{extra.partition(':')[0]}=")
+    assert "swaps do not support KV caches outside the engine: what they hold outlives a swap" in line
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("served", "expected"), [("", "tiny"), ("mine", "mine")])
 def test_requests_call_the_model_by_the_name_that_it_was_given(tmp_path, served, expected):
     given = compose("tiny", []).model

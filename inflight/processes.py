@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import logging
-import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,11 +24,11 @@ from typing import NoReturn
 
 import psutil
 
+from inflight.lifeline import end_with
 from inflight.surroundings import inherited
 
 KILL_WAIT_S = 3.0
 """Seconds that processes get to vanish after SIGKILL."""
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -148,36 +145,6 @@ class Processes:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when its parent ends, however that ends and whatever this one does
-    then. Ends it at once when `parent` is its parent no more.
-
-    For the kernel the thread that started this process is its parent: that has to be one which lives as long as its
-    process, the main thread say.
-    """
-    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)  # it ended before the line above took effect
-
-
-@functools.cache
-def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends, if multiprocessing has started it, and each process that
-    it forks from its main thread when this one ends."""
-    if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
-        end_with(parent.pid)
-    forker: list[int] = []
-
-    def before() -> None:
-        forker[:] = [os.getpid()] if threading.current_thread() is threading.main_thread() else []
-
-    def in_child() -> None:
-        if forker:
-            end_with(forker[0])
-
-    os.register_at_fork(before=before, after_in_child=in_child)
 
 
 def leave(code: int) -> NoReturn:

@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 
-from inflight.processes import end_with_parent
+from inflight.lifeline import end_with_parent
 
 INCARNATION = "INFLIGHT_INCARNATION"
 """Environment variable by which the processes of one start of a generator know each other. Not among the settings: vLLM

@@ -75,9 +75,53 @@ def test_an_engine_that_is_no_generators_is_left_alone(tmp_path):
     assert list(children.values()) == [0, 0]
 
 
+# As vLLM 0.33 starts workers: each from a thread of a pool that ends, here when the worker has loaded the plugin.
+POOL = """
+import multiprocessing, os, pathlib, threading, time
+from inflight.generator import plugin
+
+def worker(up):
+    plugin.register()
+    up.set()
+    time.sleep(600)
+
+def start(workers, up):
+    workers.append(multiprocessing.Process(target=worker, args=(up,)))
+    workers[0].start()
+    up.wait()
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    os.environ[plugin.INCARNATION] = "cafe"
+    workers, up = [], multiprocessing.Event()
+    thread = threading.Thread(target=start, args=(workers, up))
+    thread.start()
+    thread.join()
+    children = pathlib.Path(f"/proc/self/task/{os.getpid()}/children")
+    while workers[0].is_alive() and str(workers[0].pid) not in children.read_text().split():
+        time.sleep(0.01)
+    print(workers[0].pid, workers[0].is_alive(), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_worker_outlives_the_thread_that_has_started_it_but_not_its_process(tmp_path):
+    (tmp_path / "pool.py").write_text(POOL)
+    command = [sys.executable, str(tmp_path / "pool.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        pid, alive = server.stdout.readline().split()
+        worker = psutil.Process(int(pid))
+        server.kill()
+        _, left = psutil.wait_procs([worker], timeout=20)
+        for each in left:
+            each.kill()
+    assert alive == "True"
+    assert left == []
+
+
 ORPHAN = """
 import os, sys
-from inflight.processes import end_with
+from inflight.lifeline import end_with
 end_with(int(sys.argv[1]))
 print("lives on")
 """

@@ -48,6 +48,7 @@ MAY_IMPORT = {
         "config",
         "exits",
         "groups",
+        "lifeline",
         "messages",
         "bus",
         "tasks",

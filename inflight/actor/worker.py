@@ -23,8 +23,8 @@ from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTask, Make
 from inflight.actor.hosts import Host, Unfit, host
 from inflight.config import ConfigError
 from inflight.descendants import adopt
+from inflight.lifeline import end_with
 from inflight.models import ModelError
-from inflight.processes import end_with
 
 MAX_TEXT = 1000
 """Characters of an exception that travel."""

@@ -93,7 +93,8 @@ class Crew:
             self._members.remove(member)
             if member.not_made is not None:
                 self._not_made.append(member.not_made)
-                log.warning("a child for foreign code could not be made: %s", member.not_made)
+                if self.ready != Ready():  # else whoever waits for the first one is told
+                    log.warning("a child for foreign code could not be made: %s", member.not_made)
         if any(member.slots for member in self._members):
             self._not_made.clear()
             self.ready = next(member.ready for member in self._members if member.ready is not None)

@@ -51,7 +51,13 @@ async def work(config: RunConfig, name: str) -> bool:
             async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
                 room = config.generator.max_model_len
                 sampler = Sampler(config.rollout, config.seed, code, session, pool, max_model_len=room)
-                actor = Actor(name, link, sampler, concurrency=config.rollout.concurrency)
+                actor = Actor(
+                    name,
+                    link,
+                    sampler,
+                    concurrency=config.rollout.concurrency,
+                    give_up_after_s=config.rollout.give_up_after_s,
+                )
                 return await _run(config, actor, pool, status)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from inflight.actor.foreign import ForeignError, GroupLost
 from inflight.actor.sampler import Sampler
+from inflight.actor.streak import Streak
 from inflight.bus import BusError, Link
 from inflight.completions import Unpatched
 from inflight.groups import group_id
@@ -43,9 +44,6 @@ TICK_S = 1.0
 REPEAT_AFTER_S = 5.0
 END_TIMEOUT_S = 5.0
 """How long the end waits for the last acknowledgements."""
-MAX_FAILURES = 20
-"""Failed groups in a row after which the actor gives up: the next would fail as well."""
-MAX_PAUSE_S = 5.0
 _POLL_S = 0.1
 
 
@@ -69,7 +67,7 @@ Event = AnyMessage | Stop | _Tick | BaseException
 class Actor:
     """One actor; the buffer decides which of the task's questions are its own."""
 
-    def __init__(self, name: str, link: Link, sampler: Sampler, *, concurrency: int) -> None:
+    def __init__(self, name: str, link: Link, sampler: Sampler, *, concurrency: int, give_up_after_s: float) -> None:
         self.name = name
         self._hello = ActorHello(actor=name, incarnation=secrets.token_hex(8))
         self._hello_sent = 0.0
@@ -83,8 +81,9 @@ class Actor:
         self._waiting: dict[str, int] = {}
         """Groups granted and not started, in their order, with the questions that they answer."""
         self.started = self.done = self.failed = 0
-        self._failures = 0
-        self._paused_until = 0.0
+        self._streak = Streak(give_up_after_s)
+        self._accepted: collections.Counter[str] = collections.Counter()
+        """Tokens of groups that the buffer has, by the generator that they came from."""
         self._last_rewards: collections.deque[float] = collections.deque(maxlen=16)
         self._logged: set[str] = set()
 
@@ -101,7 +100,7 @@ class Actor:
         """Works until the buffer says Finish (its reason is returned) or `stop` is called.
 
         Raises ActorError when the buffer is gone or refuses this actor, when a generator does not tag its tokens, when
-        foreign code can't be run any more, or when MAX_FAILURES groups in a row have failed.
+        foreign code can't be run any more, or when items have failed for `give_up_after_s` without one success.
         """
         with self._pump():
             ticking = asyncio.create_task(self._tick(), name="actor tick")
@@ -135,6 +134,8 @@ class Actor:
             "retries": self._sampler.answers.retries,
             "continued": self._sampler.answers.continued,
             "tokens": self._sampler.answers.tokens,
+            "accepted": self._accepted.total(),
+            **{f"accepted.{name}": tokens for name, tokens in self._accepted.items()},
             "reward": statistics.fmean(self._last_rewards) if self._last_rewards else 0.0,
         }
 
@@ -145,7 +146,7 @@ class Actor:
             granted = {group_id(index, event.attempts.get(index, 0)): index for index in event.questions}
             self._waiting |= {name: index for name, index in granted.items() if not self._has(name)}
         elif isinstance(event, GroupAck):
-            self._unacked.pop(event.group_id, None)
+            self._acknowledged(event.group_id)
         elif isinstance(event, Refused):
             raise ActorError(f"refused by the buffer: {event.reason}")
         elif isinstance(event, BusError):
@@ -161,7 +162,7 @@ class Actor:
         return name in self._running or name in self._unacked or name in self._waiting
 
     def _start_groups(self) -> None:
-        while self._waiting and self.in_flight < self._concurrency and time.monotonic() >= self._paused_until:
+        while self._waiting and self.in_flight < self._streak.room(time.monotonic(), self._concurrency):
             name = next(iter(self._waiting))
             self.started += 1
             self._running[name] = asyncio.create_task(self._group(name, self._waiting.pop(name)), name=name)
@@ -178,7 +179,7 @@ class Actor:
             self._events.put_nowait(error)
             return  # still running as far as the books go: the end settles it
         else:
-            self._failures = 0
+            self._streak.succeeded()
             self.done += 1
             self._last_rewards.append(statistics.fmean(rollout.reward for rollout in group.rollouts))
             self._deliver(GroupDone(group=group), name)
@@ -186,24 +187,29 @@ class Actor:
         self._events.put_nowait(_Tick())
 
     def _lost(self, name: str, lost: GroupLost) -> None:
-        """Counts a failed group; failures in a row slow the actor down, too many of them end it."""
-        self._failures += 1
+        """Counts a failed group; failures without a success slow the actor down, and end it in the end."""
         self.failed += 1
         if lost.reason not in self._logged:
             self._logged.add(lost.reason)
             log.warning("group %s failed: %s (told once a reason)", name, lost)
         self._deliver(GroupFailed(group_id=name, reason=lost.reason[:128], again=lost.again), name)
-        pause = min(MAX_PAUSE_S, 0.05 * 2**self._failures)
-        self._paused_until = time.monotonic() + pause
+        pause = self._streak.failed(time.monotonic(), outage=lost.again)
         asyncio.get_running_loop().call_later(pause, self._events.put_nowait, _Tick())
-        if self._failures >= MAX_FAILURES:
-            self._events.put_nowait(ActorError(f"{MAX_FAILURES} groups in a row failed, the last one: {lost}"))
+        if self._streak.hopeless(time.monotonic()):
+            limit = f"no group was finished within {self._streak.give_up_after_s:g} s (rollout.give_up_after_s)"
+            self._events.put_nowait(ActorError(f"{limit}, the last one failed: {lost}"))
 
     # --- delivery --------------------------------------------------------------------------------------------------
 
     def _deliver(self, message: GroupDone | GroupFailed, name: str) -> None:
         self._unacked[name] = (message, time.monotonic())
         self._send(message, name)
+
+    def _acknowledged(self, name: str) -> None:
+        message, _ = self._unacked.pop(name, (None, 0.0))
+        if isinstance(message, GroupDone):
+            for rollout in message.group.rollouts:
+                self._accepted[rollout.generator] += len(rollout.turn.token_ids)
 
     def _repeat(self) -> None:
         now = time.monotonic()
@@ -242,7 +248,7 @@ class Actor:
                 while self._unacked:
                     event = await self._events.get()
                     if isinstance(event, GroupAck):
-                        self._unacked.pop(event.group_id, None)
+                        self._acknowledged(event.group_id)
                     elif isinstance(event, BusError):
                         break
         if self._unacked:

@@ -17,6 +17,7 @@ from inflight.actor.pool import NoGenerator, Pool
 from inflight.completions import TOO_LONG, Rejected, Retry, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
+from inflight.messages.reasons import NO_GENERATOR
 from inflight.tasks.base import Score
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 
@@ -90,7 +91,7 @@ class Sampler:
         except Rejected as error:
             raise GroupLost(error.reason, str(error)) from None
         except NoGenerator as error:
-            raise GroupLost("no generator", str(error), again=True) from None
+            raise GroupLost(NO_GENERATOR, str(error), again=True) from None
 
     async def _score(self, question: Question, prompt_ids: list[int], turn: Turn) -> tuple[Score, str]:
         """The score, or what `rollout.on_reward_failure` puts in its place, then with the reason. Raises GroupLost."""

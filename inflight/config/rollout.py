@@ -84,6 +84,8 @@ class RolloutConfig(Sampling):
     """Private memory of each such process, and of each that it starts; 0: no bound."""
     task_start_timeout_s: float = 300.0
     """What making the task may take, its data included."""
+    give_up_after_s: float = 300.0
+    """An actor ends when items have failed for so long without one success; outages of generators don't count."""
     buffer_mib: float = 1024.0
     """Memory of the finished groups that wait for the trainer, in MiB. No more are asked than are likely to fit, by the
     size of the last ones, but one step's worth at any rate."""
@@ -96,7 +98,8 @@ class RolloutConfig(Sampling):
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
         require(all(self.stop), "rollout.stop", self.stop, "texts of a character or more")
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM takes a lower one for that
-        require_fields(self, "rollout", "token_timeout_s reward_timeout_s task_start_timeout_s buffer_mib")
+        require_fields(self, "rollout", "token_timeout_s reward_timeout_s buffer_mib")
+        require_fields(self, "rollout", "task_start_timeout_s give_up_after_s")
         failures = ("drop", "zero", "retry")
         fits = self.on_reward_failure in failures
         require(fits, "rollout.on_reward_failure", self.on_reward_failure, ", ".join(failures))

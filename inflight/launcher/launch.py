@@ -129,10 +129,9 @@ def _run(
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
         interrupt,
     ):
-        restarts = Restarts(config.launch)
+        restarts = Restarts(config)
         for command in commands:
             processes.start(command)
-            restarts.started(command)
         outcome = _watch(processes, listener, view, interrupt, restarts)
         if outcome.failed is None and outcome.interrupted is None:
             processes.wait([command.name for command in commands if command.kind == "actor"], timeout_s=10)
@@ -221,7 +220,6 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
             return Outcome(failed=gone[0])
         for command in restarts.due():
             processes.start(command)
-            restarts.started(command)
         view.refresh()
 
 
@@ -231,7 +229,7 @@ def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequ
     while event is not None:
         if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
             view.heard(event.peer, event.message.values)
-            restarts.heard(event.peer)
+            restarts.heard(event.peer, event.message.values)
         event = listener.receive(0)
 
 

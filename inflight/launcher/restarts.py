@@ -3,52 +3,57 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inflight.config import LaunchConfig
+from inflight.config import RunConfig
 from inflight.exits import BAD_INPUT
 from inflight.processes import Command, Ended
 
 KINDS = ("generator", "actor")
 """A trainer is not started again: what it held is in its checkpoint, and `resume=true` goes on from there."""
-FORGET_AFTER_S = 600.0
-"""A process that worked for so long has its failures forgiven."""
-
 
 @dataclass
 class _Record:
     failures: int = 0
     worked: bool = False
     """Whether it was ever heard of: one that never was would not do better the next time."""
-    up: float | None = None
-    """When it was first heard of since its last start."""
+    tokens: float = 0.0
+    """That it had a part in and that the trainer's buffer has accepted, since its last failure."""
 
 
 class Restarts:
-    """Decides; the launcher acts. Delays double from one failure of a process to its next."""
+    """Decides; the launcher acts. Delays double from one failure of a process to its next.
 
-    def __init__(self, config: LaunchConfig) -> None:
-        self._limit, self._delay_s = config.restarts, config.restart_delay_s
+    Failures are forgiven by work done: by as many tokens as a step has at the most, shared by the processes of a kind.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._limit, self._delay_s = config.launch.restarts, config.launch.restart_delay_s
+        step = config.trainer.groups_per_step * config.rollout.group_size * config.rollout.max_tokens
+        self._enough = {"actor": step, "generator": step / config.generator.count}
         self._records: dict[str, _Record] = {}
+        self._seen: dict[tuple[str, str], float] = {}
         self._due: dict[str, tuple[float, Command]] = {}
 
-    def started(self, command: Command) -> None:
-        """A process was started."""
-        self._of(command.name).up = None
-
-    def heard(self, name: str) -> None:
-        """A process reports that it works."""
-        record = self._of(name)
-        record.worked = True
-        if record.up is None:
-            record.up = time.monotonic()
+    def heard(self, name: str, values: Mapping[str, object]) -> None:
+        """A process reports that it works. What an actor says of accepted tokens is to its credit and that of the
+        generators that they came from."""
+        self._of(name).worked = True
+        for key, value in values.items():
+            word, _, generator = key.partition(".")
+            if word == "accepted" and isinstance(value, int | float):
+                before = self._seen.get((name, key), 0.0)
+                self._seen[name, key] = value
+                self._of(generator or name).tokens += value - before if value >= before else value  # it began anew
 
     def failed(self, ended: Ended) -> str | None:
         """Plans the next start of a process that failed and says so in one line; None when it is given up."""
         record, command = self._of(ended.command.name), ended.command
-        if record.up is not None and time.monotonic() - record.up > FORGET_AFTER_S:
+        if command.kind in self._enough and record.tokens >= self._enough[command.kind]:
             record.failures = 0
         record.failures += 1
+        record.tokens = 0.0
         hopeless = command.kind not in KINDS or ended.code == BAD_INPUT or not record.worked
         if hopeless or record.failures > self._limit:
             return None

@@ -77,7 +77,7 @@ class Status(Message, tag=True):
     """A snapshot for the progress view: metric name to value."""
 
     source: Name
-    values: Annotated[dict[Name, float | int | str], Meta(max_length=256)]
+    values: Annotated[dict[Name, float | int | str], Meta(max_length=4096)]
 
 
 AnyMessage = (

@@ -1,4 +1,4 @@
-"""Why an actor leaves, and what is counted for the questions that it had in flight then."""
+"""Reasons that both ends of the rollouts know: why an actor leaves, and why a group does not come."""
 
 ACTOR_LOST = "actor lost"
 """It was silent for too long, or another process took its name."""
@@ -8,3 +8,5 @@ DATA_ENDED = "data ended"
 """The task has no such question: it ends before. Nothing is counted."""
 RUN_FINISHED = "run finished"
 """The trainer needs no more."""
+NO_GENERATOR = "no generator"
+"""None was up for as long as a request waits."""

@@ -14,19 +14,22 @@ run that is killed and resumed train on the very questions of an undisturbed one
 from __future__ import annotations
 
 import collections
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from inflight.config import GateConfig, RunConfig
 from inflight.groups import MAX_VOCABULARY, attempt_of, defect, index_of
 from inflight.messages import GroupDone, GroupFailed
-from inflight.messages.reasons import ACTOR_LOST
+from inflight.messages.reasons import ACTOR_LOST, NO_GENERATOR
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
 from inflight.rollout.judged import JudgedRewards
 from inflight.rollout.questions import Questions
 from inflight.rollout.waiting import StoredGroup, Waiting
+
+log = logging.getLogger(__name__)
 
 UNDELIVERED = "not delivered before the buffer closed"
 MAX_REASONS = 64
@@ -111,23 +114,26 @@ class Ledger:
             self._accounts[actor] = _Account(incarnation)
 
     def leave(self, actor: str, reason: str) -> None:
-        """An actor is gone: what it had in flight has failed and is asked again. Nothing happens for an unknown one."""
+        """An actor is gone: what it had in flight has failed and is asked again, unless it died of it (suspects.py)."""
         account = self._accounts.pop(actor, None)
         for index in sorted(account.in_flight) if account else ():
             self._count_failed(reason)
-            self._questions.give_back(index)
+            if reason == ACTOR_LOST and self._questions.killed(index):
+                log.warning("question %d is given up: its actor died while it worked on nothing else", index)
+                self._settled(index)
+            else:
+                self._questions.give_back(index)
 
     def grants(self) -> dict[str, list[int]]:
         """Hands every free slot to the actor with the fewest in flight; the new questions by actor."""
         taken = sum(self.in_flight.values()) + len(self._queue)
         room = min(self.capacity, max(self._step, self._fitting()), self._wanted - self._trained) - taken
         told: dict[str, list[int]] = {}
-        while room > 0 and not self._questions.exhausted:
-            free = [(len(account.in_flight), name) for name, account in self._accounts.items()]
-            if not free or min(free)[0] >= self._concurrency:
+        while room > 0:
+            held = {name: account.in_flight for name, account in self._accounts.items()}
+            if (chosen := self._questions.take(held, self._concurrency)) is None:
                 break
-            _, name = min(free)
-            index = self._questions.take()
+            name, index = chosen
             self._accounts[name].in_flight.add(index)
             self._granted += 1
             told.setdefault(name, []).append(index)
@@ -258,7 +264,7 @@ class Ledger:
             return
         account.in_flight.remove(index)
         self._count_failed(reason or "no reason given")
-        self._tries[index] += 1
+        self._tries[index] += reason != NO_GENERATOR  # an outage is no question's fault, however long it lasts
         if again and self._tries[index] < MAX_TRIES:
             self._questions.give_back(index)
         else:

@@ -8,7 +8,9 @@ attempt at it is lost, under the same name and so with the same sampling seeds: 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+
+from inflight.rollout.suspects import Suspects
 
 
 class Indices:
@@ -48,6 +50,7 @@ class Questions:
         """`settled` are done with, `held` have an answer that waits to be trained on; all others are open."""
         held = set(held)
         self.settled = settled
+        self._suspects = Suspects()
         self.number: int | None = None
         """How many questions there are; None while no end is known."""
         self._next = max([settled.below, *(index + 1 for index in settled.beyond), *(index + 1 for index in held)])
@@ -57,18 +60,35 @@ class Questions:
     def end(self, questions: int) -> None:
         """There are so many questions, and none beyond."""
         self.number = questions
+        self._suspects.end(questions)
         self._open = [index for index in self._open if index < questions]
         heapq.heapify(self._open)
 
     @property
     def exhausted(self) -> bool:
         """Whether there is none to be asked now."""
+        return self._no_other and not self._suspects.waiting
+
+    @property
+    def _no_other(self) -> bool:
         return self.number is not None and not self._open and self._next >= self.number
 
-    def take(self) -> int:
-        """The question to ask now. Raises IndexError when the questions are exhausted."""
-        if self.exhausted:
-            raise IndexError(f"all of the {self.number} questions were asked")
+    def take(self, actors: Mapping[str, Collection[int]], most: int) -> tuple[str, int] | None:
+        """Who is asked what now, of actors with what each has in flight, `most` at once: name and question. None when
+        nobody may be asked, or there is none to be asked."""
+        chosen = self._suspects.choose(actors, most)
+        if chosen is None:
+            return None
+        name, suspect = chosen
+        if suspect is not None:
+            return name, suspect
+        return None if self._no_other else (name, self._other())
+
+    def killed(self, index: int) -> bool:
+        """An actor died with this question in flight; whether of it, by all appearances."""
+        return self._suspects.died(index)
+
+    def _other(self) -> int:
         if self._open:
             return heapq.heappop(self._open)
         self._next += 1
@@ -76,10 +96,13 @@ class Questions:
 
     def give_back(self, index: int) -> None:
         """An attempt was lost: to be asked again."""
-        heapq.heappush(self._open, index)
+        if not self._suspects.give_back(index):
+            heapq.heappush(self._open, index)
 
     def claim(self, index: int) -> bool:
         """Takes one that was given back; False when it does not wait to be asked again."""
+        if self._suspects.claim(index):
+            return True
         if index not in self._open:
             return False
         self._open.remove(index)
@@ -89,3 +112,4 @@ class Questions:
     def settle(self, index: int) -> None:
         """It is done with for good."""
         self.settled.add(index)
+        self._suspects.forget(index)

@@ -1,4 +1,4 @@
-"""A task whose questions misbehave, each in its way, by the name that a run's configuration gives it (not a test file)."""
+"""A task whose questions misbehave, each in its way, named in a run's configuration (not a test file)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ REASONS = {
 """By question; all others are sound."""
 
 
+def block():
+    time.sleep(3600)
+
+
 @dataclass(frozen=True)
 class Wild(Addition):
     """Additions, some of which are not."""
@@ -57,7 +61,7 @@ class Wild(Addition):
             case 8:
                 re.match(r"(a+)+$", "a" * 40 + "!")  # holds the GIL for hours
             case 9:
-                time.sleep(3600)
+                block()
             case 10:
                 await asyncio.to_thread(time.sleep, 9999)
             case 11:

@@ -23,7 +23,6 @@ from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
 from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED
 from inflight.launcher import launch as launching
 from inflight.launcher import preflight, run_folder
-from inflight.launcher import restarts as restarting
 from inflight.launcher.compose import compose
 from inflight.launcher.last_words import last_lines, last_words
 from inflight.launcher.launch import LaunchError, launch, usual_commands
@@ -234,7 +233,7 @@ def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd
 
 
 def test_only_processes_of_the_run_are_listened_to(config, tmp_path):
-    view, restarts = View(Progress(config), line_every_s=60), Restarts(config.launch)
+    view, restarts = View(Progress(config), line_every_s=60), Restarts(config)
     with (
         Listener(f"ipc://{tmp_path}/s", config.bus) as listener,
         Link(listener.endpoint, "g7", config.bus) as stranger,
@@ -495,20 +494,27 @@ def test_what_a_process_said_before_it_died_counts_for_a_launcher_that_was_busy(
     assert "g0 ended with code 1; it is started again in 0.1 s (1 of 1)" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("loads_s", "works_s", "forgiven"), [(700, 1, False), (1, 599, False), (1, 601, True)])
-def test_failures_are_forgiven_for_working_long_not_for_loading_long(config, monkeypatch, loads_s, works_s, forgiven):
-    now = 1000.0
-    monkeypatch.setattr(restarting.time, "monotonic", lambda: now)
-    restarts = Restarts(dataclasses.replace(config.launch, restarts=2))
+STEP = 2 * 2 * 100
+
+
+@pytest.mark.parametrize("tokens, forgiven", [(0, False), (STEP // 2 - 1, False), (STEP // 2, True)])
+def test_failures_are_forgiven_for_work_done(config, tokens, forgiven):
+    """Half a step's tokens from one of two generators; an actor that was started again counts from zero."""
+    config = dataclasses.replace(
+        config,
+        launch=dataclasses.replace(config.launch, restarts=2),
+        generator=dataclasses.replace(config.generator, count=2),
+        trainer=dataclasses.replace(config.trainer, groups_per_step=2),
+        rollout=dataclasses.replace(config.rollout, group_size=2, max_tokens=100),
+    )
+    restarts = Restarts(config)
     g0 = command(config, "g0", "", "generator")
     told = []
     for _ in range(4):
-        restarts.started(g0)
-        now += loads_s
-        restarts.heard("g0")
-        now += works_s / 2
-        restarts.heard("g0")
-        now += works_s / 2
+        restarts.heard("g0", {"running": 3})
+        restarts.heard("a0", {"accepted": 9 * STEP, "accepted.g1": 9 * STEP, "accepted.g0": tokens // 2})
+        restarts.heard("a0", {"accepted.g0": tokens})
+        restarts.heard("a0", {"accepted.g0": 0})
         told.append(restarts.failed(Ended(g0, 1)) is not None)
     assert told == [True, True, forgiven, forgiven]
 

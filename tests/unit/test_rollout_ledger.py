@@ -568,3 +568,54 @@ def test_groups_that_could_not_be_trained_on_are_replaced():
     assert (counts.trained, counts.dropped) == (0, {"gradient not finite": 2})
     assert ledger.grants() == {"a0": [2, 3]}
     assert ledger.books().settled_below == 2, "they do not come again"
+
+
+def die(ledger, number, actor="a0"):
+    """An actor that joins, gets what it may have, and dies; what it had."""
+    ledger.hello(actor, f"{number:016x}")
+    granted = ledger.grants().get(actor, [])
+    ledger.leave(actor, ACTOR_LOST)
+    ledger.counts().check()
+    return granted
+
+
+def test_a_question_that_kills_its_actors_is_given_up_and_no_other(tmp_path):
+    """Whichever it is, it takes three deaths; nobody that died with it is given up with it."""
+    for poison in range(4):
+        ledger = make_ledger(tmp_path, concurrency=4, max_lag=7, steps=40)
+        deaths, answered = 0, set()
+        for number in range(100):
+            ledger.hello("a0", f"{number:016x}")
+            ledger.grants()
+            in_flight = ledger._accounts["a0"].in_flight
+            if poison in in_flight:
+                deaths += 1
+                ledger.leave("a0", ACTOR_LOST)
+            elif in_flight and len(answered) < 12:
+                index = min(in_flight)
+                assert ledger.settle("a0", GroupDone(group=make_group(group_id(index)))) is not None
+                answered.add(index)
+            ledger.counts().check()
+        assert deaths == 3
+        assert poison in ledger._questions.settled
+        assert answered >= set(range(8)) - {poison}
+
+
+def test_a_suspect_is_asked_alone_the_last_time(tmp_path):
+    ledger = make_ledger(tmp_path, concurrency=3, max_lag=7)
+    assert die(ledger, 1) == [0, 1, 2]
+    assert die(ledger, 2) == [0, 3, 4], "one suspect, and such as have not been there"
+    assert die(ledger, 3) == [0], "alone: it dies of itself"
+    ledger.hello("a0", "f" * 16)
+    assert ledger.grants() == {"a0": [1, 5, 6]}
+    assert 0 in ledger._questions.settled
+    assert ledger.counts().failed == {"actor lost": 7}
+
+
+def test_an_outage_of_generators_is_no_try(tmp_path):
+    ledger = make_ledger(tmp_path, concurrency=1)
+    ledger.hello("a0", "0" * 16)
+    for _ in range(3 * MAX_TRIES):
+        assert ledger.grants() == {"a0": [0]}
+        ledger.settle("a0", GroupFailed(group_id="q0", reason="no generator", again=True))
+    assert ledger.counts().failed == {"no generator": 3 * MAX_TRIES}

@@ -1,0 +1,51 @@
+"""Failures without a success between them: how they slow an actor down, and when it gives up.
+
+Time counts, not their number: what fails for one cause fails together, as many groups as are in flight.
+"""
+
+from __future__ import annotations
+
+MAX_PAUSE_S = 5.0
+MIN_PAUSE_S = 0.05
+PROBE_AFTER = 20
+"""Failures in a row after which groups are started one at a time, so that few questions are lost to what may pass."""
+
+
+class Streak:
+    """Times are monotonic seconds, given by the caller."""
+
+    def __init__(self, give_up_after_s: float) -> None:
+        self.give_up_after_s = give_up_after_s
+        self._since: float | None = None
+        """The first failure that an item was to blame for."""
+        self._number = 0
+        self._paused_until = 0.0
+
+    def succeeded(self) -> None:
+        """A group was finished."""
+        self._since, self._number, self._paused_until = None, 0, 0.0
+
+    def failed(self, now: float, *, outage: bool) -> float:
+        """A group was lost; seconds that no other one should be started, longer the longer all have failed.
+
+        An `outage` of generators is no item's fault: how long it lasts does not count.
+        """
+        if outage:
+            self._since = None
+        elif self._since is None:
+            self._since = now
+        self._number += 1
+        lasted = 0.0 if self._since is None else now - self._since
+        pause = min(MAX_PAUSE_S, max(MIN_PAUSE_S, lasted / 4))
+        self._paused_until = now + pause
+        return pause
+
+    def hopeless(self, now: float) -> bool:
+        """Whether items have failed for so long that the next would as well."""
+        return self._since is not None and self._number > 1 and now - self._since >= self.give_up_after_s
+
+    def room(self, now: float, most: int) -> int:
+        """Groups that may be in flight now, of `most`."""
+        if now < self._paused_until:
+            return 0
+        return most if self._number < PROBE_AFTER else 1

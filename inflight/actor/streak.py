@@ -28,13 +28,12 @@ class Streak:
     def failed(self, now: float, *, outage: bool) -> float:
         """A group was lost; seconds that no other one should be started, longer the longer all have failed.
 
-        An `outage` of generators is no item's fault: how long it lasts does not count.
+        An `outage` of generators is no item's fault: however long it lasts, nothing is known of items from it.
         """
         if outage:
-            self._since = None
-        elif self._since is None:
-            self._since = now
-        self._number += 1
+            self._since, self._number = None, 0
+        else:
+            self._since, self._number = now if self._since is None else self._since, self._number + 1
         lasted = 0.0 if self._since is None else now - self._since
         pause = min(MAX_PAUSE_S, max(MIN_PAUSE_S, lasted / 4))
         self._paused_until = now + pause

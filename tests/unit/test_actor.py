@@ -664,6 +664,17 @@ def write_route(folder, url):
 # --- the process ---
 
 
+@pytest.fixture
+def without_children(monkeypatch):
+    """Foreign code runs in this process: loading the model's tokenizer in another one takes seconds."""
+
+    @contextlib.asynccontextmanager
+    async def foreign(config):
+        yield in_process(Addition(seed=config.seed), Tokens(), config.rollout.reward_timeout_s)
+
+    monkeypatch.setattr(entry, "foreign", foreign)
+
+
 def write_run(tmp_path, **kwargs):
     config = replace(make_config(tmp_path, **kwargs), task=TaskConfig(name="addition"))
     configuration.save(config)
@@ -683,7 +694,7 @@ def test_no_run_folder_is_one_line(tmp_path, capsys):
     assert "not a run folder" in capsys.readouterr().err
 
 
-def test_the_process_reports_works_and_ends(tmp_path, monkeypatch):
+def test_the_process_reports_works_and_ends(tmp_path, monkeypatch, without_children):
     monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
     config = write_run(tmp_path)
 
@@ -713,7 +724,7 @@ def test_the_process_reports_works_and_ends(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("phase", ["waiting for generators", "sampling"])
-def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, phase):
+def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, without_children, phase):
     monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
     config = write_run(tmp_path)
     counts = []

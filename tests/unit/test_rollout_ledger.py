@@ -143,7 +143,7 @@ class Books(RuleBasedStateMachine):
         questions = self.ledger._questions
         held = [group.index for group in self.ledger._queue]
         placed = held + [index for started in self.started.values() for index in started] + questions._open
-        placed += self.ledger._suspects._open
+        placed += self.ledger._questions._suspects._open
         placed += [index for index in range(questions._next) if index in questions.settled]
         assert sorted(placed) == list(range(questions._next))
 
@@ -163,7 +163,7 @@ class Books(RuleBasedStateMachine):
     def no_slot_lies_idle(self):
         counts = self.ledger.counts()
         room = min(self.ledger.capacity, 24 - counts.trained) - counts.in_flight - counts.buffered
-        deaths = self.ledger._suspects._deaths
+        deaths = self.ledger._questions._suspects._deaths
         alone = [index for index in deaths if deaths[index] > 1 and index not in self.ledger._queue]
         if room > 0 and not alone:  # one that is to be asked alone keeps its actor free for it
             assert all(groups == self.config.rollout.concurrency for groups in self.ledger.in_flight.values())
@@ -314,11 +314,11 @@ def test_indices_stay_small():
     assert [index for index in range(7) if index in indices] == [0, 1, 2, 3, 5]
     assert Indices(2, [0, 2, 7]).below == 3
     questions = Questions(Indices(2, [4]), held=[6])
-    assert [questions.take() for _ in range(4)] == [2, 3, 5, 7]
+    assert [questions.take({"a0": []}, 1)[1] for _ in range(4)] == [2, 3, 5, 7]
     questions.give_back(3)
     assert not questions.claim(2)
     assert questions.claim(3)
-    assert questions.take() == 8
+    assert questions.take({"a0": []}, 1) == ("a0", 8)
 
 
 def test_closing_counts_what_never_came():

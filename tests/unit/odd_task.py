@@ -109,6 +109,10 @@ def do(how, folder):
             child = subprocess.Popen([sys.executable, "-c", code])
             Path(folder, "child").write_text(str(child.pid))
             time.sleep(3600)
+        case "orphan":
+            orphan = subprocess.Popen(["sleep", "3600"], start_new_session=True)
+            Path(folder, "orphan").write_text(str(orphan.pid))
+            os._exit(139)
         case "thread":
             threading.Thread(target=time.sleep, args=(3600,)).start()
     return None

@@ -59,6 +59,8 @@ class Waiting(Odd):
             await asyncio.sleep(3600)
         if completion == "soon":
             await asyncio.sleep(0.3)
+        if completion == "short thread":
+            await asyncio.to_thread(time.sleep, 0)
         if completion == "thread":
             await asyncio.to_thread(time.sleep, 9999)
         return super().score(item, completion)

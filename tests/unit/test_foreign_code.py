@@ -218,9 +218,9 @@ def test_hanging_threads_take_nobody_elses_time():
     """Each leaves a thread behind; more of them than asyncio's pool has threads."""
 
     async def main():
-        async with open_task("Waiting", texts=["fine", "thread"], concurrency=16, limit_s=0.5) as code:
-            assert await score(code, *["thread"] * 12, "fine") == ["reward timeout"] * 12 + [1.0]
-            assert await score(code, *["fine"] * 12) == [1.0] * 12
+        async with open_task("Waiting", texts=["short thread", "thread"], concurrency=16, limit_s=0.5) as code:
+            assert await score(code, *["thread"] * 12) == ["reward timeout"] * 12
+            assert await score(code, *["short thread"] * 12) == [1.0] * 12
 
     asyncio.run(main())
 

@@ -27,7 +27,7 @@ from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
 from inflight.rollout.judged import JudgedRewards
 from inflight.rollout.questions import Questions
-from inflight.rollout.waiting import StoredGroup, Waiting
+from inflight.rollout.waiting import StoredGroup, Waiting, most_bytes
 
 log = logging.getLogger(__name__)
 
@@ -292,13 +292,3 @@ class Ledger:
     def _settled(self, index: int) -> None:
         self._questions.settle(index)
         del self._tries[index], self._too_old[index]
-
-
-def most_bytes(config: RunConfig) -> float:
-    """What a group takes at the most, encoded, as far as that is known before one has come.
-
-    A token's number takes up to 5 bytes, a log-probability 9. What is recorded beside them is left out but for kept
-    sets: it is not the rule.
-    """
-    kept = 5 * config.rollout.kept_tokens if config.rollout.cuts else 0
-    return float(config.rollout.group_size * config.generator.max_model_len * (14 + kept))

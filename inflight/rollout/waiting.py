@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
 
+from inflight.config import RunConfig
 from inflight.groups import index_of
 from inflight.rollout.stream import decode_frame, encode_frame
 from inflight.types import RolloutGroup
@@ -91,3 +92,13 @@ class Waiting:
 
     def __contains__(self, index: int) -> bool:
         return index in self._indices
+
+
+def most_bytes(config: RunConfig) -> float:
+    """What a group takes at the most, encoded, as far as that is known before one has come.
+
+    A token's number takes up to 5 bytes, a log-probability 9. What is recorded beside them is left out but for kept
+    sets: it is not the rule.
+    """
+    kept = 5 * config.rollout.kept_tokens if config.rollout.cuts else 0
+    return float(config.rollout.group_size * config.generator.max_model_len * (14 + kept))

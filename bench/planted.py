@@ -82,7 +82,8 @@ def one_value(groups: Groups) -> Groups:
 def exchanged(groups: Groups) -> Groups:
     """Two rollouts of different prompts have each other's log-probabilities."""
     chosen = groups[0][0]
-    other = next(each for each in groups[1] if len(each.turn.logprobs) == len(chosen.turn.logprobs))
+    length = len(chosen.turn.logprobs)
+    other = next(each for members in groups[1:] for each in members if len(each.turn.logprobs) == length)
     values = {chosen.rollout_id: other.turn.logprobs, other.rollout_id: chosen.turn.logprobs}
     return _each(groups, lambda r: _with(r, logprobs=values[r.rollout_id]) if r.rollout_id in values else r)
 

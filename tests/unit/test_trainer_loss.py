@@ -253,7 +253,7 @@ def test_the_divergence_holds_the_policy_at_its_reference(tiny_model, tmp_path):
 
 def test_or_at_its_teacher(tiny_model, tmp_path):
     """Whatever the start says: the reference is who scored the rollouts."""
-    asked = ObjectiveConfig(name="reinforce", kl=1.0, kl_estimator="k2", kl_reference="teacher")
+    asked = ObjectiveConfig(name="reinforce", kl=1.0, kl_cap=0.0, kl_estimator="k2", kl_reference="teacher")
     learner = make_learner(tiny_model, tmp_path, objective=asked)
     batch = sequences((4, 4))
     batch.advantages.zero_()

@@ -127,17 +127,18 @@ class Ledger:
     def grants(self) -> dict[str, list[int]]:
         """Hands every free slot to the actor with the fewest in flight; the new questions by actor."""
         taken = sum(self.in_flight.values()) + len(self._queue)
-        room = min(self.capacity, max(self._step, self._fitting()), self._wanted - self._trained) - taken
+        left = self._wanted - self._trained - taken
+        room = min(self.capacity, max(self._step, self._fitting())) - taken
         told: dict[str, list[int]] = {}
-        while room > 0:
+        while min(room, left) > 0:
             held = {name: account.in_flight for name, account in self._accounts.items()}
-            if (chosen := self._questions.take(held, self._concurrency)) is None:
+            if (chosen := self._questions.take(held, self._concurrency, left)) is None:
                 break
             name, index = chosen
             self._accounts[name].in_flight.add(index)
             self._granted += 1
             told.setdefault(name, []).append(index)
-            room -= 1
+            room, left = room - 1, left - 1
         return told
 
     @property

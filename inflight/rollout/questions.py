@@ -73,16 +73,17 @@ class Questions:
     def _no_other(self) -> bool:
         return self.number is not None and not self._open and self._next >= self.number
 
-    def take(self, actors: Mapping[str, Collection[int]], most: int) -> tuple[str, int] | None:
+    def take(self, actors: Mapping[str, Collection[int]], most: int, left: int) -> tuple[str, int] | None:
         """Who is asked what now, of actors with what each has in flight, `most` at once: name and question. None when
-        nobody may be asked, or there is none to be asked."""
+        nobody may be asked, or there is none to be asked. So many are `left` to the run: none goes to another question
+        while suspects wait for it."""
         chosen = self._suspects.choose(actors, most)
         if chosen is None:
             return None
         name, suspect = chosen
         if suspect is not None:
             return name, suspect
-        return None if self._no_other else (name, self._other())
+        return None if self._no_other or left <= self._suspects.waiting else (name, self._other())
 
     def killed(self, index: int) -> bool:
         """An actor died with this question in flight; whether of it, by all appearances."""

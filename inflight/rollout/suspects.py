@@ -50,9 +50,9 @@ class Suspects:
         self._open = [index for index in self._open if index < questions]
 
     @property
-    def waiting(self) -> bool:
-        """Whether any is to be asked."""
-        return bool(self._open)
+    def waiting(self) -> int:
+        """How many are to be asked."""
+        return len(self._open)
 
     def forget(self, index: int) -> None:
         """It is done with for good."""

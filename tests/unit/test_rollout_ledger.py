@@ -162,7 +162,8 @@ class Books(RuleBasedStateMachine):
     @invariant()
     def no_slot_lies_idle(self):
         counts = self.ledger.counts()
-        room = min(self.ledger.capacity, 24 - counts.trained) - counts.in_flight - counts.buffered
+        waiting = self.ledger._questions._suspects.waiting  # each has its place in what is left
+        room = min(self.ledger.capacity, 24 - counts.trained - waiting) - counts.in_flight - counts.buffered
         deaths = self.ledger._questions._suspects._deaths
         alone = [index for index in deaths if deaths[index] > 1 and index not in self.ledger._queue]
         if room > 0 and not alone:  # one that is to be asked alone keeps its actor free for it
@@ -314,11 +315,11 @@ def test_indices_stay_small():
     assert [index for index in range(7) if index in indices] == [0, 1, 2, 3, 5]
     assert Indices(2, [0, 2, 7]).below == 3
     questions = Questions(Indices(2, [4]), held=[6])
-    assert [questions.take({"a0": []}, 1)[1] for _ in range(4)] == [2, 3, 5, 7]
+    assert [questions.take({"a0": []}, 1, 9)[1] for _ in range(4)] == [2, 3, 5, 7]
     questions.give_back(3)
     assert not questions.claim(2)
     assert questions.claim(3)
-    assert questions.take({"a0": []}, 1) == ("a0", 8)
+    assert questions.take({"a0": []}, 1, 9) == ("a0", 8)
 
 
 def test_closing_counts_what_never_came():
@@ -622,3 +623,15 @@ def test_an_outage_of_generators_is_no_try():
         assert ledger.grants() == {"a0": [0]}
         ledger.settle("a0", GroupFailed(group_id="q0", reason="no generator", again=True))
     assert ledger.counts().failed == {"no generator": 3 * MAX_TRIES}
+
+
+def test_a_run_whose_actor_was_killed_trains_on_the_questions_of_an_undisturbed_one():
+    ledger = Ledger(make_config("unused", concurrency=4, max_lag=3, step=2, steps=3))
+    assert die(ledger, 1) == [0, 1, 2, 3]
+    ledger.hello("a0", "f" * 16)
+    asked = []
+    while granted := ledger.grants().get("a0", []):
+        asked += granted
+        for index in granted:
+            ledger.settle("a0", GroupDone(group=make_group(group_id(index))))
+    assert sorted(asked) == list(range(6))

@@ -28,7 +28,7 @@ class _Compared:
 
     def swap_by(self, way: str | None) -> None:
         """From the next swap on. Raises ValueError for a way that it does not have."""
-        if way is not None and way not in self.ways:
+        if way not in (None, self.name, *self.ways):  # type: ignore[attr-defined]
             raise ValueError(f"this shadow swaps by {self.name}, {', '.join(self.ways)}, not by {way!r}")  # type: ignore[attr-defined]
         self.settle()  # type: ignore[attr-defined]
         self.way = way

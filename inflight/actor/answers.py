@@ -42,6 +42,11 @@ class Answer:
     """Requests that came to nothing or to a part, by reason."""
 
     @property
+    def length(self) -> int:
+        """Completion tokens so far."""
+        return len(self.sequence.token_ids)
+
+    @property
     def generator(self) -> str:
         """Who made the last token."""
         return self.sequence.pieces[-1].generator
@@ -82,20 +87,23 @@ class Answers:
         self.tokens = 0
         """Tokens received, those that were given up later included."""
 
-    async def answer(self, prompt_ids: list[int], seed: int) -> tuple[Answer, Turn]:
-        """A finished sample, and the whole of its sequence.
+    def begin(self, prompt_ids: list[int]) -> Answer:
+        """A sample that nothing was asked for yet."""
+        return Answer(Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"]))
+
+    async def finish(self, answer: Answer, prompt_ids: list[int], seed: int) -> Turn:
+        """Asks for the sample until it is whole, and gives the whole of its sequence.
 
         Raises Retry when ATTEMPTS in a row brought no token, Rejected, Unpatched or NoGenerator.
         """
         request = self._request | {"prompt": prompt_ids, "seed": seed}
-        answer = Answer(Sequence(len(prompt_ids), request["max_tokens"], request["logprobs"]))
         avoid: list[str] = []
         fruitless = 0
         while True:
             had = len(answer.sequence.token_ids)
             async with self._pool.lease(avoid, self._silence_s) as generator:
                 try:
-                    return answer, await self._attempt(generator, request, answer)
+                    return await self._attempt(generator, request, answer)
                 except Retry as error:
                     if error.down:
                         self._pool.mark_down(generator)

@@ -35,6 +35,8 @@ class GroupLost(Exception):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.again = again
+        self.lengths: list[int] = []
+        """Completion tokens of its samples, as far as they had come."""
         """Whether the question is worth another attempt: not it, but a generator was at fault."""
 
 

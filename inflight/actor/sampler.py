@@ -55,14 +55,21 @@ class Sampler:
         if len(prompt_ids) >= self._max_model_len:
             detail = f"{question.key}: {len(prompt_ids)} tokens, and generator.max_model_len={self._max_model_len}"
             raise GroupLost(TOO_LONG, f"{detail} leaves room for one token after {self._max_model_len - 1} at most")
-        rollouts = await _all(
-            [self._rollout(group_id, sample, question, prompt_ids) for sample in range(self._config.group_size)]
-        )
+        answers = [self.answers.begin(prompt_ids) for _ in range(self._config.group_size)]
+        try:
+            rollouts = await _all(
+                [self._rollout(group_id, sample, question, prompt_ids, answer) for sample, answer in enumerate(answers)]
+            )
+        except GroupLost as lost:
+            lost.lengths = [answer.length for answer in answers]
+            raise
         return RolloutGroup(group_id=group_id, prompt_key=question.key, rollouts=rollouts)
 
-    async def _rollout(self, group_id: str, sample: int, question: Question, prompt_ids: list[int]) -> Rollout:
+    async def _rollout(
+        self, group_id: str, sample: int, question: Question, prompt_ids: list[int], answer: Answer
+    ) -> Rollout:
         rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
-        answer, turn = await self._answer(prompt_ids, self._seed_of(drawn_as))
+        turn = await self._turn(answer, prompt_ids, self._seed_of(drawn_as))
         finished = time.time()
         score, unscored = await self._score(question, prompt_ids, turn)
         return Rollout(
@@ -82,10 +89,10 @@ class Sampler:
             pieces=answer.pieces,
         )
 
-    async def _answer(self, prompt_ids: list[int], seed: int) -> tuple[Answer, Turn]:
-        """A sample. Raises GroupLost or Unpatched."""
+    async def _turn(self, answer: Answer, prompt_ids: list[int], seed: int) -> Turn:
+        """The sample, finished. Raises GroupLost or Unpatched."""
         try:
-            return await self.answers.answer(prompt_ids, seed)
+            return await self.answers.finish(answer, prompt_ids, seed)
         except Retry as error:
             raise GroupLost(error.reason, str(error), again=True) from None
         except Rejected as error:

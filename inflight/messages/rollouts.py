@@ -46,6 +46,8 @@ class GroupFailed(Message, tag=True):
     group_id: Name
     reason: Annotated[str, Meta(max_length=128)]
     again: bool
+    lengths: Annotated[list[Count], Meta(max_length=4096)] = msgspec.field(default_factory=list)
+    """Completion tokens of its samples, as far as they had come."""
     questions: Count | None = None
     """How many questions the task has, when this one is none of them: then nothing has failed."""
 

@@ -109,11 +109,9 @@ class Buffer:
                     self._grant()
                     return usable
                 self._grant()  # what the gate dropped has freed slots
-                if not self._ledger.questions_left:
-                    raise DataEnded(
-                        f"all {self._ledger.questions} questions were asked, and {len(usable)} groups are left, "
-                        f"fewer than the {n_groups} of a step"
-                    )
+                if (questions := self._ledger.data_ended) is not None:
+                    left = f"{len(usable)} groups are left, fewer than the {n_groups} of a step"
+                    raise DataEnded(f"all {questions} questions were asked, and {left}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))
@@ -140,6 +138,11 @@ class Buffer:
         """Where every group is now."""
         with self._changed:
             return self._ledger.counts()
+
+    def lengths(self) -> dict[str, float]:
+        """How long answers were, for metrics."""
+        with self._changed:
+            return self._ledger.lengths.values()
 
     @property
     def rewards(self) -> list[float]:

@@ -26,6 +26,7 @@ from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
 from inflight.rollout.judged import JudgedRewards
+from inflight.rollout.lengths import Lengths
 from inflight.rollout.questions import Questions
 from inflight.rollout.waiting import StoredGroup, Waiting, most_bytes
 
@@ -74,6 +75,7 @@ class Ledger:
         self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
         self.drought = Drought(self._step)
         """Whether anything passes the gate."""
+        self.lengths = Lengths()
         self._questions = Questions(books.settled, self._queue.indices)
         self._tries: collections.Counter[int] = collections.Counter()
         self._too_old = collections.Counter(books.too_old)
@@ -142,14 +144,10 @@ class Ledger:
         return told
 
     @property
-    def questions_left(self) -> bool:
-        """Whether a group may still come: none does when all questions of a task that ends were asked and answered."""
-        return not self._questions.exhausted or any(self.in_flight.values())
-
-    @property
-    def questions(self) -> int | None:
-        """How many questions the task has; None while no end is known."""
-        return self._questions.number
+    def data_ended(self) -> int | None:
+        """How many questions there were, when all were asked and no group is left to come; None before."""
+        left = not self._questions.exhausted or any(self.in_flight.values())
+        return None if left else self._questions.number
 
     def attempts(self, questions: Iterable[int]) -> dict[int, int]:
         """Of those whose answers were too old before, how often they were."""
@@ -172,7 +170,7 @@ class Ledger:
         elif isinstance(message, GroupFailed) and message.questions is not None:
             self._end(message.questions)
         elif isinstance(message, GroupFailed):
-            self._fail(actor, index, message.reason, again=message.again)
+            self._fail(actor, index, message.reason, again=message.again, lengths=message.lengths)
         elif (reason := defect(message.group, self._group_size, self._vocabulary)) is not None:
             self._fail(actor, index, reason, again=True)
         elif not self._claim(index):
@@ -180,6 +178,7 @@ class Ledger:
         else:
             self._queue.append(stored := StoredGroup.of(message.group))
             self._produced += 1
+            self.lengths.finished(message.group)
             return stored
         return None
 
@@ -258,13 +257,14 @@ class Ledger:
             account.in_flight -= beyond
             self._granted -= len(beyond)
 
-    def _fail(self, actor: str, index: int, reason: str, *, again: bool) -> None:
+    def _fail(self, actor: str, index: int, reason: str, *, again: bool, lengths: Iterable[int] = ()) -> None:
         account = self._accounts.get(actor)
         if account is None or index not in account.in_flight:
             self.ignore("not granted")
             return
         account.in_flight.remove(index)
         self._count_failed(reason or "no reason given")
+        self.lengths.lost(lengths)
         self._tries[index] += reason != NO_GENERATOR  # an outage is no question's fault, however long it lasts
         if again and self._tries[index] < MAX_TRIES:
             self._questions.give_back(index)

@@ -155,7 +155,8 @@ class Trainer:
         rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
         refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
         learned |= self._comparing.told() | self._baseline.judge() | self._skips.told()
-        self._reporter.line(now | learned | rates | delivery(self._publisher, report, self._buffer.counts()) | refused)
+        delivered = delivery(self._publisher, report, self._buffer.counts()) | self._buffer.lengths()
+        self._reporter.line(now | learned | rates | delivered | refused)
 
     def _checkpoint_when_due(self) -> None:
         every = self._config.trainer.checkpoint_every

@@ -9,7 +9,11 @@ finite, of batches since the last line; all other figures of tokens are of the f
 let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
 wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
 of `train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens
-of the batch by the time since the last step ended; `questions` are the indices of those that were trained on;
+of the batch by the time since the last step ended; `length_asked`, `length_finished` and
+`length_trained` are mean completion tokens: of all samples that were asked for since the process began, as far as they
+came; of those whose group came; and of those in this step. A last one well below the first tells that long answers
+are lost. `first_tokens_masked` is the share of this step's sequences whose first token was too old to be trained on;
+`questions` are the indices of those that were trained on;
 `compared` and `lag_0` are told in docs/operations.md.
 """
 
@@ -80,11 +84,14 @@ def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batc
     """The part of a step's line that is known from its batch; `judged` are the rewards of all it was chosen from."""
     rewards = [reward for group in groups for reward in group.rewards]
     lags = batch.lag_counts()
+    members = [member for group in groups for member in group.rollouts]
     return {
         "questions": [index_of(group.group.group_id) for group in groups],
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "reward_all": statistics.fmean(judged),
+        "length_trained": statistics.fmean(len(member.mask) for member in members),
+        "first_tokens_masked": statistics.fmean(not member.mask[0] for member in members),
         "lag_mean": sum(lag * count for lag, count in lags.items()) / max(sum(lags.values()), 1),
         "lag_max": max(lags, default=0),
         "lag_counts": lags,

@@ -46,7 +46,8 @@ class Room:
     answers: Answers
 
     async def ask(self, seed=7):
-        return await asyncio.wait_for(self.answers.answer(PROMPT, seed), LIMIT_S)
+        answer = self.answers.begin(PROMPT)
+        return answer, await asyncio.wait_for(self.answers.finish(answer, PROMPT, seed), LIMIT_S)
 
 
 @contextlib.asynccontextmanager
@@ -264,7 +265,7 @@ def test_too_many_open_files_are_no_fault_of_the_generator():
             generator.url, generator.up = "http://127.0.0.1:9", True
             answers = Answers(session, pool, sampling(RolloutConfig(), 17), silence_s=LIMIT_S, decode=Tokens().decode)
             with no_file_left(), pytest.raises(Retry, match="ulimit -n") as error:
-                await answers.answer(PROMPT, 7)
+                await answers.finish(answers.begin(PROMPT), PROMPT, 7)
             assert error.value.reason == "too many open files"
             assert generator.up
 

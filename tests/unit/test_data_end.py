@@ -61,13 +61,13 @@ def test_what_a_lost_actor_had_is_asked_again_before_the_data_ends(tmp_path):
         assert (counts.granted, counts.in_flight, counts.failed) == (3, 3, {})
     ledger.settle("a0", GroupDone(group=make_group("q0")))
     ledger.leave("a0", "actor lost")
-    assert ledger.questions_left
+    assert ledger.data_ended is None
     ledger.hello("a1", "1" * 16)
     assert ledger.grants() == {"a1": [1, 2]}
     ledger.settle("a1", GroupDone(group=make_group("q1")))
-    assert ledger.questions_left
+    assert ledger.data_ended is None
     ledger.settle("a1", GroupDone(group=make_group("q2")))
-    assert not ledger.questions_left
+    assert ledger.data_ended == 3
     assert ledger.grants() == {}
     ledger.counts().check()
 
@@ -84,8 +84,8 @@ def test_a_run_that_goes_on_after_the_end_finds_it_again(tmp_path):
     ledger.train(usable)
     again = Ledger(config, ledger.books())
     again.hello("a0", "1" * 16)
-    assert again.questions_left
+    assert again.data_ended is None
     assert again.grants() == {"a0": [2, 3]}
     again.settle("a0", GroupFailed(group_id="q3", reason="data ended", again=False, questions=2))
-    assert not again.questions_left
+    assert again.data_ended == 2
     again.counts().check()

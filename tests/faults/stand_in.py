@@ -6,6 +6,7 @@ It answers each request after a while of its own, under the version that it hold
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import signal
@@ -43,16 +44,23 @@ async def serve(run_dir: str, name: str) -> int:
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
 
-    async def complete(request: web.Request) -> web.Response:
+    async def complete(request: web.Request) -> web.StreamResponse:
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
         try:
-            seed = (await request.json())["seed"]
+            asked = await request.json()
+            seed = asked["seed"]
             await asyncio.sleep(random.Random(seed).random() * SLOWEST_S)
         finally:
             at_once -= 1
-        return web.json_response({"choices": [answer(seed, generator.version)]})
+        whole = {"choices": [answer(seed, generator.version)]}
+        if not asked["stream"]:
+            return web.json_response(whole)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(f"data: {json.dumps(whole)}\n\ndata: [DONE]\n\n".encode())
+        return response
 
     async def health(request: web.Request) -> web.Response:
         return web.Response()

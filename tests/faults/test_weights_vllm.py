@@ -22,7 +22,13 @@ def serve(folder: Path, generators: int, transfer_timeout_s: float = 15) -> Serv
             model=ModelConfig("tiny", "float32"),
             task=TaskConfig("addition"),
             run_dir=str(folder / "run"),
-            generator=GeneratorConfig(count=generators, kv_cache_gib=0.125, max_num_seqs=16, max_model_len=1100),
+            generator=GeneratorConfig(
+                count=generators,
+                kv_cache_gib=0.125,
+                max_num_seqs=16,
+                max_model_len=1100,
+                extra={"stream_interval": 1},  # the gaps between tokens are looked at
+            ),
             bus=BusConfig(heartbeat_s=0.3, dead_after_s=10),
             publish=PublishConfig(
                 bucket_bytes=1 << 18, transfer_timeout_s=transfer_timeout_s, commit_timeout_s=20, supersede_after_s=1

@@ -110,8 +110,8 @@ class Buffer:
                     return usable
                 self._grant()  # what the gate dropped has freed slots
                 if (questions := self._ledger.data_ended) is not None:
-                    left = f"{len(usable)} groups are left, fewer than the {n_groups} of a step"
-                    raise DataEnded(f"all {questions} questions were asked, and {left}")
+                    rest = f"{len(usable)} groups are left, fewer than the {n_groups} of a step"
+                    raise DataEnded(f"all {questions} questions were asked, and {rest}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))

@@ -63,7 +63,8 @@ class Assembly:
     def take(self, number: int) -> Batch:
         """The micro-batch of an order, which is forgotten here. Raises PieceError or ParcelError when it is none."""
         if self._number != number or len(self._parts) != self._total or not self._total:
-            raise PieceError(f"order {number}: {len(self._parts)} of {self._total} bytes of order {self._number} are there")
+            have = f"{len(self._parts)} of {self._total} bytes of order {self._number}"
+            raise PieceError(f"order {number}: {have} are there")
         parcel, self._parts, self._total = self._parts, bytearray(), 0
         try:
             return unpack(Batch, _decoder.decode(parcel))

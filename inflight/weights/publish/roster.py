@@ -1,7 +1,6 @@
 """Who takes part: generators whose ranks and engine have said hello, each with a transport of its own.
 
-Not thread-safe: the dispatch calls in under its lock.
-"""
+Not thread-safe: the dispatch calls in under its lock."""
 
 from __future__ import annotations
 
@@ -42,7 +41,6 @@ class Postbox(Protocol):
     """What the roster needs of a bus.Listener."""
 
     def send(self, peer: str, message: AnyMessage) -> None: ...
-
     def peers(self) -> set[str]: ...
 
 

@@ -49,7 +49,7 @@ def test_every_question_is_trained_on_and_then_the_data_ends(play, kind):  # noq
     play(scene, task=kind(seed=0), concurrency=4, max_lag=3, default=choice)
 
 
-def test_what_a_lost_actor_had_is_asked_again_before_the_data_ends(tmp_path):
+def test_what_an_actor_leaves_undone_is_asked_again_before_the_data_ends(tmp_path):
     ledger = Ledger(make_config(tmp_path, concurrency=8, max_lag=3))
     ledger.hello("a0", "0" * 16)
     assert ledger.grants() == {"a0": list(range(8))}
@@ -60,7 +60,7 @@ def test_what_a_lost_actor_had_is_asked_again_before_the_data_ends(tmp_path):
         counts.check()
         assert (counts.granted, counts.in_flight, counts.failed) == (3, 3, {})
     ledger.settle("a0", GroupDone(group=make_group("q0")))
-    ledger.leave("a0", "actor lost")
+    ledger.leave("a0", "actor stopped")
     assert ledger.data_ended is None
     ledger.hello("a1", "1" * 16)
     assert ledger.grants() == {"a1": [1, 2]}

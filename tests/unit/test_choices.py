@@ -173,6 +173,13 @@ def test_what_learns_little_by_our_own_data_is_warned_of(tiny, name):
         assert all(line.startswith(f"trainer.objective.name={name} clips") and "\n" not in line for line in lines)
 
 
+def test_nor_are_the_defaults_however_deep(tiny):
+    objective, gate = configuration.ObjectiveConfig(), configuration.GateConfig()
+    for depth in (gate.max_lag, 9):
+        run = changed(dataclasses.replace(tiny, gate=gate), trainer={"objective": objective}, gate={"max_lag": depth})
+        assert list(warnings(run)) == []
+
+
 def test_nothing_that_is_shipped_is_warned_of():
     for shipped in ("tiny", "demo", "demo_gpu"):
         assert list(warnings(compose(shipped))) == []

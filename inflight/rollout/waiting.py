@@ -1,4 +1,4 @@
-"""Finished groups that wait for the trainer: encoded, because decoded they take 4 to 9 times the memory."""
+"""Finished groups that wait for the trainer: encoded, because decoded they take 5 to 10 times the memory."""
 
 from __future__ import annotations
 

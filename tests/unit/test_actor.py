@@ -260,6 +260,25 @@ def test_a_group_is_given_up_with_a_reason_and_the_actor_goes_on(play, monkeypat
     play(scene)
 
 
+def test_what_is_too_old_is_sampled_again_with_the_same_seeds(play):
+    """Over the wire: under a name of its own, which says that it is the second answer."""
+
+    async def scene(room):
+        server = room.servers[0]
+        server.default = lambda: choice(token_versions=[[0, int(len(server.requests) > 4)]])
+        taken = await room.take(2, version=1)
+        assert [gated.group.group_id for gated in taken] == ["q0.1", "q1.1"]
+        assert [member.rollout_id for member in taken[0].group.rollouts] == ["q0.1/0", "q0.1/1"]
+        seeds = [request["seed"] for request in server.requests]
+        assert sorted(seeds[:4]) == sorted(seeds[4:8])
+        counts = room.buffer.counts()
+        counts.check()
+        assert counts.dropped == {"too old, to be sampled again": 2}
+        assert (await room.finish()) == "enough"
+
+    play(scene, max_lag=0, max_token_lag=0, steps=1)
+
+
 def test_an_unpatched_server_ends_the_actor_at_once(play):
     async def scene(room):
         with pytest.raises(ActorError, match=r"g0 answers without token_versions.*not patched"):

@@ -130,8 +130,7 @@ class Roster:
             log.warning("%s: %s", delivery.generator, delivery.why)
         elif self.open(delivery):
             delivery.enter(State.IDLE, self._clock())
-            delivery.asked_to_end = False
-            delivery.caught_up = versions == {newest}
+            delivery.asked_to_end, delivery.caught_up = False, versions == {newest}
             delivery.failures, delivery.trouble, delivery.retry_at = 0, "", 0.0
             held = versions.pop()
             holds = "no version yet" if held is None else f"version {held}"
@@ -240,11 +239,10 @@ class Roster:
 
     def record(self, delivery: Delivery, version: int, phase: str, reason: str) -> None:
         """Notes a version that a generator does not get (now: it may catch up)."""
-        if delivery.asked_to_end:
-            self._settle(delivery, Left(delivery.generator, version, reason))
-            return
-        log.warning("%s does not get version %d (%s): %s", delivery.generator, version, phase, reason)
-        self._settle(delivery, Failure(delivery.generator, version, phase, reason))
+        name, left = delivery.generator, delivery.asked_to_end
+        level = logging.INFO if left else logging.WARNING
+        log.log(level, "%s does not get version %d (%s): %s", name, version, phase, reason)
+        self._settle(delivery, Left(name, version, reason) if left else Failure(name, version, phase, reason))
 
     def pass_over(self, delivery: Delivery, version: int, reason: str) -> None:
         """Notes a version that a generator does not get because a newer one is there."""

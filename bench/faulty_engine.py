@@ -117,15 +117,18 @@ class FaultyEngine:
 
 
 def write_run(config: RunConfig, groups: Sequence[Sequence[Rollout]]) -> None:
-    """A run folder with these groups, of two rollouts each, and as many counted; versions are not written."""
+    """A run folder with these groups, of two rollouts each, and as many counted; versions are not written.
+
+    A group is named after its first request."""
     save(replace(config, rollout=replace(config.rollout, group_size=2)))
     path = config.path / ROLLOUTS_FILE
     path.unlink(missing_ok=True)
+    numbers = [int(members[0].rollout_id.rpartition("-")[2]) for members in groups]
     with Writer(path) as writer:
-        for number, members in enumerate(groups):
+        for number, members in zip(numbers, groups, strict=True):
             writer.append(RolloutGroup(group_id=f"q{number}", prompt_key="k", rollouts=list(members)))
     counts = {"groups_granted": len(groups), "groups_in_flight": 0, "groups_failed": {}}
-    line = {**counts, "questions": list(range(len(groups)))}
+    line = {**counts, "questions": numbers}
     (config.path / METRICS_FILE).write_bytes(msgspec.json.encode(line) + b"\n")
 
 

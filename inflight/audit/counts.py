@@ -37,16 +37,22 @@ class Census:
     """Group → how often it is there."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Rollouts of each group, none counted twice."""
-    rollouts: int = 0
+    named: Counter[str] = field(default_factory=Counter)
+    """Rollout → how often it is there."""
     tokens: int = 0
     stamped: set[tuple[str, int]] = field(default_factory=set)
     """(generator, version) of every span."""
+
+    @property
+    def rollouts(self) -> int:
+        """All that are there."""
+        return self.named.total()
 
     def add(self, group: RolloutGroup) -> None:
         """One more group."""
         self.groups[group.group_id] += 1
         self.sizes[group.group_id] = len({rollout.rollout_id for rollout in group.rollouts})
-        self.rollouts += len(group.rollouts)
+        self.named.update(rollout.rollout_id for rollout in group.rollouts)
         for rollout in group.rollouts:
             self.tokens += len(rollout.turn.token_ids)
             self.stamped |= _stamped(rollout)
@@ -94,7 +100,7 @@ def unknown(folder: Path) -> list[str]:
 
 
 def _doubled(census: Census) -> list[str]:
-    again = [name for name, count in census.groups.items() if count > 1]
+    again = [name for counted in (census.groups, census.named) for name, count in counted.items() if count > 1]
     return [f"{_names(again)} recorded more than once"] if again else []
 
 

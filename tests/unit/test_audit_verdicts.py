@@ -218,6 +218,13 @@ def test_what_is_lost_doubled_or_cut_is_named(folder, capsys):
     assert "q3: 1 of 2 rollouts" in out
 
 
+def test_a_group_that_is_there_under_another_name_as_well_is_found(folder, capsys):
+    rewrite(folder, lambda groups: [*groups, msgspec.structs.replace(groups[1], group_id="q9")])
+    (folder / "summary.json").unlink()
+    assert main([str(folder)]) == 1
+    assert "g/2, g/3: recorded more than once" in capsys.readouterr().out
+
+
 def test_a_run_that_tells_nothing_of_itself_is_not_passed(folder, capsys):
     for name in ("summary.json", "metrics.jsonl"):
         (folder / name).unlink()

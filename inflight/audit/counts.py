@@ -100,8 +100,10 @@ def unknown(folder: Path) -> list[str]:
 
 
 def _doubled(census: Census) -> list[str]:
-    again = [name for counted in (census.groups, census.named) for name, count in counted.items() if count > 1]
-    return [f"{_names(again)} recorded more than once"] if again else []
+    for counted in (census.groups, census.named):  # a group may be there under another name
+        if again := [name for name, count in counted.items() if count > 1]:
+            return [f"{_names(again)} recorded more than once"]
+    return []
 
 
 def _cut(census: Census, group_size: int) -> list[str]:

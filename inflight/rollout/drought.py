@@ -16,6 +16,7 @@ class Drought:
     def __init__(self, step: int) -> None:
         """`step` groups make a batch: it is told once two batches' worth were dropped, then at each doubling."""
         self._first = max(LEAST, 2 * step)
+        self._news: str | None = None
         self._reset()
 
     def _reset(self) -> None:
@@ -31,13 +32,13 @@ class Drought:
         self._reasons[str(gated.dropped)] += 1
         self._members.update({str(why): count for why, count in gated.members_dropped.items()})
         self._rules.update(gated.rules)
+        if self.groups == self._told_at:
+            self._news, self._told_at = str(self), 2 * self.groups
 
     def news(self) -> str | None:
         """A line when one is due; None when not."""
-        if self.groups < self._told_at:
-            return None
-        self._told_at = 2 * self.groups
-        return str(self)
+        news, self._news = self._news, None
+        return news
 
     def __str__(self) -> str:
         """Empty while something passes."""

@@ -23,7 +23,7 @@ from torch import nn
 from inflight.bus import Link, Listener
 from inflight.config import BusConfig, PublishConfig
 from inflight.messages import Commit, Committed, EngineHello, Manifest, RankHello
-from inflight.weights.publish.delivery import Failure, Swap
+from inflight.weights.publish.events import Failure, Swap
 from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.source import WeightSource

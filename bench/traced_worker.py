@@ -22,14 +22,14 @@ from bench.compared_worker import ComparedWorker
 from inflight.generator.shadow.graphs import GraphSetsShadow
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.ipc import IpcReceiver
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
 from inflight.weights.transport.sums import RankSums
 
 OUTPUTS = ((AsyncGPUModelRunnerOutput, "async_output_copy_stream"), (AsyncOutput, "copy_stream"))
 """A step's output in vLLM's two runners, and the argument that is the stream which copies its tokens to the host."""
 WATCHED = {
     WeightReceiver: ("_prepare", "_tell", "swap"),
-    Board: ("take", "put", "reply", "confirm", "drop"),
+    KeyValueStore: ("take", "put", "reply", "confirm", "drop"),
     IpcReceiver: ("_pull",),
     RankSums: ("begin", "check"),
     GraphSetsShadow: ("begin", "build"),

@@ -23,8 +23,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from inflight.messages import BucketMeta
 from inflight.weights.transport.ipc import IpcReceiver, IpcSender
-from inflight.weights.transport.landing import Landing, Strip
 from inflight.weights.transport.nccl import NcclReceiver, NcclSender
+from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
 SENDERS = {"ipc": IpcSender, "nccl": NcclSender, "plain": NcclSender}
 RECEIVERS = {"ipc": IpcReceiver, "nccl": NcclReceiver, "plain": NcclReceiver}
@@ -62,7 +62,7 @@ def measure(case: dict[str, Any], peer: subprocess.Popen[str], target: torch.Ten
     where = json.loads(peer.stdout.readline())["rendezvous"]
     receiver = RECEIVERS[case["transport"]](where, 1, 2, 60.0)
     buckets = buckets_of(target.numel(), case["bucket_mb"])
-    strips = tuple(Strip(bucket.offset, bucket.offset, bucket.nbytes) for bucket in buckets)
+    strips = tuple(CopyRegion(bucket.offset, bucket.offset, bucket.nbytes) for bucket in buckets)
     seconds = []
     target.zero_()
     torch.cuda.synchronize()
@@ -73,7 +73,7 @@ def measure(case: dict[str, Any], peer: subprocess.Popen[str], target: torch.Ten
         if case["transport"] == "plain":
             receiver.receive(target, buckets)
         else:
-            receiver.receive_into(Landing(target, target.device, strips), buckets)
+            receiver.receive_into(ScatterTarget(target, target.device, strips), buckets)
         seconds.append(time.perf_counter() - started)
     told = json.loads(peer.stdout.readline())
     receiver.close()

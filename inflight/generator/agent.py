@@ -45,7 +45,7 @@ class Commits:
     """Whose version that is."""
     swaps: int = 0
     gap_s: float = 0.0
-    """Of the last swap: the longest time that a rank's step loop stood still."""
+    """Of the last swap: the longest stall of a rank's step loop."""
     max_gap_s: float = 0.0
 
     def add(self, commit: Commit, gap_s: float) -> None:
@@ -107,10 +107,7 @@ class EngineAgent:
             case Enquire():
                 version, publisher = self.commits.version, self.commits.publisher
                 self.link.send(msgspec.structs.replace(self.hello, version=version, publisher=publisher))
-            case Commit(version=version, publisher=publisher) if self._committed is not None and (
-                version,
-                publisher,
-            ) == (self._committed.version, self._committed.publisher):
+            case Commit() if self._committed is not None and _answers(self._committed, message):
                 self.link.send(self._committed)
             case Commit():
                 await self._commit(message)
@@ -158,3 +155,7 @@ class EngineAgent:
         reason = text.splitlines()[0][:MAX_REASON]
         self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=True))
         raise GeneratorEnded(f"version {version} could not be committed: {reason}")
+
+
+def _answers(committed: Committed, commit: Commit) -> bool:
+    return (committed.version, committed.publisher) == (commit.version, commit.publisher)

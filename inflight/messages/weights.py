@@ -42,7 +42,7 @@ class Manifest(Message):
 class RankHello(Message, tag=True):
     """A worker rank asks to take part. It holds `version` of `publisher`; None: it has not been sent any version yet.
 
-    A version's number names a set of weights only together with the publisher that sent it. Repeating it does no harm.
+    A version's number names a set of weights only together with the publisher that sent it. It may be repeated.
     """
 
     generator: Name
@@ -54,7 +54,7 @@ class RankHello(Message, tag=True):
 
 
 class EngineHello(Message, tag=True):
-    """A generator's engine asks to take part: it will be told when to commit. `url` is where it serves.
+    """A generator's engine asks to take part: it will be sent Commit. `url` is where it serves.
 
     It stamps `version` of `publisher`; None: it has committed no version yet.
     """
@@ -91,7 +91,7 @@ class Welcome(Message, tag=True):
 class Prepare(Message, tag=True):
     """Buckets of `version` are about to stream; the rank fills its shadow with them.
 
-    `attempt` numbers the publisher's deliveries, upwards; answers repeat it, so that none is taken for another's.
+    `attempt` numbers the publisher's deliveries, upwards; answers repeat it, so that each is matched to its attempt.
     `checksums` are those of the bytes as they lie in the send buffer, one a bucket; empty when the manifest has none.
     """
 
@@ -136,7 +136,7 @@ class Commit(Message, tag=True):
 class Committed(Message, tag=True):
     """The engine stamps `version` from now on.
 
-    `gap_s` is the longest time that a rank's step loop stood still; `running` sequences were unfinished at the swap.
+    `gap_s` is the longest stall of a rank's step loop, in seconds; `running` sequences were unfinished at the swap.
     """
 
     version: Version

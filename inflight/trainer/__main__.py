@@ -23,8 +23,8 @@ from inflight.trainer.stop import Stop
 if TYPE_CHECKING:
     from inflight.rollout.buffer import Buffer
     from inflight.trainer.loop import Trainer
-    from inflight.weights.publish.guard import ReadGuard
     from inflight.weights.publish.publisher import Publisher
+    from inflight.weights.publish.read_fence import ReadFence
     from inflight.weights.source import WeightSource
 
 
@@ -73,7 +73,7 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.report import Reporter
     from inflight.trainer.rewind import begin
     from inflight.trainer.sharding import TeamSource, assembled
-    from inflight.weights.publish.guard import ReadGuard
+    from inflight.weights.publish.read_fence import ReadFence
 
     stop = Stop()
     watch = _Watch(stop)
@@ -93,8 +93,8 @@ def _run(config: RunConfig) -> int:
         )  # fmt: skip
         source = TeamSource(policy.master, config.model.dtype, team)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
-        guard = ReadGuard(source.device)
-        publisher = _publisher(config, source, weights, guard, begun.step)
+        fence = ReadFence(source.device)
+        publisher = _publisher(config, source, weights, fence, begun.step)
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
         vocabulary = policy.master.config.get_text_config().vocab_size
@@ -106,7 +106,7 @@ def _run(config: RunConfig) -> int:
         if config.checkpoint:
             load_optimizer(Path(config.checkpoint), policy.master, learner.optimizer)
             load_random(Path(config.checkpoint))
-        guard.hold(learner.optimizer.optimizer)
+        fence.hold(learner.optimizer.optimizer)
         trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun)
         trainer.keep(begun.step)
         reporter.follow(publisher)
@@ -152,12 +152,12 @@ class _Watch:
 
 
 def _publisher(
-    config: RunConfig, source: WeightSource, listener: Listener, guard: ReadGuard, version: int
+    config: RunConfig, source: WeightSource, listener: Listener, fence: ReadFence, version: int
 ) -> Publisher:
     from inflight.weights.publish.publisher import Publisher
 
     ranks, routes = _ranks(config), config.routes_file
-    return Publisher(source, listener, config.publish, version=version, ranks=ranks, guard=guard, routes_file=routes)
+    return Publisher(source, listener, config.publish, version=version, ranks=ranks, fence=fence, routes_file=routes)
 
 
 def _ranks(config: RunConfig) -> dict[str, int]:

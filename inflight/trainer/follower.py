@@ -27,9 +27,9 @@ from inflight.trainer.pieces import Assembly
 from inflight.trainer.policy import load_policy, reference
 from inflight.trainer.sharding import form_group
 from inflight.weights.publish.comparison import Sampled
-from inflight.weights.publish.guard import ReadGuard
+from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.source import WeightSource
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
 
 _POLL_S = 0.2
 REASON_CHARACTERS = 1000
@@ -60,9 +60,9 @@ def _take_part(config: RunConfig, rank: int, link: Link) -> None:
     def in_time() -> AbstractContextManager[None]:
         return bounded(bound_s, lambda: f"rank {rank}: not done within {bound_s:g} s together with the others")
 
-    board = Board(rendezvous, bound_s)
+    store = KeyValueStore(rendezvous, bound_s)
     with in_time():
-        form_group(board.store, rank, settings.processes, accelerator.device, bound_s)
+        form_group(store.tcp, rank, settings.processes, accelerator.device, bound_s)
     set_seed(config.seed)
     follower = Follower(config, accelerator)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets one too, and says when it is over
@@ -101,8 +101,8 @@ class Follower:
             load_optimizer(Path(config.checkpoint), policy.master, self._learner.optimizer)
         self._pieces = Assembly()
         self._source = WeightSource(policy.master, config.model.dtype)
-        self._guard = ReadGuard(self._source.device)
-        self._guard.hold(self._learner.optimizer.optimizer)
+        self._fence = ReadFence(self._source.device)
+        self._fence.hold(self._learner.optimizer.optimizer)
 
     def do(self, message: AnyMessage) -> Done | Learned | Scored | Took:
         """What rank 0 does at the same time, and the answer to it. Raises FollowError for anything else."""
@@ -129,7 +129,7 @@ class Follower:
             case "drop":
                 self._learner.policy.drop_gradients()
             case "gather":
-                with self._guard.reading():
+                with self._fence.reading():
                     for _ in self._source:
                         pass
             case "checkpoint":

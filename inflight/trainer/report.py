@@ -39,7 +39,7 @@ from inflight.rollout.gate import GatedGroup
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import combine
 from inflight.trainer.updates import Update
-from inflight.weights.publish.delivery import Event, Failure, Left, Superseded, Swap
+from inflight.weights.publish.events import Event, Failure, Left, Superseded, Swap
 from inflight.weights.publish.publisher import Publisher, PublishReport
 
 _TICK_S = 0.2
@@ -200,8 +200,8 @@ class Reporter:
                 self._send()
 
     def _note_swaps(self) -> None:
-        events = self._publisher.events if self._publisher is not None else []
-        for event in events[self._noted :]:
+        events = self._publisher.events_since(self._noted) if self._publisher is not None else []
+        for event in events:
             self._swaps.write(swap_line(event))
             self._noted += 1
             if isinstance(event, Swap):

@@ -18,7 +18,7 @@ from inflight.bus import Listener
 from inflight.config import RunConfig
 from inflight.trainer.team import Team, TeamError
 from inflight.weights.source import WeightSource
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
 
 GROUP_TIMEOUT_FACTOR = 2
 """The group's own timeout, in the trainer's: ours comes first, because it can name who is missing."""
@@ -52,11 +52,11 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
         yield Team(None, config)
         return
     with Listener(config.endpoint("ranks"), config.bus) as listener:
-        team, board = Team(listener, config), Board("", settings.rank_timeout_s)
-        team.wait_joined(config.publish.join_timeout_s, board.address)
+        team, store = Team(listener, config), KeyValueStore("", settings.rank_timeout_s)
+        team.wait_joined(config.publish.join_timeout_s, store.address)
         try:
             with team.within_bound("meet"):
-                form_group(board.store, 0, settings.processes, device, settings.rank_timeout_s)
+                form_group(store.tcp, 0, settings.processes, device, settings.rank_timeout_s)
             yield team
         except TeamError:
             raise

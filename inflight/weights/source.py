@@ -32,7 +32,7 @@ class WeightSource:
     * Parameters travel in `wire_dtype`. Persistent floating buffers travel too, in their own dtype: they are not
       trained and often float32 for a reason (a router's bias). Non-persistent buffers (rotary `inv_freq`) are derived
       from the configuration on each side and do not travel.
-    * Refused, by name, because the generators would go on with an old or wrong value: meta tensors, integer or other
+    * Refused, by name, because the generators would keep an old or wrong value: meta tensors, integer or other
       dtypes that can't travel.
 
     Example: `WeightSource(model, "bfloat16").metas[0]` is

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from inflight import config as configuration
 from inflight.bus import Listener
 from inflight.models import prepare
-from inflight.weights.publish import roster
+from inflight.weights.publish.channel import ChannelSource
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 from inflight.weights.transport.base import Sender
@@ -132,17 +132,8 @@ class Trainer:
 
 
 def main(run: str, version: str, transport: str) -> None:
-    opened = roster.Roster.open
-
-    def opening(self: Any, delivery: Any) -> bool:
-        made = self._make_sender
-        self._make_sender = lambda *args: Halting(made(*args), delivery.generator)
-        try:
-            return opened(self, delivery)
-        finally:
-            self._make_sender = made
-
-    roster.Roster.open = opening
+    make = ChannelSource.make_sender
+    ChannelSource.make_sender = lambda self, name, world_size: Halting(make(self, name, world_size), name)
     trainer = Trainer(run, int(version), transport)
     say(ready=True)
     for line in sys.stdin:

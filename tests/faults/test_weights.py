@@ -26,9 +26,10 @@ from torch import nn
 
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
-from inflight.weights.publish.delivery import Failure, State
+from inflight.weights.publish.events import Failure
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.publish.routes import routes
+from inflight.weights.publish.states import State
 from inflight.weights.source import WeightSource
 
 pytestmark = pytest.mark.faults
@@ -101,9 +102,9 @@ class Harmed:
             self.start(name)
 
     def routed(self) -> set[str]:
-        with self.publisher._dispatch.changed:
-            deliveries = self.publisher._dispatch.roster.deliveries.values()
-            return set(routes(self.publisher.version, deliveries, CONFIG.max_behind).generators)
+        loop = self.publisher._loop
+        with loop.changed:
+            return set(routes(self.publisher.version, loop.protocol.replicas, CONFIG.max_behind).generators)
 
     def swaps(self, name: str) -> list[int]:
         """The versions after the trainer's first that a process has told of; each was whole on all its ranks."""
@@ -249,10 +250,10 @@ class HarmedSender:
 def harm_buckets(harmed, kind) -> list[str]:
     """Both generators hold version 1, and g1 is sent harmed buckets as soon as the list that is returned is empty."""
     done: list[str] = ["not yet"]
-    roster = harmed.publisher._dispatch.roster
-    make = roster._make_sender
-    roster._make_sender = lambda name, size, timeout_s: (
-        HarmedSender(make(name, size, timeout_s), kind, done) if size == 3 else make(name, size, timeout_s)
+    channels = harmed.publisher._loop.session.channels
+    make = channels.make_sender
+    channels.make_sender = lambda name, world_size: (
+        HarmedSender(make(name, world_size), kind, done) if name == "g1" else make(name, world_size)
     )
     harmed.start("g0")
     harmed.start("g1")
@@ -272,7 +273,7 @@ HARMS = {
 def test_harmed_buckets_are_refused_and_the_version_comes_whole_later(harmed, kind):
     done = harm_buckets(harmed, kind)
     before = harmed.live("g1")
-    harmed.publisher._dispatch.conversation._config = SLOW_RETRY
+    harmed.publisher._loop.session.config = SLOW_RETRY
     done.clear()
     started = time.monotonic()
     harmed.publish(2, lambda parameter: parameter.copy_(torch.randn_like(parameter)))
@@ -361,7 +362,8 @@ def test_a_hundred_joins_and_leaves_cost_nothing(harmed):
     for number in range(joins):
         generator = FakeGenerator(harmed.endpoint, "g1", 2, bus=BUS).start()
         mine = generator.incarnation
-        harmed.until(lambda mine=mine: harmed.publisher._dispatch.roster.deliveries["g1"].incarnation == mine, "hello")
+        members = harmed.publisher._loop.protocol.membership.replicas["g1"].members
+        harmed.until(lambda mine=mine, members=members: members.incarnation == mine, "hello")
         harmed.committed(g1=version)
         assert generator.version == version
         if number % 10 == 0:

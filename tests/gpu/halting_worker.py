@@ -15,14 +15,14 @@ import torch
 
 from inflight.generator.worker.cuda import InflightCUDAWorker
 from inflight.weights.transport import cuda
-from inflight.weights.transport.landing import Strip
+from inflight.weights.transport.scatter import CopyRegion
 
 HALT_S = 60.0
 copy = cuda.copy
 done = 0
 
 
-def halting(strips: Iterable[Strip], source: int, target: int, stream: int) -> None:
+def halting(strips: Iterable[CopyRegion], source: int, target: int, stream: int) -> None:
     """In the place of `cuda.copy`, piece by piece."""
     global done
     file = Path(os.environ["INFLIGHT_RUN_FILE"] + ".halt")

@@ -135,17 +135,17 @@ def receiver_of(transport: str, rendezvous: str, *, size: int = 2, verify: bool 
     return {"ipc": IpcReceiver, "nccl": NcclReceiver}[transport](rendezvous, 1, size, timeout_s, verify=verify)
 
 
-def landing_of(target: torch.Tensor) -> Any:
+def scatter_of(target: torch.Tensor) -> Any:
     """As of a rank of two: a parameter cut by rows, one cut by columns, and a small one."""
-    from inflight.weights.transport.landing import Landing, Strip
+    from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
     strips = (
-        Strip(0, 0, 100 << 20),
-        Strip(100 << 20, 100 << 20, 4096, 25 << 9, 8192, 4096),
-        Strip(250 << 20, (150 << 20) + 256, 7168),
-        Strip((250 << 20) + 7168, (160 << 20) + 2, 2 * 3583),
+        CopyRegion(0, 0, 100 << 20),
+        CopyRegion(100 << 20, 100 << 20, 4096, 25 << 9, 8192, 4096),
+        CopyRegion(250 << 20, (150 << 20) + 256, 7168),
+        CopyRegion((250 << 20) + 7168, (160 << 20) + 2, 2 * 3583),
     )
-    return Landing(target, target.device, strips)
+    return ScatterTarget(target, target.device, strips)
 
 
 @pytest.mark.parametrize("sending", ["ipc", "nccl"], indirect=True)
@@ -154,16 +154,16 @@ def test_harm_to_any_byte_that_a_rank_keeps_is_found_on_the_device(sending: tupl
 
     transport, sender = sending
     target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
-    receiver, landing = receiver_of(transport, sender.rendezvous), landing_of(target)
+    receiver, scatter = receiver_of(transport, sender.rendezvous), scatter_of(target)
     kept = [0, (100 << 20) - 1, (100 << 20) + 4095, (250 << 20) + 7167, (250 << 20) + 7168 + 2 * 3583 - 1]
     not_kept = [(100 << 20) + 4096, 299 << 20]
     for at in [None, *kept, None, *not_kept]:
         sender.order("sound" if at is None else f"flip {at}")
         if at in kept:
             with pytest.raises(ChecksumError, match="differ from those sent in 1 of"):
-                receiver.receive_into(landing, BUCKETS)
+                receiver.receive_into(scatter, BUCKETS)
         else:
-            receiver.receive_into(landing, BUCKETS)
+            receiver.receive_into(scatter, BUCKETS)
         assert sender.answer() == "sent"
     receiver.close()
 
@@ -189,7 +189,7 @@ def test_a_rank_whose_sender_dies_between_two_buckets_gives_up_in_time(sending: 
     killer.start()
     started = time.monotonic()
     with pytest.raises(TransportError, match="receive: "):
-        receiver.receive_into(landing_of(target), BUCKETS)
+        receiver.receive_into(scatter_of(target), BUCKETS)
     assert time.monotonic() - started < 60, "communicator and all; the sender waits 20 s"
     killer.join(20)
     assert threads, "while the communicator was there"
@@ -200,27 +200,27 @@ def test_a_rank_whose_sender_dies_between_two_buckets_gives_up_in_time(sending: 
 def test_a_rank_that_stops_while_a_communicator_forms_holds_up_neither_the_trainer_nor_another_rank() -> None:
     """Within NCCL, where all but it are by then, the wait has no bound. Both processes form another one beside that."""
     from inflight.weights.transport.base import TransportError
-    from inflight.weights.transport.rendezvous import Board
+    from inflight.weights.transport.rendezvous import KeyValueStore
     from inflight.weights.transport.sums import RankSums
 
     sender, limit_s = Sending("nccl", size=3, timeout_s=5), 5.0
     try:
-        landing = landing_of(torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu()))
+        scatter = scatter_of(torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu()))
         receiver = receiver_of("nccl", sender.rendezvous, size=3, timeout_s=limit_s)
-        stopped = Board(sender.rendezvous, limit_s)
+        stopped = KeyValueStore(sender.rendezvous, limit_s)
         RankSums(stopped, 2, verify=False).begin([[]], torch.device("cpu"))
         stopped.reply("here/2", b"", "the trainer", "receive")
         sender.order("sound")
         started = time.monotonic()
         with pytest.raises(TransportError, match="receive: no communicator with the trainer within 5 s"):
-            receiver.receive_into(landing, BUCKETS)
+            receiver.receive_into(scatter, BUCKETS)
         assert sender.answer() == "send: no communicator with transport rank 1, transport rank 2 within 5 s"
         assert time.monotonic() - started < 3 * limit_s
         receiver.close()
         sender.order("again")
         receiver = receiver_of("nccl", sender.answer(), timeout_s=limit_s)
         sender.order("sound")
-        receiver.receive_into(landing, BUCKETS)
+        receiver.receive_into(scatter, BUCKETS)
         assert sender.answer() == "sent"
         receiver.close()
         assert sender.process.stdin is not None
@@ -240,7 +240,7 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
 
     transport, sender = sending
     target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
-    receiver, landing, copy, pieces = receiver_of(transport, sender.rendezvous), landing_of(target), cuda.copy, [0]
+    receiver, scatter, copy, pieces = receiver_of(transport, sender.rendezvous), scatter_of(target), cuda.copy, [0]
 
     def overwriting(*args: Any) -> None:
         pieces[0] += 1
@@ -253,7 +253,7 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
     monkeypatch.setattr(cuda, "copy", overwriting)
     sender.order("watched")
     with pytest.raises(ChecksumError, match="bytes differ from those sent"):
-        receiver.receive_into(landing, BUCKETS)
+        receiver.receive_into(scatter, BUCKETS)
     receiver.close()
 
 

@@ -23,7 +23,7 @@ from inflight.trainer.keep import model_tensors
 from inflight.trainer.policy import load_model
 from inflight.weights.pack import Packer, pack
 from inflight.weights.plan import plan
-from inflight.weights.publish.guard import ReadGuard
+from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.source import WeightSource
 
 pytestmark = pytest.mark.gpu
@@ -31,9 +31,9 @@ SHAPE = os.environ.get("INFLIGHT_FSDP_SHAPE", "1.5b" if torch.cuda.is_available(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="streams are CUDA's")
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_step_right_after_publishing_does_not_change_what_is_packed(guarded: bool) -> None:
-    """Without the guard it would: a reading that is late sees the step's values."""
+@pytest.mark.parametrize("fenced", [True, False])
+def test_a_step_right_after_publishing_does_not_change_what_is_packed(fenced: bool) -> None:
+    """Without the fence it would: a reading that is late sees the step's values."""
     module = nn.ParameterList([nn.Parameter(torch.full((1 << 22,), 1.0, device="cuda")) for _ in range(4)])
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     for parameter in module:
@@ -41,21 +41,21 @@ def test_a_step_right_after_publishing_does_not_change_what_is_packed(guarded: b
     source = WeightSource(module, "float32")
     manifest = plan(source.metas, source.tied, 64 << 20, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device="cuda")
-    guard, packer = ReadGuard(source.device), Packer(manifest, buffer)
+    fence, packer = ReadFence(source.device), Packer(manifest, buffer)
     optimizer.step()  # the kernels are loaded now
     packer.pack(source)
-    guard.hold(optimizer if guarded else torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
+    fence.hold(optimizer if fenced else torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
     torch.cuda.synchronize()
-    with guard.reading():
+    with fence.reading():
         torch.cuda._sleep(200_000_000)  # cycles: about a tenth of a second
         packer.pack(source)
     optimizer.step()
-    guard.wait_read()
+    fence.wait_read()
     torch.cuda.synchronize()
-    expected: Any = 0.0 if guarded else -1.0  # 1 - 1 after the first step, -1 after the second
+    expected: Any = 0.0 if fenced else -1.0  # 1 - 1 after the first step, -1 after the second
     assert buffer.view(torch.float32).eq(expected).all()
     assert module[0].eq(-1.0).all()
-    assert (guard.take_waited_s() > 0.01) == guarded
+    assert (fence.take_waited_s() > 0.01) == fenced
 
 
 def start(folder: Path, rank: int) -> subprocess.Popen[str]:

@@ -26,7 +26,7 @@ from inflight.trainer.policy import load_policy
 from inflight.trainer.sharding import TeamSource, assembled
 from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
-from inflight.weights.publish.guard import ReadGuard
+from inflight.weights.publish.read_fence import ReadFence
 
 SEQUENCES, LENGTH, PROMPT = 16, 96, 16
 
@@ -70,27 +70,27 @@ def train(config: RunConfig, learner: Learner, source: TeamSource) -> dict[str, 
     """All steps: loss, norm and the seconds of each step and of each publication's parts."""
     manifest = plan(source.metas, source.tied, 64 << 20, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=source.device)
-    guard, packer = ReadGuard(source.device), Packer(manifest, buffer)
-    guard.hold(learner.optimizer.optimizer)
+    fence, packer = ReadFence(source.device), Packer(manifest, buffer)
+    fence.hold(learner.optimizer.optimizer)
     found: dict[str, list[float]] = {name: [] for name in ("loss", "norm", "step_s", "pack_s", "packed_s", "guard_s")}
     vocabulary = learner.policy.master.config.vocab_size
-    keep(config, "start", buffer, guard, packer, source)
+    keep(config, "start", buffer, fence, packer, source)
     for step in range(config.trainer.steps):
         started = time.perf_counter()
         loss, _ = learner.backward(made_up(step, vocabulary), lambda: False)
         norm = learner.step()
         wait(source.device)
         trained = time.perf_counter()
-        with guard.reading():
+        with fence.reading():
             packer.pack(source)
         queued = time.perf_counter()
         if step % 2:  # else the next step begins while this is packed
-            guard.wait_read()
+            fence.wait_read()
         packed = time.perf_counter()
-        values = (loss, norm, trained - started, queued - trained, packed - trained, guard.take_waited_s())
+        values = (loss, norm, trained - started, queued - trained, packed - trained, fence.take_waited_s())
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
-    keep(config, "end", buffer, guard, packer, source)
+    keep(config, "end", buffer, fence, packer, source)
     with learner.team.together("checkpoint"):
         whole = model_tensors(learner.policy.master)
         optimizer_tensors(learner.policy.master, learner.optimizer)
@@ -98,12 +98,12 @@ def train(config: RunConfig, learner: Learner, source: TeamSource) -> dict[str, 
     return found
 
 
-def keep(config: RunConfig, name: str, buffer: torch.Tensor, guard: ReadGuard, *parts: Any) -> None:
+def keep(config: RunConfig, name: str, buffer: torch.Tensor, fence: ReadFence, *parts: Any) -> None:
     """Packs, and writes what is in the send buffer."""
     packer, source = parts
-    with guard.reading():
+    with fence.reading():
         packer.pack(source)
-    guard.wait_read()
+    fence.wait_read()
     save_file({"buffer": buffer.cpu()}, Path(config.run_dir) / f"{name}.safetensors")
 
 

@@ -19,8 +19,8 @@ from inflight.trainer import comparison as starts
 from inflight.trainer.comparison import edges, prompts_for
 from inflight.types import Route
 from inflight.weights.publish.comparison import REQUESTS, NumbersDiffer, compare
-from inflight.weights.publish.delivery import State
 from inflight.weights.publish.publisher import Publisher
+from inflight.weights.publish.states import State
 from inflight.weights.source import WeightSource
 
 SUSPECTS = "the usual suspects: rope scaling, sliding window, logit soft cap, dtype, temperature, vocabulary"

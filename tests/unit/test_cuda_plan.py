@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inflight.generator.shadow.cuda_plan import Plan, PlanError, Region, make_plan, redirected
 from inflight.messages import BucketMeta, Manifest, Slot
 from inflight.types import ParamMeta
-from inflight.weights.transport.landing import Strip, by_bucket, clip, split
+from inflight.weights.transport.scatter import CopyRegion, by_bucket, clip, split
 
 CPU = torch.device("cpu")
 HIDDEN, HEADS, KV, HEAD, INNER, VOCAB, PADDED = 24, 4, 2, 6, 20, 30, 32
@@ -125,7 +125,7 @@ def sent(manifest: Manifest) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return buffer, views
 
 
-def apply(strips: Iterable[Strip], source: torch.Tensor, target: torch.Tensor) -> None:
+def apply(strips: Iterable[CopyRegion], source: torch.Tensor, target: torch.Tensor) -> None:
     for strip in strips:
         for row in range(strip.rows):
             a, b = strip.source + row * strip.source_pitch, strip.target + row * strip.target_pitch
@@ -222,14 +222,14 @@ def test_what_the_engine_does_not_take_is_refused_without_pipeline_stages() -> N
 
 
 strips = st.builds(
-    lambda source, target, width, rows, gap, target_gap: Strip(
+    lambda source, target, width, rows, gap, target_gap: CopyRegion(
         source, target, width, rows, (width + gap) * (rows > 1), (width + target_gap) * (rows > 1)
     ),
     *(st.integers(low, high) for low, high in ((0, 30), (0, 30), (1, 9), (1, 6), (0, 5), (0, 5))),
 )
 
 
-def bytes_of(parts: Iterable[Strip]) -> list[tuple[int, int]]:
+def bytes_of(parts: Iterable[CopyRegion]) -> list[tuple[int, int]]:
     return [
         (part.source + row * part.source_pitch + i, part.target + row * part.target_pitch + i)
         for part in parts
@@ -240,14 +240,14 @@ def bytes_of(parts: Iterable[Strip]) -> list[tuple[int, int]]:
 
 @given(strips, st.integers(0, 120), st.integers(1, 60))
 @settings(max_examples=400, deadline=None)
-def test_clip_keeps_exactly_the_bytes_between(strip: Strip, start: int, length: int) -> None:
+def test_clip_keeps_exactly_the_bytes_between(strip: CopyRegion, start: int, length: int) -> None:
     kept = bytes_of(clip(strip, start, start + length))
     assert kept == [pair for pair in bytes_of([strip]) if start <= pair[0] < start + length]
 
 
 @given(strips, st.integers(1, 25))
 @settings(max_examples=200, deadline=None)
-def test_split_keeps_all_bytes_in_small_pieces(strip: Strip, piece: int) -> None:
+def test_split_keeps_all_bytes_in_small_pieces(strip: CopyRegion, piece: int) -> None:
     pieces = list(split(strip, piece))
     assert all(part.nbytes <= piece for part in pieces)
     assert bytes_of(pieces) == bytes_of([strip])

@@ -15,7 +15,7 @@ def told(part: int, seconds: float, drift: float = 0.0) -> tuple[Timeline, Trace
     """A token a step, each 0.1 ms in each part of its way; step LATE_AT takes `seconds` longer in one of them. With
     `drift`, the device's clock goes wrong by so much a step."""
     timeline, trace, last = Timeline(), Trace(), 0.0
-    rank = {"steps": [], "spans": [("Board.reply", 10.9995, 11.0005), ("Board.take", 10.9, 10.901)]}
+    rank = {"steps": [], "spans": [("KeyValueStore.reply", 10.9995, 11.0005), ("KeyValueStore.take", 10.9, 10.901)]}
     for i in range(400):
         late_by = [seconds if i == LATE_AT and k == part else 0.0 for k in range(len(WAY))]
         ends = [10.0 + i * STEP]
@@ -36,7 +36,7 @@ def test_what_held_a_token_up_is_named(part: int) -> None:
     assert found["held_up"] == WAY[part]
     assert found["longer_ms"][WAY[part]] == pytest.approx(1.2, abs=0.002)
     assert sum(found["longer_ms"].values()) == pytest.approx(found["gap_ms"] - 5.0, abs=0.01)
-    assert [what for what, *_ in found["beside"]] == ["Board.reply"]
+    assert [what for what, *_ in found["beside"]] == ["KeyValueStore.reply"]
     assert WAY[part] in show([found])
 
 

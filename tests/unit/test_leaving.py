@@ -15,8 +15,9 @@ from inflight.config import PublishConfig
 from inflight.metrics import SWAPS_FILE, JsonLines
 from inflight.report.summary import summarize
 from inflight.trainer.report import swap_line
-from inflight.weights.publish.delivery import Event, Failure, Left, State, Swap
+from inflight.weights.publish.events import Event, Failure, Left, Swap
 from inflight.weights.publish.publisher import Publisher
+from inflight.weights.publish.states import State
 from inflight.weights.source import WeightSource
 
 CONFIG = PublishConfig(bucket_bytes=4096, join_timeout_s=20, retry_after_s=60)

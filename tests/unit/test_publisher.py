@@ -36,11 +36,14 @@ from inflight.messages import (
 )
 from inflight.types import Routes
 from inflight.weights.pack import unpack
-from inflight.weights.publish import conversation, roster
-from inflight.weights.publish.delivery import Delivery, Failure, State, Superseded, Swap
+from inflight.weights.publish import replica
+from inflight.weights.publish.events import Failure, Superseded, Swap
 from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.membership import Membership
 from inflight.weights.publish.publisher import Publisher, PublishError
 from inflight.weights.publish.routes import RoutesFile, routes
+from inflight.weights.publish.standing import Standing
+from inflight.weights.publish.states import State
 from inflight.weights.receive.shadow import Unfit
 from inflight.weights.source import SourceError, WeightSource
 from inflight.weights.transport import make_receiver
@@ -68,9 +71,12 @@ class Run:
 
     def join(self, *names, **options):
         for name in names:
-            world_size = self.publisher._dispatch.roster.deliveries[name].world_size
+            world_size = self.replica(name).members.world_size
             self.generators[name] = FakeGenerator(self.endpoint, name, world_size, **options).start()
         return [self.generators[name] for name in names]
+
+    def replica(self, name="g0"):
+        return self.publisher._loop.protocol.membership.replicas[name]
 
     def joined(self, *names, **options):
         """Joins and takes the version that the trainer starts with; what follows is noted from there on."""
@@ -95,7 +101,7 @@ class Run:
     @property
     def id(self):
         """By which this publisher's versions are told from another's."""
-        return self.publisher._dispatch.roster.publisher
+        return self.publisher._loop.session.publisher
 
     @property
     def events(self):
@@ -104,10 +110,10 @@ class Run:
 
     def routed(self):
         """Generators that requests may be sent to, as the file says."""
-        dispatch = self.publisher._dispatch
-        with dispatch.changed:
-            version, deliveries = self.publisher.version, dispatch.roster.deliveries.values()
-            return set(routes(version, deliveries, dispatch._config.max_behind).generators)
+        loop = self.publisher._loop
+        with loop.changed:
+            max_behind = loop.session.config.max_behind
+            return set(routes(self.publisher.version, loop.protocol.replicas, max_behind).generators)
 
     def failures(self):
         return [event for event in self.publisher.events if isinstance(event, Failure)]
@@ -138,7 +144,7 @@ def run(tmp_path):
 @pytest.fixture
 def patient(monkeypatch):
     """Nobody is asked for a hello that is on its way, however long the machine takes to bring it."""
-    monkeypatch.setattr(roster.Roster, "enquire", lambda self, delivery: None)
+    monkeypatch.setattr(Membership, "enquire", lambda self, replica: None)
 
 
 def values(shadow):
@@ -344,19 +350,18 @@ def test_a_rank_that_can_not_begin_frees_the_others_and_gets_a_new_transport(run
 
 def test_a_transport_that_is_late_to_close_is_not_laid_on_ranks_that_were_not_asked_yet(run, monkeypatch):
     """They are told to abort when it is closed; NCCL may take its time over that."""
-    entered, enter, late_s = [], Delivery.enter, [0.0]
+    entered, enter, late_s = [], Standing.enter, [0.0]
     monkeypatch.setattr(
-        Delivery, "enter", lambda self, state, *a, **k: (entered.append(state), enter(self, state, *a, **k))
+        Standing, "enter", lambda self, state, *a, **k: (entered.append(state), enter(self, state, *a, **k))
     )
     with run(g0=2) as r:
         (g0,) = r.joined("g0")
-        dispatch = r.publisher._dispatch
-        dispatch.conversation._clock = lambda: time.monotonic() + late_s[0]
-        channel = dispatch.roster.deliveries["g0"].channel
+        r.publisher._loop.session.clock = lambda: time.monotonic() + late_s[0]
+        channel = r.replica().channel
         close = channel.close
 
         def closed_late():
-            late_s[0] += 2 * conversation.ABORT_S
+            late_s[0] += 2 * replica.ABORT_S
             close()
 
         channel.close = closed_late
@@ -405,7 +410,7 @@ def test_who_answers_in_time_is_not_late_because_the_publisher_was_busy(run):
             shadow.hold["build"] = threading.Event()
         r.publish(1)
         eventually(lambda: all("build" in shadow.events for shadow in shadows), "the transfers")
-        with r.publisher._dispatch.changed:
+        with r.publisher._loop.changed:
             for shadow in shadows:
                 shadow.hold["build"].set()
             time.sleep(bound_s + 0.5)
@@ -589,7 +594,7 @@ def test_joining_names_who_is_missing(run):
 
 def test_members_that_hold_different_versions_are_not_admitted(run):
     with run(g0=1) as r:
-        r.publisher._dispatch.conversation.version = 4
+        r.publisher._loop.protocol.version = 4
         engine = EngineHello(generator="g0", world_size=1, version=3, publisher=r.id, url="http://x")
         with peer(r, "g0.r0", rank_hello(version=4, publisher=r.id)), peer(r, "g0.engine", engine):
             eventually(lambda: "different versions" in r.publisher.states["g0"][1])
@@ -673,7 +678,7 @@ def test_a_broken_bus_ends_publishing_with_an_error(run):
     with run() as r:
         r.joined("g0")
         r.listener.receive = lambda _: 1 / 0
-        eventually(lambda: r.publisher._dispatch.error is not None)
+        eventually(lambda: r.publisher._loop.error is not None)
         with pytest.raises(PublishError, match="publishing has ended: ZeroDivisionError"):
             r.publish(1)
         with suppress(PublishError):
@@ -714,7 +719,7 @@ def test_a_trainer_does_not_wait_for_one_that_is_slow_when_another_has_the_versi
 def test_what_was_summed_of_a_version_is_forgotten_when_the_next_one_is_packed(run):
     with run(EAGER) as r:
         r.joined("g0")
-        sums = r.publisher._dispatch._sums
+        sums = r.publisher._loop.session.channels.buffer_sums
         for version in (1, 2):
             sums._known[()] = b"of the version before"
             r.publish(version)
@@ -771,11 +776,10 @@ def test_one_that_was_cut_off_is_asked_and_joins_again(run):
         (g0,) = r.joined("g0")
         r.publish(1)
         r.publisher.flush(20)
-        delivery = r.publisher._dispatch.roster.deliveries["g0"]
-        before = delivery.channel
-        with r.publisher._dispatch.changed:
-            r.publisher._dispatch.conversation.lost("g0.r1")  # as the bus reports it
-        eventually(lambda: r.state() is State.IDLE and delivery.channel is not before, "its return")
+        before = r.replica().channel
+        with r.publisher._loop.changed:
+            r.publisher._loop.protocol.lost("g0.r1")  # as the bus reports it
+        eventually(lambda: r.state() is State.IDLE and r.replica().channel is not before, "its return")
         r.publish(2)
         eventually(lambda: r.publisher.committed == {"g0": 2})
         assert [values(shadow) for shadow in g0.shadows] == [{2}] * 2

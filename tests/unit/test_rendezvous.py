@@ -1,4 +1,4 @@
-"""The board between a sender and its ranks: who hosts it and dies is noticed, by a question and not by a value."""
+"""The store between a sender and its ranks: who hosts it and dies is noticed, by a question and not by a value."""
 
 from __future__ import annotations
 
@@ -8,85 +8,87 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from transports import board_elsewhere
+from transports import store_elsewhere
 
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.bounded import within
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.timeout import within
 
 
 @pytest.fixture
-def host() -> Iterator[tuple[subprocess.Popen[str], Board]]:
-    """A process with a board, and another end of it."""
-    with board_elsewhere() as (process, address):
-        yield process, Board(address, 1.0)
+def host() -> Iterator[tuple[subprocess.Popen[str], KeyValueStore]]:
+    """A process with a store, and another end of it."""
+    with store_elsewhere() as (process, address):
+        yield process, KeyValueStore(address, 1.0)
 
 
-def test_a_host_that_lives_is_confirmed(host: tuple[subprocess.Popen[str], Board]) -> None:
-    _, board = host
-    board.confirm("the trainer", "receive")
-    board.put("key", b"value")
-    board.confirm("the trainer", "receive")
-    assert board.take("key", "the trainer", "receive") == b"value"
+def test_a_host_that_lives_is_confirmed(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
+    _, store = host
+    store.confirm("the trainer", "receive")
+    store.put("key", b"value")
+    store.confirm("the trainer", "receive")
+    assert store.take("key", "the trainer", "receive") == b"value"
 
 
-def test_a_host_that_died_is_not_though_a_value_still_goes_out(host: tuple[subprocess.Popen[str], Board]) -> None:
-    process, board = host
+def test_a_host_that_died_is_not_though_a_value_still_goes_out(
+    host: tuple[subprocess.Popen[str], KeyValueStore],
+) -> None:
+    process, store = host
     process.kill()
     process.wait(20)
-    board.put("done", b"")  # into a socket that nobody reads
+    store.put("done", b"")  # into a socket that nobody reads
     with pytest.raises(TransportError, match="receive: the trainer is gone"):
-        board.confirm("the trainer", "receive")
+        store.confirm("the trainer", "receive")
 
 
-def test_a_reply_is_told_to_a_host_that_lives_alone(host: tuple[subprocess.Popen[str], Board]) -> None:
-    process, board = host
-    board.reply("done", b"value", "the trainer", "receive")
-    assert board.take("done", "the rank", "send") == b"value"
+def test_a_reply_is_told_to_a_host_that_lives_alone(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
+    process, store = host
+    store.reply("done", b"value", "the trainer", "receive")
+    assert store.take("done", "the rank", "send") == b"value"
     process.kill()
     process.wait(20)
     with pytest.raises(TransportError, match="receive: the trainer is gone"):
-        board.reply("done", b"", "the trainer", "receive")
+        store.reply("done", b"", "the trainer", "receive")
 
 
-def test_what_was_taken_for_good_is_not_there_any_more(host: tuple[subprocess.Popen[str], Board]) -> None:
-    _, board = host
-    board.put("done", b"value")
-    assert board.take("done", "the rank", "send") == b"value"
-    assert board.take("done", "the rank", "send", drop=True) == b"value"
+def test_what_was_taken_for_good_is_not_there_any_more(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
+    _, store = host
+    store.put("done", b"value")
+    assert store.take("done", "the rank", "send") == b"value"
+    assert store.take("done", "the rank", "send", drop=True) == b"value"
     with pytest.raises(TransportError, match="send: the rank did not answer"):
-        board.take("done", "the rank", "send")
+        store.take("done", "the rank", "send")
 
 
 @pytest.mark.parametrize("asking", ["confirm", "take", "put", "reply", "drop", "join"])
 def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
-    host: tuple[subprocess.Popen[str], Board], asking: str
+    host: tuple[subprocess.Popen[str], KeyValueStore], asking: str
 ) -> None:
     """torch's client of the store would wait until the host goes on."""
-    process, board = host
-    board.put("sent", b"1")
+    process, store = host
+    store.put("sent", b"1")
     process.send_signal(signal.SIGSTOP)
     ask = {
-        "confirm": lambda: board.confirm("the trainer", "receive"),
-        "take": lambda: board.take("offer", "the trainer", "receive"),
-        "put": lambda: [board.put("done", b"x" * (1 << 20)) for _ in range(20)],
-        "reply": lambda: board.reply("done", b"", "the trainer", "receive"),
-        "drop": lambda: board.drop("sent"),
-        "join": lambda: Board(board.address, 1.0),
+        "confirm": lambda: store.confirm("the trainer", "receive"),
+        "take": lambda: store.take("offer", "the trainer", "receive"),
+        "put": lambda: [store.put("done", b"x" * (1 << 20)) for _ in range(20)],
+        "reply": lambda: store.reply("done", b"", "the trainer", "receive"),
+        "drop": lambda: store.drop("sent"),
+        "join": lambda: KeyValueStore(store.address, 1.0),
     }[asking]
     with pytest.raises(TransportError, match=r"did not answer within 1(\.5)? s|no rendezvous .*: no answer within 1 s"):
         ask()
     process.send_signal(signal.SIGCONT)
-    Board(board.address, 20.0).confirm("the trainer", "receive")
+    KeyValueStore(store.address, 20.0).confirm("the trainer", "receive")
 
 
-def test_a_host_that_is_gone_is_not_waited_for(host: tuple[subprocess.Popen[str], Board]) -> None:
+def test_a_host_that_is_gone_is_not_waited_for(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
     """Its rank is needed by the trainer that comes next; torch's client would try again until the bound."""
-    process, board = host
+    process, store = host
     process.kill()
     process.wait(20)
     with pytest.raises(TransportError, match=r"connect: no rendezvous at .*: \[Errno 111\]"):
-        Board(board.address, 30.0)
+        KeyValueStore(store.address, 30.0)
 
 
 def test_a_call_that_is_late_is_left_behind() -> None:

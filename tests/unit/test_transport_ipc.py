@@ -1,4 +1,4 @@
-"""What a rank does around a pull over CUDA IPC, without CUDA: copies are calls here, the board is a real one."""
+"""What a rank does around a pull over CUDA IPC, without CUDA: copies are calls here, the store is a real one."""
 
 import contextlib
 import signal
@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transports import board_elsewhere, without_cuda
+from transports import store_elsewhere, without_cuda
 
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.landing import Landing, Strip
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
 BUFFER = torch.zeros(64, dtype=torch.uint8)
 
@@ -29,14 +29,14 @@ def ipc(monkeypatch):
 
 @pytest.fixture
 def trainer():
-    """Its process and the address of its board, on which a buffer is offered."""
-    with board_elsewhere("offer/0") as found:
+    """Its process and the address of its store, on which a buffer is offered."""
+    with store_elsewhere("offer/0") as found:
         yield found
 
 
 def pull(ipc, address, timeout_s):
     receiver = ipc.IpcReceiver(address, 1, 2, timeout_s)
-    receiver.receive_into(Landing(BUFFER, BUFFER.device, (Strip(0, 0, 64),)), [])
+    receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, (CopyRegion(0, 0, 64),)), [])
 
 
 @pytest.mark.parametrize(
@@ -62,4 +62,4 @@ def test_a_trainer_that_lives_is_told(ipc, trainer, monkeypatch):
     monkeypatch.setattr(ipc.cuda, "copy", lambda *order: copies.append(order))
     pull(ipc, address, 5.0)
     assert len(copies) == 1
-    assert Board(address, 5.0).take("done/0/1", "the rank", "send") == b""
+    assert KeyValueStore(address, 5.0).take("done/0/1", "the rank", "send") == b""

@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import torch
 from fake_generator import eventually
-from transports import board_elsewhere, without_cuda
+from transports import store_elsewhere, without_cuda
 
 from inflight.messages import BucketMeta
-from inflight.weights.transport import bounded
+from inflight.weights.transport import timeout
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.landing import Landing, Strip
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
 
 class Event:
@@ -80,9 +80,9 @@ def nccl(monkeypatch):
         yield nccl
 
 
-def board(timeout_s=5.0):
+def store(timeout_s=5.0):
     """The trainer's, where rank 1 is there."""
-    made = Board("", 5.0)
+    made = KeyValueStore("", 5.0)
     made.put("here/1", b"")
     made.timeout_s = timeout_s
     return made
@@ -96,7 +96,7 @@ def communicator(nccl):
 
 @pytest.fixture
 def group(communicator):
-    return communicator.Communicator(board(), 0, 2)
+    return communicator.Communicator(store(), 0, 2)
 
 
 @pytest.fixture
@@ -197,7 +197,7 @@ def test_one_communicator_serves_all_broadcasts(group):
 def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_has_formed(communicator):
     """NCCL waits for ever for a rank that is stopped just then. Nothing is broadcast with it later."""
     FakeGroup.let_go = threading.Event()
-    group = communicator.Communicator(board(0.2), 0, 2)
+    group = communicator.Communicator(store(0.2), 0, 2)
     with pytest.raises(TransportError, match=r"send: no communicator with transport rank 1 within 0\.2 s"):
         group.broadcast(torch.zeros(4))
     (made,) = FakeGroup.made
@@ -212,7 +212,7 @@ def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_
 
 
 def test_a_rank_that_does_not_come_is_named(communicator):
-    lonely = Board("", 0.3)
+    lonely = KeyValueStore("", 0.3)
     lonely.put("here/1", b"")
     with pytest.raises(TransportError, match=r"send: transport rank 2 did not answer within 0\.3 s"):
         communicator.Communicator(lonely, 0, 3).broadcast(torch.zeros(4))
@@ -220,7 +220,7 @@ def test_a_rank_that_does_not_come_is_named(communicator):
 
 
 def test_who_is_closed_before_the_ranks_are_there_makes_no_communicator(communicator):
-    closing = board()
+    closing = store()
     group = communicator.Communicator(closing, 0, 2)
     closing.take = lambda *_: group.abort()
     with pytest.raises(TransportError, match="send: closed"):
@@ -229,8 +229,8 @@ def test_who_is_closed_before_the_ranks_are_there_makes_no_communicator(communic
 
 
 def test_a_rank_tells_that_it_is_there_before_it_forms_a_communicator(communicator):
-    with board_elsewhere() as (_, address):
-        there = Board(address, 5.0)
+    with store_elsewhere() as (_, address):
+        there = KeyValueStore(address, 5.0)
         communicator.Communicator(there, 1, 2).broadcast(torch.zeros(4))
         assert there.take("here/1", "rank 1", "test") == b""
 
@@ -325,7 +325,7 @@ def test_what_nccl_raises_over_an_end_is_told_and_is_nobody_elses_error(group, m
     monkeypatch.setattr(FakeGroup, "abort", fails)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
-        group._board.timeout_s = 0.2
+        group._store.timeout_s = 0.2
         group.finish(Never(), "send")
     assert caplog.messages == ["transport rank 0: NCCL can't end a communicator: unhandled system error"]
     assert group.ended
@@ -341,7 +341,7 @@ def test_where_no_thread_can_be_started_a_communicator_is_ended_all_the_same(gro
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     with monkeypatch.context() as patch:
-        patch.setattr(bounded._thread, "start_new_thread", none_left)
+        patch.setattr(timeout._thread, "start_new_thread", none_left)
         group.abort()
     assert FakeGroup.made[0].aborted.is_set()
     assert group.ended
@@ -356,7 +356,7 @@ def test_one_that_is_not_even_made_in_time_keeps_nobody(communicator, monkeypatc
             assert let_go.wait(20)
 
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", Slow)
-    group = communicator.Communicator(board(0.2), 0, 2)
+    group = communicator.Communicator(store(0.2), 0, 2)
     with pytest.raises(TransportError, match=r"send: no communicator with transport rank 1 within 0\.2 s"):
         group.broadcast(torch.zeros(4))
     group.abort()
@@ -373,19 +373,19 @@ BUCKETS = [BucketMeta(offset=0, nbytes=4), BucketMeta(offset=4, nbytes=4)]
 def sends(nccl, buffer):
     sender = nccl.NcclSender(2, 5.0)
     for key, value in {"here/1": b"", "runs/1": msgspec.msgpack.encode([])}.items():
-        sender._board.put(key, value)
+        sender._store.put(key, value)
     sender.send(buffer, BUCKETS)
 
 
 def receives(nccl, buffer):
-    with board_elsewhere() as (_, address):
+    with store_elsewhere() as (_, address):
         nccl.NcclReceiver(address, 1, 2, 5.0).receive(buffer, BUCKETS)
 
 
 def receives_into(nccl, buffer):
-    with board_elsewhere() as (_, address):
-        landing = Landing(buffer, buffer.device, (Strip(0, 0, 8),))
-        nccl.NcclReceiver(address, 1, 2, 5.0).receive_into(landing, BUCKETS)
+    with store_elsewhere() as (_, address):
+        scatter = ScatterTarget(buffer, buffer.device, (CopyRegion(0, 0, 8),))
+        nccl.NcclReceiver(address, 1, 2, 5.0).receive_into(scatter, BUCKETS)
 
 
 @pytest.mark.parametrize(
@@ -420,9 +420,9 @@ def receiver(nccl, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(nccl.cuda, "copy", lambda *_: None)
     buffer = torch.zeros(8, dtype=torch.uint8)
-    with board_elsewhere() as (_, address):
+    with store_elsewhere() as (_, address):
         made = nccl.NcclReceiver(address, 1, 2, 0.5)
-        made.receive_into(Landing(buffer, buffer.device, (Strip(0, 0, 8),)), BUCKETS)
+        made.receive_into(ScatterTarget(buffer, buffer.device, (CopyRegion(0, 0, 8),)), BUCKETS)
         made.stream = stream
         yield made
 
@@ -466,8 +466,8 @@ def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_
 )
 def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, signal, timeout_s, said):
     """Killed: at once, long before the bound. Stopped: within the bound."""
-    with board_elsewhere() as (sender, address):
-        group = communicator.Communicator(Board(address, timeout_s), 1, 2)
+    with store_elsewhere() as (sender, address):
+        group = communicator.Communicator(KeyValueStore(address, timeout_s), 1, 2)
         group.broadcast(torch.zeros(4))
         sender.send_signal(getattr(signals, signal))
         with pytest.raises(TransportError, match=said):
@@ -478,8 +478,8 @@ def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, signa
 
 
 def test_a_sender_that_waits_asks_nobody(communicator):
-    """Its board is its own; it is told of a rank's death by the link."""
-    group = communicator.Communicator(board(0.2), 0, 2)
+    """Its store is its own; it is told of a rank's death by the link."""
+    group = communicator.Communicator(store(0.2), 0, 2)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):
         group.finish(Never(), "send")
@@ -488,7 +488,7 @@ def test_a_sender_that_waits_asks_nobody(communicator):
 def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(communicator):
     """The last question too gets the time of an answer."""
     limits = []
-    living = board(0.3)
+    living = store(0.3)
     living.confirm = lambda who, phase, limit_s: limits.append(limit_s)
     group = communicator.Communicator(living, 1, 2)
     group.broadcast(torch.zeros(4))
@@ -501,7 +501,7 @@ def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(co
 @pytest.mark.parametrize("rank, phase", [(0, "send"), (1, "receive")])
 def test_a_broadcast_that_was_aborted_is_not_taken_for_one_that_ended(communicator, rank, phase):
     """Its event comes when the kernel has ended, of whatever."""
-    group = communicator.Communicator(board(20.0), rank, 2)
+    group = communicator.Communicator(store(20.0), rank, 2)
     group.broadcast(torch.zeros(4))
     event = SimpleNamespace(query=FakeGroup.made[0].aborted.is_set)
     threading.Timer(0.02, group.abort).start()

@@ -18,8 +18,8 @@ from inflight.messages import BucketMeta
 from inflight.weights.pack import ChecksumError
 from inflight.weights.transport import checksum_of, sums
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.landing import Strip, by_bucket, from_buffer
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.scatter import CopyRegion, by_bucket, from_buffer
 from inflight.weights.transport.sums import (
     MAX_WORDS,
     BufferSums,
@@ -38,10 +38,10 @@ FOLD = 32 * 4048
 NBYTES = 4 * FOLD
 # As a rank of two has it: whole parameters, the left half of a matrix' rows, one that is aligned to two bytes.
 STRIPS = (
-    Strip(0, 256, 3 * FOLD // 2),
-    Strip(3 * FOLD // 2, 2 * FOLD, 1024, 40, 2048, 1024),
-    Strip(3 * FOLD + 4, 3 * FOLD + 6, 20),
-    Strip(3 * FOLD + 512, 3 * FOLD + 1024, 4096),
+    CopyRegion(0, 256, 3 * FOLD // 2),
+    CopyRegion(3 * FOLD // 2, 2 * FOLD, 1024, 40, 2048, 1024),
+    CopyRegion(3 * FOLD + 4, 3 * FOLD + 6, 20),
+    CopyRegion(3 * FOLD + 512, 3 * FOLD + 1024, 4096),
 )
 
 
@@ -60,15 +60,15 @@ def copy(strips, source, target):
 
 
 class Pair:
-    """Both ends over a real board; `groups` is what lands together."""
+    """Both ends over a real store; `groups` is what lands together."""
 
     def __init__(self, groups=None, *, verify=True, size=2, timeout_s=10):
-        board = Board("", timeout_s)
+        store = KeyValueStore("", timeout_s)
         self.groups = [[strip] for strip in STRIPS] if groups is None else groups
         self.buffer_sums = BufferSums()
-        self.sender = SenderSums(board, size, self.buffer_sums)
-        self.boards = [Board(board.address, timeout_s) for _ in range(1, size)]
-        self.ranks = [RankSums(each, rank + 1, verify=verify) for rank, each in enumerate(self.boards)]
+        self.sender = SenderSums(store, size, self.buffer_sums)
+        self.stores = [KeyValueStore(store.address, timeout_s) for _ in range(1, size)]
+        self.ranks = [RankSums(each, rank + 1, verify=verify) for rank, each in enumerate(self.stores)]
         self.number = 0
 
     def transfer(self, source, harm=lambda source, target: None, *, copied=copy, packed=True):
@@ -293,7 +293,7 @@ def test_a_rank_that_verifies_nothing_asks_for_nothing():
     pair = Pair(verify=False)
     for _ in range(3):
         pair.transfer(random_bytes(), lambda source, target: source[0].bitwise_xor_(1))
-    assert not any(pair.boards[0].store.check([f"sums/{number}/1"]) for number in range(3)), "nothing piles up"
+    assert not any(pair.stores[0].tcp.check([f"sums/{number}/1"]) for number in range(3)), "nothing piles up"
 
 
 def test_who_keeps_nothing_to_sum_asks_no_device():
@@ -343,7 +343,7 @@ def test_a_rank_may_not_keep_other_bytes_than_it_said():
 )
 def test_what_a_rank_asks_for_is_not_trusted(text, asked):
     pair = Pair()
-    pair.boards[0].put("runs/1", asked)
+    pair.stores[0].put("runs/1", asked)
     with pytest.raises(TransportError, match=f"send: transport rank 1 .*{text}"):
         pair.sender.post(0, random_bytes())
 
@@ -364,14 +364,14 @@ def test_whatever_a_rank_asks_for_is_refused_or_can_be_summed(asked):
 
 def test_a_rank_that_says_nothing_is_named():
     pair = Pair()
-    pair.sender._board.timeout_s = 0.2
+    pair.sender._store.timeout_s = 0.2
     with pytest.raises(TransportError, match=r"send: transport rank 1 did not answer within 0\.2 s"):
         pair.sender.post(0, random_bytes())
 
 
 def test_a_sender_that_says_nothing_is_named():
     pair = Pair()
-    pair.boards[0].timeout_s = 0.2
+    pair.stores[0].timeout_s = 0.2
     pair.ranks[0].begin(pair.groups, CPU)
     with pytest.raises(TransportError, match="receive: the trainer did not answer"):
         pair.ranks[0].check(0)
@@ -380,7 +380,7 @@ def test_a_sender_that_says_nothing_is_named():
 def test_closing_ends_the_wait():
     pair = Pair(timeout_s=60)
     pair.ranks[0].begin(pair.groups, CPU)
-    threading.Timer(0.2, pair.boards[0].close).start()
+    threading.Timer(0.2, pair.stores[0].close).start()
     with pytest.raises(TransportError, match="closed while waiting"):
         pair.ranks[0].check(0)
 

@@ -1,7 +1,7 @@
 """Publisher, ranks and engines in one thread, with a network and a clock that hypothesis plays against them.
 
-The real state machines of both sides (Conversation and Roster, WeightReceiver, EngineAgent) talk over lists of messages
-that may be delivered late, out of order, twice or never; processes die, are cut off and restarted; the publisher too is
+The real state machines of both sides (PublishProtocol, WeightReceiver, EngineAgent) talk over lists of messages that
+may be delivered late, out of order, twice or never; processes die, are cut off and restarted; the publisher too is
 replaced, by one that begins at a version higher than, equal to or lower than what generators hold, with other weights;
 ranks fail in each phase; versions are published all the while. Whatever happens:
 
@@ -29,10 +29,11 @@ from inflight.messages import Abort, Commit, EngineHello, RankHello, Ready
 from inflight.types import ParamMeta
 from inflight.weights.pack import checksums
 from inflight.weights.plan import plan
-from inflight.weights.publish.conversation import Conversation, Offer
-from inflight.weights.publish.delivery import UNSETTLED, Failure, Swap
-from inflight.weights.publish.roster import Roster
+from inflight.weights.publish.events import Failure, Swap
+from inflight.weights.publish.outbox import Outbox
+from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.routes import routes
+from inflight.weights.publish.session import Session
 from inflight.weights.receive.rank_state import State
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.base import TransportError
@@ -109,16 +110,44 @@ class Wire:
 
 
 class Channel:
-    """In place of the sending thread: jobs are run by the simulation."""
+    """In place of the sending thread: its jobs are run by the simulation, in the order of all channels' jobs."""
 
-    def __init__(self, wire):
-        self.wire, self.rendezvous, self.jobs = wire, wire.rendezvous, []
+    def __init__(self, wire, jobs):
+        self.wire, self.rendezvous, self.error, self._jobs = wire, wire.rendezvous, None, jobs
+
+    def submit(self, attempt):
+        self._jobs.append((self, attempt))
 
     def close(self):
         self.wire.closed = True
 
-    def join(self, timeout_s):
-        return True
+
+class Channels:
+    """Opens them."""
+
+    kind = "gloo"
+
+    def __init__(self, world):
+        self.world = world
+
+    def open(self, generator, world_size):
+        self.world.wires.append(Wire(len(self.world.wires)))
+        return Channel(self.world.wires[-1], self.world.jobs)
+
+    def close(self, channel):
+        channel.close()
+
+
+class Offer:
+    """A version of the publisher with this number."""
+
+    unsound = None
+
+    def __init__(self, publisher, version):
+        self.publisher, self.version = publisher, version
+
+    def sums(self):
+        return checksums(MANIFEST, bytes_of(value_of(self.publisher, self.version)))
 
 
 class Receiving:
@@ -224,7 +253,7 @@ class World:
         self.births = 0
         self.net.on_commit = self._committing
         self.generators = {}
-        self.rosters = []
+        self.logs = []
         self.publishers = []
         """The publishers so far; the last one lives."""
         self.begin_publisher(0)
@@ -236,35 +265,25 @@ class World:
         self.jobs, self.net.to_publisher, self.began = [], [], version
         for wire in self.wires:
             wire.closed = True
-        clock = lambda: self.now  # noqa: E731
-        self.roster = Roster(
-            self.net, CONFIG, "gloo", MANIFEST, RANKS, lambda name, wire: Channel(wire), self._wire, clock
-        )
-        self.rosters.append(self.roster)
-        self.publishers.append(self.roster.publisher)
-        self.conversation = Conversation(self.roster, CONFIG, self._submit, clock, self._offer(version))
+        self.session = Session(CONFIG, MANIFEST, Outbox(self.net), Channels(self), clock=lambda: self.now)
+        self.logs.append(self.session.events)
+        self.publishers.append(self.session.publisher)
+        self.protocol = PublishProtocol(self.session, RANKS, self._offer(version))
+        self.replicas = self.protocol.membership.replicas
 
     def _offer(self, version):
-        sums = checksums(MANIFEST, bytes_of(value_of(len(self.publishers) - 1, version)))
-        return Offer(version, lambda: sums)
-
-    def _wire(self, kind, size, timeout_s):
-        self.wires.append(Wire(len(self.wires)))
-        return self.wires[-1]
-
-    def _submit(self, delivery, offer):
-        self.jobs.append((delivery, delivery.channel, delivery.attempt, offer))
+        return Offer(len(self.publishers) - 1, version)
 
     def run_job(self):
-        delivery, channel, attempt, offer = self.jobs.pop(0)
-        if self.conversation.prepare(delivery, channel, attempt, offer.sums()):
-            channel.wire.offered = (len(self.publishers) - 1, offer.version)
+        channel, attempt = self.jobs.pop(0)
+        if not channel.wire.closed and attempt.announce():
+            channel.wire.offered = (attempt.offer.publisher, attempt.offer.version)
 
     # --- what may happen --------------------------------------------------------------------------------------------
 
     def publish(self):
-        if self.conversation.withdraw(supersede=True):
-            self.conversation.release(self._offer(self.conversation.version + 1))
+        if self.protocol.withdraw(supersede=True):
+            self.protocol.release(self._offer(self.protocol.version + 1))
 
     def restart(self, name):
         if name in self.generators and self.generators[name].alive:
@@ -275,7 +294,7 @@ class World:
     def lose(self, peer):
         """The bus takes a peer for dead; it may well live."""
         self.net.connected.discard(peer)
-        self.conversation.lost(peer)
+        self.protocol.lost(peer)
 
     def heal(self):
         for generator in self.generators.values():
@@ -312,7 +331,7 @@ class World:
                 self.publish()
             case "time":
                 self.now += (0.5, 2.0, 6.0, 11.0)[index % 4]
-                self.conversation.expire()
+                self.protocol.expire()
             case "cut off" if alive:
                 generator = alive[index % len(alive)]
                 self.lose(generator.peers[index % len(generator.peers)])
@@ -322,9 +341,9 @@ class World:
                 generator = alive[index % len(alive)]
                 generator.die()
                 for peer in generator.peers:
-                    self.conversation.lost(peer)
+                    self.protocol.lost(peer)
             case "another publisher" if index < 3:  # seldom: all that was reached begins anew
-                self.begin_publisher(max(0, self.conversation.version + (0, 1, -2)[index]))
+                self.begin_publisher(max(0, self.protocol.version + (0, 1, -2)[index]))
             case "restart":
                 self.restart(list(RANKS)[index % len(RANKS)])
             case "rank fails" if alive:
@@ -338,14 +357,14 @@ class World:
             case "corrupt":
                 self.corrupt = True
             case "transport breaks":
-                open_ = [d.channel for d in self.roster.deliveries.values() if d.channel is not None]
+                open_ = [replica.channel for replica in self.replicas.values() if replica.channel is not None]
                 if open_:
-                    open_[index % len(open_)].wire.closed = True
-                    self.conversation.channel_failed(open_[index % len(open_)], "send: broken")
+                    channel = open_[index % len(open_)]
+                    channel.wire.closed, channel.error = True, TransportError("send: broken")
         self.check()
 
     def _hear(self, peer, message):
-        self.conversation.hear(peer, message)
+        self.protocol.hear(peer, message)
 
     def _give(self, peer, at):
         message = self.net.to_peer[peer].pop(at)
@@ -355,8 +374,9 @@ class World:
 
     def _committing(self, engine, version):
         """Commit is sent only when every rank has said of this very attempt that it is ready."""
-        delivery = self.roster.of(engine)
-        ready = {(rank, version, delivery.attempt, delivery.digest) for rank in delivery.ranks}
+        replica = self.replicas[engine.partition(".")[0]]
+        attempt = replica.attempt
+        ready = {(rank, version, attempt.number, attempt.digest) for rank in replica.members.ranks}
         assert ready <= self.net.said_ready
 
     # --- what must hold ---------------------------------------------------------------------------------------------
@@ -366,17 +386,17 @@ class World:
             for shadow, receiver in zip(generator.shadows, generator.receivers, strict=True):
                 live = shadow.live["w"].view(torch.uint8).unique().tolist()
                 assert live == [self._claimed(receiver)]  # whole, and what it claims
-        for name, delivery in self.roster.deliveries.items():
+        for name, replica in self.replicas.items():
             generator = self.generators[name]
-            claimed = delivery.committed
-            current = generator.alive and generator.incarnation == delivery.incarnation
-            if claimed is not None and current and delivery.state.name not in ("COMMITTING",):
+            claimed = replica.committed
+            current = generator.alive and generator.incarnation == replica.members.incarnation
+            if claimed is not None and current and replica.state.name not in ("COMMITTING",):
                 held = {self._claimed(receiver) for receiver in generator.receivers}
-                assert held == {value_of(len(self.publishers) - 1, claimed)}, (name, delivery, held)
-            bounded = delivery.state.name not in ("IDLE", "POISONED")
-            assert delivery.due is not None or not bounded  # nothing waits for ever
-        for route in routes(self.conversation.version, self.roster.deliveries.values(), 2).generators.values():
-            assert self.conversation.version - route.version <= 2
+                assert held == {value_of(len(self.publishers) - 1, claimed)}, (name, vars(replica), held)
+            bounded = replica.state.name not in ("IDLE", "POISONED")
+            assert replica.due is not None or not bounded  # nothing waits for ever
+        for route in routes(self.protocol.version, self.replicas.values(), 2).generators.values():
+            assert self.protocol.version - route.version <= 2
 
     def _claimed(self, receiver):
         if receiver.version is None:
@@ -406,16 +426,16 @@ class World:
                     shadow.fail.clear()
                 if not generator.alive or any(r.state is State.POISONED for r in generator.receivers):
                     for peer in generator.peers:
-                        self.conversation.lost(peer)
+                        self.protocol.lost(peer)
                     self.restart(name)
             self.drain(200)
             self.now += 1.5
-            self.conversation.expire()
-            newest = self.conversation.version
-            if {d.committed for d in self.roster.deliveries.values()} == {newest}:
+            self.protocol.expire()
+            newest = self.protocol.version
+            if {replica.committed for replica in self.replicas.values()} == {newest}:
                 return round_
-        states = {n: (d.state.name, d.why, d.held) for n, d in self.roster.deliveries.items()}
-        raise AssertionError(f"not all came to version {self.conversation.version}: {states}")
+        states = {name: (each.state.name, each.reason, each.members.held) for name, each in self.replicas.items()}
+        raise AssertionError(f"not all came to version {self.protocol.version}: {states}")
 
 
 MOVES = [
@@ -438,7 +458,7 @@ def test_long_histories(seed):
     """Longer than hypothesis tries; enough goes well in them that faults meet every phase."""
     chance = random.Random(seed)
     world = play([(chance.choice(MOVES), chance.randrange(6)) for _ in range(1500)])
-    events = [event for roster in world.rosters for event in roster.events]
+    events = [event for log in world.logs for event in log.since(0)]
     assert len([event for event in events if isinstance(event, Swap)]) > 5
     assert {event.phase for event in events if isinstance(event, Failure)} >= {"receive", "absent"}
 
@@ -450,11 +470,11 @@ def play(moves):
     world.calm()
     # Every version has an outcome at every generator (of a version that was passed over: superseded or absent).
     world.now += 60
-    world.conversation.expire()
-    assert all(delivery.state not in UNSETTLED for delivery in world.roster.deliveries.values())
+    world.protocol.expire()
+    assert world.protocol.settled()
     for name in RANKS:
-        told = {e.version for e in world.roster.events if e.generator == name}
-        assert told >= set(range(world.began + 1, world.conversation.version + 1)), (name, world.roster.events)
+        told = {e.version for e in world.session.events.since(0) if e.generator == name}
+        assert told >= set(range(world.began + 1, world.protocol.version + 1)), (name, world.session.events.since(0))
     return world
 
 
@@ -487,8 +507,8 @@ def test_an_abort_that_is_lost_is_repeated():
     for _ in range(40):
         world.drain(1)
         box[:] = [message for message in box if not isinstance(message, Abort)]
-    assert world.roster.deliveries["g0"].state.name == "ABORTING"
-    assert world.roster.deliveries["g0"].silent == ["g0.r1"]
+    assert world.replicas["g0"].state.name == "ABORTING"
+    assert world.replicas["g0"].attempt.silent(ending=True) == ["g0.r1"]
     assert world.calm() < 20
 
 
@@ -501,12 +521,12 @@ def test_an_answer_to_an_earlier_attempt_counts_for_nothing():
     for _ in range(60):
         early += [(p, m) for p, m in world.net.to_publisher if p == "g0.r0" and isinstance(m, Ready)]
         world.drain(1)
-    delivery = world.roster.deliveries["g0"]
+    replica = world.replicas["g0"]
     assert early
-    assert delivery.failures == 1
+    assert replica.retry.failures == 1
     world.now += 5
-    world.conversation.expire()
+    world.protocol.expire()
     world.run_job()
-    assert delivery.state.name == "SENDING"
-    world.conversation.hear(*early[0])
-    assert delivery.ready == {}
+    assert replica.state.name == "SENDING"
+    world.protocol.hear(*early[0])
+    assert replica.attempt.ready == {}

@@ -15,11 +15,11 @@ import pytest
 PACKAGE = "inflight.weights.transport"
 HOST = """
 import sys
-from inflight.weights.transport.rendezvous import Board
-board = Board("", 5.0)
+from inflight.weights.transport.rendezvous import KeyValueStore
+store = KeyValueStore("", 5.0)
 for key in sys.argv[1:]:
-    board.put(key, bytes(80))
-print(board.address, flush=True)
+    store.put(key, bytes(80))
+print(store.address, flush=True)
 sys.stdin.read()
 """
 
@@ -38,8 +38,8 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch, name: str, *beneath: str) -> I
 
 
 @contextmanager
-def board_elsewhere(*keys: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that hosts a board with 80 bytes at each of `keys`, and the board's address."""
+def store_elsewhere(*keys: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that hosts a store with 80 bytes at each of `keys`, and the store's address."""
     command = [sys.executable, "-c", HOST, *keys]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -25,11 +25,11 @@ from inflight.messages import BucketMeta, Manifest
 from inflight.weights.receive.shadow import TornWeights
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import Receiver
-from inflight.weights.transport.landing import DirectReceiver, Landing
+from inflight.weights.transport.scatter import DirectReceiver, ScatterTarget
 
 
 class CudaShadow:
-    """The Shadow of a worker on CUDA: plans, the receive buffer, building, and the landing for direct transports.
+    """The Shadow of a worker on CUDA: plans, the receive buffer, building, and the target for direct transports.
 
     A subclass has `target` and `swap`. It may use vLLM's start: `plan_graphs` is called when the model is loaded,
     `measured` when vLLM has profiled a step, `ready` when warm-up is over.
@@ -111,10 +111,10 @@ class CudaShadow:
             self._buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer
 
-    def landing(self) -> Landing:
+    def scatter_target(self) -> ScatterTarget:
         """Where a direct transport puts the bytes, after `begin`."""
         assert self._plan is not None
-        return Landing(self.target(), self.device, tuple(self._plan.all_strips))
+        return ScatterTarget(self.target(), self.device, tuple(self._plan.all_strips))
 
     def build(self) -> None:
         """Puts the received bytes where they belong, on a stream of its own; returns when they are there."""
@@ -157,7 +157,7 @@ class DirectTransport:
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """`buffer` is what `begin` returned and holds nothing."""
-        self._inner.receive_into(self._shadow.landing(), buckets)
+        self._inner.receive_into(self._shadow.scatter_target(), buckets)
 
     def close(self) -> None:
         self._inner.close()

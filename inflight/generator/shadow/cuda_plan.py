@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inflight.generator.shadow.loader_trace import LoaderTrace, writes
 from inflight.messages import Manifest, Slot
 from inflight.weights.receive.shadow import Unfit
-from inflight.weights.transport.landing import Strip
+from inflight.weights.transport.scatter import CopyRegion
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Span = tuple[int, int]
@@ -41,11 +41,11 @@ class Region:
 class Plan:
     """`strips[name]` fills the arena from parameter `name` of the send buffer; `constant` bytes keep their value."""
 
-    strips: dict[str, list[Strip]]
+    strips: dict[str, list[CopyRegion]]
     constant: list[Span]
 
     @property
-    def all_strips(self) -> list[Strip]:
+    def all_strips(self) -> list[CopyRegion]:
         """Every strip, in the send buffer's order."""
         return sorted((strip for strips in self.strips.values() for strip in strips), key=lambda strip: strip.source)
 
@@ -97,7 +97,7 @@ class _Notes(LoaderTrace):
         super().__init__(slots)
         self._live = live
         self._device = device
-        self.strips: dict[str, list[Strip]] = {}
+        self.strips: dict[str, list[CopyRegion]] = {}
         self.constant: list[Span] = []
 
     @property
@@ -130,7 +130,7 @@ class _Notes(LoaderTrace):
         self.strips.setdefault(name, []).extend(_strips(name, source, target, source_at, at))
 
 
-def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: int, target_at: int) -> list[Strip]:
+def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: int, target_at: int) -> list[CopyRegion]:
     """Equal shapes, any strides: the fewest two-dimensional copies in byte units."""
     item = source.element_size()
     dims = _merged(source.shape, source.stride(), target.stride())
@@ -139,11 +139,11 @@ def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: in
         raise PlanError(f"{name}: the loader transposes it, which can't be planned")
     width = size * item
     rows, source_pitch, target_pitch = dims.pop() if dims else (1, 0, 0)
-    one = Strip(source_at, target_at, width, rows, source_pitch * item, target_pitch * item)
+    one = CopyRegion(source_at, target_at, width, rows, source_pitch * item, target_pitch * item)
     strips = [one]
     for count, source_step, target_step in reversed(dims):
         strips = [
-            Strip(
+            CopyRegion(
                 strip.source + i * source_step * item, strip.target + i * target_step * item,
                 strip.width, strip.rows, strip.source_pitch, strip.target_pitch,
             )
@@ -181,7 +181,7 @@ def _byte_spans(tensor: torch.Tensor, base: int) -> list[Span]:
     return [(at, at + size * item) for at in starts]
 
 
-def _target_spans(strip: Strip) -> list[Span]:
+def _target_spans(strip: CopyRegion) -> list[Span]:
     if strip.rows == 1 or strip.target_pitch == strip.width:
         return [(strip.target, strip.target + strip.nbytes)]
     return [

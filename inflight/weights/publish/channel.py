@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from typing import Protocol
 
+from inflight.weights.publish.offer import Offer
+from inflight.weights.transport import make_sender
 from inflight.weights.transport.base import Sender, TransportError
+from inflight.weights.transport.sums import BufferSums
 
-Job = Callable[[Sender], None]
+
+class Announced(Protocol):
+    """What a channel sends: an Attempt."""
+
+    offer: Offer
+
+    def announce(self) -> bool:
+        """Says to the ranks that the offer's bytes follow. False: they are not to be sent."""
 
 
 class Channel:
-    """Owns a Sender and the one thread that uses it. Jobs run in order; the first that fails ends the channel.
+    """Owns a Sender and the one thread that uses it. Attempts run in order; the first that fails ends the channel.
 
-    A channel that is closed while a job is in the transport is simply left behind: its thread ends with the job, within
-    the transport's timeout, and until then only reads the send buffer.
+    A channel that is closed while it sends is abandoned: its thread ends with the transfer, within the transport's
+    timeout, and until then only reads the send buffer.
     """
 
-    def __init__(self, name: str, sender: Sender, failed: Callable[[Channel, TransportError], None]) -> None:
-        """`failed` is called in the channel's thread, once, unless the channel was closed before."""
+    def __init__(self, name: str, sender: Sender) -> None:
         self.rendezvous = sender.rendezvous
+        self.error: TransportError | None = None
+        """Why it ended, unless it was closed before; the publisher's loop looks at it."""
         self._sender = sender
-        self._failed = failed
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+        self._attempts: queue.Queue[Announced | None] = queue.Queue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"channel {name}", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        """Queues a job; on a closed channel it never runs."""
-        self._jobs.put(job)
+    def submit(self, attempt: Announced) -> None:
+        """Queues an attempt; on a closed channel it is never sent."""
+        self._attempts.put(attempt)
 
     def close(self) -> None:
-        """Frees the sender as soon as nothing is in it; waits for nobody, but for NCCL up to its bound."""
+        """Frees the sender as soon as nothing is in it; does not wait, but for NCCL up to its bound."""
         self._closed.set()
-        self._jobs.put(None)
+        self._attempts.put(None)
         self._sender.close()
 
     def join(self, timeout_s: float) -> bool:
@@ -44,13 +55,43 @@ class Channel:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._closed.is_set():
+        while (attempt := self._attempts.get()) is not None and not self._closed.is_set():
             try:
-                job(self._sender)
+                if attempt.announce():
+                    self._sender.send(attempt.offer.buffer, attempt.offer.manifest.buckets)
             except Exception as error:  # noqa: BLE001 - whatever a transport raises ends this channel, not the trainer
                 if not isinstance(error, TransportError):
                     error = TransportError(f"send: {type(error).__name__}: {error}")
                 if not self._closed.is_set():
-                    self._failed(self, error)
+                    self.error = error
                 break
         self._sender.close()
+
+
+class ChannelSource:
+    """Opens a channel for each generator, and keeps those in sight that are closed but still in a transfer."""
+
+    def __init__(self, kind: str, timeout_s: float) -> None:
+        """`kind` is gloo, nccl or ipc; `timeout_s` bounds each wait of a transfer."""
+        self.kind, self._timeout_s = kind, timeout_s
+        self.buffer_sums = BufferSums()
+        """Of the one send buffer that all channels read."""
+        self._abandoned: list[Channel] = []
+
+    def open(self, generator: str, world_size: int) -> Channel:
+        """A channel to the ranks of a generator. Raises TransportError when its transport can't be opened."""
+        return Channel(generator, self.make_sender(generator, world_size))
+
+    def make_sender(self, generator: str, world_size: int) -> Sender:
+        """The transport beneath; the publisher is its rank 0."""
+        return make_sender(self.kind, world_size + 1, self._timeout_s, sums=self.buffer_sums)
+
+    def close(self, channel: Channel) -> None:
+        """Closes a channel."""
+        channel.close()
+        self._abandoned = [each for each in self._abandoned if not each.join(0)] + [channel]
+
+    def join(self, timeout_s: float) -> int:
+        """Waits for the threads of closed channels; how many are still in a transfer after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        return sum(not each.join(max(0.0, deadline - time.monotonic())) for each in self._abandoned)

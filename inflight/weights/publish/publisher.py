@@ -1,8 +1,7 @@
-"""The trainer's end: packs a version into the send buffer and lets the trainer go on; the rest happens beside it."""
+"""The trainer's end: packs a version into the send buffer and returns; sending runs beside the trainer."""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,38 +11,43 @@ from pathlib import Path
 from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.messages import Manifest
-from inflight.weights.pack import Packer, checksums
+from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
-from inflight.weights.publish.conversation import Offer
-from inflight.weights.publish.delivery import Event, Failure, State, Superseded, Swap
-from inflight.weights.publish.dispatch import Dispatch
-from inflight.weights.publish.finite import NotFinite, require_finite
-from inflight.weights.publish.guard import ReadGuard
+from inflight.weights.publish.channel import ChannelSource
+from inflight.weights.publish.events import Event
+from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.loop import PublisherLoop
+from inflight.weights.publish.offer import Offer
+from inflight.weights.publish.outbox import Outbox
+from inflight.weights.publish.protocol import PublishProtocol
+from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.publish.routes import RoutesFile
 from inflight.weights.publish.served import Served
+from inflight.weights.publish.session import Session
+from inflight.weights.publish.states import State
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer, resolve
 from inflight.weights.transport.sums import warm_up
 
 GRACE_S = 30.0
-"""Beyond the phases' own bounds (it covers checksums); reached only when the dispatch has a fault."""
+"""Beyond the phases' own bounds (it covers checksums); reached only when the publisher's thread has a fault."""
 
 
 class PublishError(RuntimeError):
-    """Publishing can't go on, or something was not there in time; names who and in which state."""
+    """Publishing can't continue, or something was not there in time; names the generators and their states."""
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What the trainer was kept from its work for."""
+    """What a publish made the trainer wait for, in seconds, and which generators it did not reach for good."""
 
     version: int
     wait_s: float
     """Until the version before had been committed or had failed everywhere."""
     pack_s: float
-    """Casting and copying into the send buffer; on CUDA with a guard that holds an optimizer: queueing that."""
+    """Casting and copying into the send buffer; on CUDA with a fence that holds an optimizer: queueing that."""
     guard_s: float
-    """In the optimizer steps since the publish before, until the parameters were read (weights/publish/guard.py)."""
+    """In the optimizer steps since the publish before, until the parameters were read (read_fence.py)."""
     incompatible: dict[str, str]
     """Generators that can take no version of this publisher, with the reason; see Publisher.incompatible."""
 
@@ -51,17 +55,17 @@ class PublishReport:
 class Publisher(Served):
     """Publishes the versions of a module to generators, each with a transport of its own.
 
-    There is one send buffer, as large as the model on the wire, and it holds the newest version: whoever joins, comes
-    back or failed before is sent that one. `publish` waits until nobody receives the version before, and packs over it.
-    A second buffer would let packing begin earlier, but the next version could still not be sent before the one before
-    is swapped in (a rank has one shadow), so it would save only the waiting of a trainer whose steps are shorter than a
-    transfer, at the price of the model's size.
+    There is one send buffer, as large as the model on the wire, and it holds the newest version: a generator that
+    joins, rejoins or failed before is sent that one. `publish` waits until no generator receives the version before,
+    and packs over it. A second buffer would let packing begin earlier, but the next version could still not be sent
+    before the one before is swapped in (a rank has one shadow), so it would save only the waiting of a trainer whose
+    steps are shorter than a transfer, at the price of the model's size.
 
-    Life of a version: delivery.State. The version that the module holds at the start is sent like any other: a number
+    Life of a version: states.State. The version that the module holds at the start is sent like any other: a number
     names the weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it
-    was started with. A generator that is late, fails or dies is left behind; the others go on. What went wrong is in
-    `events` and in the log. `publish` and `flush` raise only when nobody can be sent anything any more: a version holds
-    NaN or Inf, or no generator's model has a use for what is published.
+    was started with. A generator that is late, fails or dies is skipped; the others get the version. What went wrong is
+    in `events` and in the log. `publish` and `flush` raise only when nothing can be sent any more: a version holds NaN
+    or Inf, or no generator's model has a use for what is published.
 
     Example:
         with Listener(endpoint, bus) as listener:
@@ -82,19 +86,19 @@ class Publisher(Served):
         *,
         version: int,
         ranks: dict[str, int],
-        guard: ReadGuard | None = None,
+        fence: ReadFence | None = None,
         routes_file: Path | None = None,
     ) -> None:
         """Begins to listen. `version` is what the module holds now, `ranks` generator name → world size.
 
-        With a `guard` that holds the optimizer, packing on CUDA goes on beside the trainer's next forward and backward
+        With a `fence` that holds the optimizer, packing on CUDA runs beside the trainer's next forward and backward
         pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
         requests may be sent to. The listener stays the caller's, who closes it after the publisher.
 
         Raises NotFinite when the module holds NaN or Inf already, in the dtypes that travel.
         """
         self._source, self._config, self._listener = source, config, listener
-        self._guard = guard or ReadGuard(source.device)
+        self._fence = fence or ReadFence(source.device)
         self.transport = resolve(config.transport, source.device)
         """gloo, nccl or ipc."""
         checksum = checksum_of(self.transport, config.checksum)
@@ -103,65 +107,66 @@ class Publisher(Served):
             warm_up(source.device)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
-        self._pack()  # what the first packing needs once, such as kernels to be loaded, no step has to wait for
-        if config.finite_check:
-            require_finite(version, self.manifest, self._buffer)
-        self._dispatch = Dispatch(
-            listener, config, self.transport, self.manifest, self._buffer, version=version, ranks=ranks,
-            inspect=functools.partial(self._inspect, version),
-            routes_file=RoutesFile(routes_file) if routes_file is not None else None,
-        )  # fmt: skip
-        self._offer: Offer | None = None
+        self._channels = ChannelSource(self.transport, config.transfer_timeout_s)
+        self._offer = self._pack(version)  # what the first packing needs once, such as kernels, delays no step
+        self.require_sound()
+        session = Session(config, self.manifest, Outbox(listener), self._channels)
+        routes = RoutesFile(routes_file) if routes_file is not None else None
+        self._loop = PublisherLoop(listener, session, ranks, self._offer, routes)
 
     @property
     def version(self) -> int:
         """The newest version that was published."""
-        return self._dispatch.conversation.version
+        return self._loop.protocol.version
 
     @property
     def committed(self) -> dict[str, int]:
         """Generator → the version that its engine stamps, as the engine said; absent when that is not certain."""
-        with self._dispatch.changed:
-            found = {name: delivery.committed for name, delivery in self._dispatch.roster.deliveries.items()}
-        return {name: version for name, version in found.items() if version is not None}
+        with self._loop.changed:
+            held = {replica.generator: replica.committed for replica in self._loop.protocol.replicas}
+        return {name: version for name, version in held.items() if version is not None}
 
     @property
     def refused(self) -> Counter[str]:
-        """What its socket did not take, by reason."""
+        """Frames and connections that its socket refused, by reason."""
         return Counter(self._listener.refusals.counts)
 
     @property
     def behind(self) -> dict[str, int]:
-        """Generator → how many published versions it lacks; absent when it is not certain what it holds."""
-        with self._dispatch.changed:
+        """Generator → how many published versions it is behind; absent when it is not certain what it holds."""
+        with self._loop.changed:
             return {name: self.version - version for name, version in self.committed.items()}
 
     @property
     def patience_s(self) -> float:
-        """How long a run may go on without any generator."""
+        """How long a run may continue without any generator, in seconds."""
         return self._config.join_timeout_s
 
     @property
     def deserted_s(self) -> float:
-        """For how long no generator has taken part; 0 while one does."""
-        with self._dispatch.changed:
-            return self._dispatch.roster.deserted_s()
+        """For how many seconds no generator has taken part; 0 while one does."""
+        with self._loop.changed:
+            return self._loop.protocol.membership.deserted_s()
 
     @property
     def events(self) -> list[Event]:
         """What became of the versions so far, in order."""
-        with self._dispatch.changed:
-            return list(self._dispatch.roster.events)
+        return self.events_since(0)
+
+    def events_since(self, cursor: int) -> list[Event]:
+        """The events from number `cursor` on, counted from 0; the next cursor is `cursor` plus their count."""
+        with self._loop.changed:
+            return self._loop.session.events.since(cursor)
 
     @property
     def states(self) -> dict[str, tuple[State, str]]:
         """Generator → its state and why it is in it."""
-        with self._dispatch.changed:
-            return {name: (each.state, each.reason) for name, each in self._dispatch.roster.deliveries.items()}
+        with self._loop.changed:
+            return {each.generator: (each.state, each.reason) for each in self._loop.protocol.replicas}
 
     @property
     def incompatible(self) -> dict[str, str]:
-        """Generator → why it can take no version of this publisher: its model has no use for what travels (another
+        """Generator → why it can take no version of this publisher: its model has no use for what is sent (another
         shape, more layers, the names that a wrapper has changed, a head that is missing), its size is not the
         configured one, it holds a newer version of another publisher, or it was refused (`refuse`)."""
         return {name: why for name, (state, why) in self.states.items() if state is State.INCOMPATIBLE}
@@ -169,24 +174,13 @@ class Publisher(Served):
     @property
     def ignored(self) -> int:
         """Messages that fitted no state."""
-        with self._dispatch.changed:
-            return self._dispatch.roster.ignored.total()
+        with self._loop.changed:
+            return self._loop.session.outbox.ignored.total()
 
     def stats(self) -> dict[str, float | int]:
-        """Counters for metrics and status; times in seconds, the largest so far."""
-        events = self.events
-        swaps = [event for event in events if isinstance(event, Swap)]
-        return {
-            "swaps": len(swaps),
-            "swaps_with_running": sum(swap.running > 0 for swap in swaps),
-            "failures": sum(isinstance(event, Failure) for event in events),
-            "superseded": sum(isinstance(event, Superseded) for event in events),
-            "ignored": self.ignored,
-            **{
-                f"max_{name}": max((getattr(swap, name) for swap in swaps), default=0.0)
-                for name in ("transfer_s", "build_s", "ready_s", "commit_s", "gap_s")
-            },
-        }
+        """Counters for metrics and status; `max_*` are the largest durations so far in seconds."""
+        with self._loop.changed:
+            return {**self._loop.session.events.totals(), "ignored": self.ignored}
 
     def wait_joined(self, timeout_s: float, *, at_least: int | None = None) -> None:
         """Returns when `at_least` generators (all, without it) have committed the newest version.
@@ -195,7 +189,7 @@ class Publisher(Served):
         after `timeout_s`, naming who is missing and what is known of it.
         """
 
-        def joined() -> bool:
+        def joined(_: PublishProtocol) -> bool:
             held, needed = self.committed.values(), at_least or len(self.states)
             if len(self.states) - len(self.incompatible) < needed:
                 raise PublishError(self._says_who_can_not())
@@ -207,7 +201,7 @@ class Publisher(Served):
         """Packs the module's parameters and begins to send them as `version`; blocks for no more than that.
 
         While generators still receive the version before it waits for them (`wait_s`), but not for long if others have
-        it (`supersede_after_s`): those that don't are left behind and are sent the new one. One caller at a time.
+        it (`supersede_after_s`): those that don't are skipped and are sent the new one. One caller at a time.
 
         Raises ValueError for a version that is not newer, SourceError for a module that has changed, PublishError when
         publishing has ended, in particular because the version before holds NaN or Inf, and when no generator can take
@@ -216,44 +210,43 @@ class Publisher(Served):
         if version <= self.version:
             raise ValueError(f"version {version} is not newer than {self.version}, which was published before")
         started = time.monotonic()
+        self._require_taker()
         self._wait_for_buffer(started)
         waited = time.monotonic()
-        self._pack()
+        self._offer = self._pack(version)
         packed = time.monotonic()
-        self._offer = self._dispatch.release(version, functools.partial(self._inspect, version))
-        guard_s = self._guard.take_waited_s()
+        self._loop.release(self._offer)
         return PublishReport(
-            version, wait_s=waited - started, pack_s=packed - waited, guard_s=guard_s, incompatible=self.incompatible
+            version,
+            wait_s=waited - started,
+            pack_s=packed - waited,
+            guard_s=self._fence.take_waited_s(),
+            incompatible=self.incompatible,
         )
 
     def require_sound(self) -> None:
-        """Returns when the newest version is known to hold neither NaN nor Inf; looks itself if nobody was sent it.
+        """Returns when the newest version is known to hold neither NaN nor Inf; looks itself if nothing was sent of it.
 
         Raises NotFinite naming the parameter. Does nothing without `finite_check`.
         """
-        if self._config.finite_check and self._offer is not None:
+        if self._config.finite_check:
             self._offer.sums()
 
-    def _pack(self) -> None:
-        with self._guard.reading():
+    def _pack(self, version: int) -> Offer:
+        with self._fence.reading():
             self._packer.pack(self._source)
+        return Offer(
+            version, self.manifest, self._buffer, self._fence, self._channels.buffer_sums,
+            finite_check=self._config.finite_check,
+        )  # fmt: skip
 
     def _wait_for_buffer(self, started: float) -> None:
         patient_until = started + self._config.supersede_after_s
-        conversation = self._dispatch.conversation
-        self._require_taker()
         self._wait(
-            lambda: conversation.withdraw(supersede=time.monotonic() >= patient_until),
+            lambda protocol: protocol.withdraw(supersede=time.monotonic() >= patient_until),
             self._config.transfer_timeout_s + GRACE_S,
             f"version {self.version} has no outcome",
         )
-
-    def _inspect(self, version: int) -> list[int]:
-        """Waits until all is packed and looks at what lies in the buffer, in a sending thread."""
-        self._guard.wait_read()
-        if self._config.finite_check:
-            require_finite(version, self.manifest, self._buffer)
-        return checksums(self.manifest, self._buffer)
 
     def flush(self, timeout_s: float) -> dict[str, str]:
         """Waits until the last version is committed or has failed everywhere.
@@ -261,9 +254,9 @@ class Publisher(Served):
         Returns generator → why it does not hold that version; empty when all do. Raises PublishError when the version
         has no outcome in time, and when no generator can take what is published.
         """
-        self._wait(self._dispatch.conversation.settled, timeout_s, f"version {self.version} has no outcome")
+        self._wait(PublishProtocol.settled, timeout_s, f"version {self.version} has no outcome")
         self._require_taker()
-        with self._dispatch.changed:
+        with self._loop.changed:
             committed, states = self.committed, self.states
         missed = [name for name in states if committed.get(name) != self.version]
         return {name: f"{states[name][0].name}: {states[name][1]}" for name in missed}
@@ -278,23 +271,17 @@ class Publisher(Served):
 
     def finish(self, reason: str) -> None:
         """Tells the generators' engines that the run is over and why."""
-        self._dispatch.finish(reason)
+        self._loop.finish(reason)
 
     def close(self) -> None:
         """Aborts what is still being sent and ends all threads; bounded. A second call does nothing."""
-        self._dispatch.close()
+        self._loop.close()
 
-    def _wait(self, condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
-        deadline = time.monotonic() + timeout_s
-        with self._dispatch.changed:
-            while True:
-                if (error := self._dispatch.error) is not None:
-                    text = str(error) if isinstance(error, NotFinite) else f"publishing has ended: {error!r}"
-                    raise PublishError(text) from error
-                if condition():
-                    return
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    states = "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in self.states.items())
-                    raise PublishError(f"{problem} after {timeout_s:g} s ({states})")
-                self._dispatch.changed.wait(left)
+    def _wait(self, condition: Callable[[PublishProtocol], bool], timeout_s: float, problem: str) -> None:
+        came = self._loop.wait(condition, timeout_s)
+        if (error := self._loop.error) is not None:
+            text = str(error) if isinstance(error, NotFinite) else f"publishing has ended: {error!r}"
+            raise PublishError(text) from error
+        if not came:
+            states = "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in self.states.items())
+            raise PublishError(f"{problem} after {timeout_s:g} s ({states})")

@@ -1,4 +1,4 @@
-"""Which generators may be asked for rollouts, and the file by which the actors know."""
+"""Which generators requests may be sent to, and the file that tells the actors."""
 
 from __future__ import annotations
 
@@ -10,22 +10,19 @@ from pathlib import Path
 import msgspec
 
 from inflight.types import Route, Routes
-from inflight.weights.publish.delivery import Delivery, State
+from inflight.weights.publish.replica import Replica
 
 log = logging.getLogger(__name__)
 
-ROUTED = (State.IDLE, State.SENDING, State.ABORTING, State.COMMITTING)
-"""STALLED and UNSURE are not: who does not answer us may not answer requests either."""
 
-
-def routes(newest: int, deliveries: Iterable[Delivery], max_behind: int) -> Routes:
+def routes(newest: int, replicas: Iterable[Replica], max_behind: int) -> Routes:
     """Those that take part, have held a version that was the newest at its time, and are not too far behind."""
     routed = {
-        delivery.generator: Route(url=delivery.url, version=version, incarnation=delivery.incarnation or "")
-        for delivery in deliveries
-        if delivery.state in ROUTED
-        and delivery.caught_up
-        and (version := delivery.committed) is not None
+        each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
+        for each in replicas
+        if each.state.routed
+        and each.caught_up
+        and (version := each.committed) is not None
         and newest - version <= max_behind
     }
     return Routes(version=newest, generators=routed)
@@ -50,7 +47,7 @@ class RoutesFile:
             os.replace(partial, self._path)
         except OSError as error:
             if not self._failed:
-                log.error("%s can't be written, actors go on with what it held: %s", self._path, error)
+                log.error("%s can't be written, actors keep using its last contents: %s", self._path, error)
             self._failed = True
         else:
             self._written, self._failed = wanted, False

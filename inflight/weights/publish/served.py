@@ -9,7 +9,7 @@ from inflight.config import Sampling
 from inflight.messages import Manifest
 from inflight.types import Route
 from inflight.weights.publish.comparison import ANSWER_S, Comparison, Score, compare, require
-from inflight.weights.publish.dispatch import Dispatch
+from inflight.weights.publish.loop import PublisherLoop
 
 _COARSER = ("float32", "float16", "bfloat16")
 """Dtypes, each with larger roundings than the one before."""
@@ -19,16 +19,16 @@ class Served:
     """The part of a Publisher that asks generators instead of sending to them."""
 
     manifest: Manifest
-    _dispatch: Dispatch
+    _loop: PublisherLoop
 
     @property
     def served(self) -> dict[str, Route]:
         """Generators that take part: where they serve, and which version they stamp; without those of which that is not
         certain."""
-        with self._dispatch.changed:
+        with self._loop.changed:
             return {
-                each.generator: Route(url=each.url, version=version, incarnation=each.incarnation or "")
-                for each in self._dispatch.roster.deliveries.values()
+                each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
+                for each in self._loop.protocol.replicas
                 if (version := each.committed) is not None
             }
 
@@ -60,7 +60,7 @@ class Served:
             publisher.wait_joined(300)
             publisher.compare(score, [[5, 3, 8], list(range(100))])
         """
-        newest = self._dispatch.conversation.version
+        newest = self._loop.protocol.version
         found = compare(
             {name: route for name, route in self.served.items() if route.version == newest}, score, prompts,
             dtype=dtype or max((slot.meta.dtype for slot in self.manifest.slots), key=_COARSER.index),
@@ -71,6 +71,6 @@ class Served:
 
     def refuse(self, generator: str, incarnation: str, reason: str) -> None:
         """Does without the present start of a generator, and tells it to end; one that is another already stays."""
-        with self._dispatch.changed:
-            self._dispatch.roster.refuse(generator, incarnation, reason)
-            self._dispatch.changed.notify_all()
+        with self._loop.changed:
+            self._loop.protocol.membership.dismiss(generator, incarnation, reason)
+            self._loop.changed.notify_all()

@@ -24,7 +24,7 @@ class State(enum.Enum):
     JOINING, IDLE, RECEIVING → POISONED  T: the last swap, left for later, turns out to have failed when the shadow is
                            to be begun or, for a new manifest, planned
     IDLE      → JOINING    T: the publisher was lost; hello is said again, for one that restarts. (A READY rank says it
-                           too but stays: the engine may have been told to commit.)
+                           too but stays: the engine may have a Commit already.)
     any but SWAPPING, POISONED → FAILED  T: refused by the publisher, or an error of our own; the live weights stay
     any       → CLOSED     close()
 

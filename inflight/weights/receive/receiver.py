@@ -41,7 +41,7 @@ JOIN_S = 5.0
 
 
 class _Fatal(RuntimeError):
-    """Ends the receiver; the engine goes on with the weights it has."""
+    """Ends the receiver; the engine keeps the weights it has."""
 
 
 class WeightReceiver:
@@ -92,7 +92,7 @@ class WeightReceiver:
         """Makes `version` live; seconds that it took. Called by the step loop's thread, between two forward passes.
 
         Raises SwapRefused, having touched nothing, unless exactly `version` is ready. What the shadow's swap raises is
-        passed on: the rank is then poisoned, has told the publisher so and must not be used before it is restarted.
+        passed on: the rank is then poisoned, has reported that and must not be used before it is restarted.
         """
         if (why := self._rank_state.begin_swap(version)) is not None:
             raise SwapRefused(f"version {version} is not ready on {self._name}: {why}")
@@ -122,7 +122,7 @@ class WeightReceiver:
             self._hello()
             while not self._closing.is_set():
                 self._step()
-        except Exception as error:  # noqa: BLE001 - nobody above: kept for swap's text, logged, and the engine lives on
+        except Exception as error:  # noqa: BLE001 - nobody above: kept for swap's text, logged, and the engine continues
             if not self._closing.is_set():
                 self._rank_state.fail(reason_of(error))
                 log.error("%s receives no more weights: %s", self._name, self.error)
@@ -185,7 +185,7 @@ class WeightReceiver:
         self._agreement, self._attempt = agreement, 0
         try:
             self._transport = self._connect(welcome)
-        except TransportError as error:  # told when it is needed: the publisher then sends another Welcome
+        except TransportError as error:  # reported when it is needed: the publisher then sends another Welcome
             log.warning("%s: %s", self._name, error)
         except TornWeights as error:
             self._poison(self.version, error)
@@ -212,7 +212,7 @@ class WeightReceiver:
             phase = "build"
             self._rank_state.enter(State.BUILDING)
             self._shadow.build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the publisher must hear of it and decoding goes on
+        except Exception as error:  # noqa: BLE001 - whatever it is, the publisher must hear of it and decoding continues
             # A transport that verifies by itself can be used again: its transfer went well.
             phase = "verify" if isinstance(error, ChecksumError) else phase
             self._fail(message, "fit" if isinstance(error, Unfit) else phase, error)

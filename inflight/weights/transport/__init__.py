@@ -1,4 +1,4 @@
-"""How the bytes of a version travel. A kind is imported only when it is asked for: an absent one does no harm."""
+"""How the bytes of a version travel. A kind is imported only when it is asked for: an absent one does not matter."""
 
 from __future__ import annotations
 

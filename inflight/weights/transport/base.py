@@ -16,7 +16,7 @@ from inflight.messages import BucketMeta
 
 
 class TransportError(RuntimeError):
-    """A transfer that failed or timed out; says at which phase and who did not answer."""
+    """A transfer that failed or timed out; names the phase and the peer that did not answer."""
 
 
 def first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""An NCCL communicator that forms and ends within bounds, and whose broadcasts nobody else watches.
+"""An NCCL communicator that forms and ends within bounds, and whose broadcasts no watchdog of torch's watches.
 
 It is not the default group, not the engine's, has a store of its own, and is without torch's watchdog. That would tell
 of a dead trainer to the process's first group, the engine's own, which ends the process for it minutes later. This
@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError, first_line, from_trainer
-from inflight.weights.transport.bounded import within
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.timeout import within
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ _making = threading.Lock()
 class Communicator:
     """A communicator with rank 0 as the trainer, formed at the first use on the buffer's device."""
 
-    def __init__(self, board: Board, rank: int, size: int) -> None:
-        self._board, self._rank, self._size = board, rank, size
+    def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._group: Any = None
         self._closed = False
         self._lock = threading.Lock()
@@ -82,29 +82,29 @@ class Communicator:
         return self._group
 
     def _formed(self, device: torch.device, phase: str) -> Any:
-        """A communicator that all ranks have joined. NCCL itself waits for ever for one that is stopped meanwhile."""
+        """A communicator that all ranks have joined. NCCL itself waits forever for one that is stopped meanwhile."""
         others = [f"transport rank {rank}" for rank in range(1, self._size)] if self._rank == 0 else ["the trainer"]
         try:
             if self._rank:
-                self._board.reply(f"here/{self._rank}", b"", "the trainer", phase)
+                self._store.reply(f"here/{self._rank}", b"", "the trainer", phase)
             else:
                 for rank, who in enumerate(others, start=1):
-                    self._board.take(f"here/{rank}", who, phase)
-            return within(self._board.timeout_s, lambda: self._form(device, phase))
+                    self._store.take(f"here/{rank}", who, phase)
+            return within(self._store.timeout_s, lambda: self._form(device, phase))
         except TimeoutError:
             self.abort()
-            told = f"{phase}: no communicator with {', '.join(others)} within {self._board.timeout_s:g} s"
-            raise TransportError(told) from None
+            problem = f"{phase}: no communicator with {', '.join(others)} within {self._store.timeout_s:g} s"
+            raise TransportError(problem) from None
         except RuntimeError:  # also TransportError
             self.abort()
             raise
 
     def _form(self, device: torch.device, phase: str) -> Any:
-        """In a thread that may be left behind: what it does late, it does to memory of its own."""
+        """Runs in a thread that may be abandoned on timeout; it only touches memory of its own."""
         cuda.bind(device)
         with self._lock:
             self._opened(phase)
-        group = _made(dist.PrefixStore("nccl", self._board.store), self._rank, self._size)
+        group = _made(dist.PrefixStore("nccl", self._store.tcp), self._rank, self._size)
         self._keep(group, phase)
         stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
@@ -116,7 +116,7 @@ class Communicator:
         return group
 
     def _keep(self, group: Any, phase: str) -> None:
-        """Where this side was closed meanwhile, nobody else ends it."""
+        """Ends a communicator that has formed after this side was closed."""
         with self._lock:
             late = self._closed
             if not late:
@@ -129,14 +129,14 @@ class Communicator:
         """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
         late or failed, or when the sender is gone or this side was closed meanwhile: what was aborted looks done."""
         now = time.monotonic()
-        deadline, look = now + self._board.timeout_s, now + _LOOK_S
+        deadline, look = now + self._store.timeout_s, now + _LOOK_S
         try:
             while not done.query():
                 now = time.monotonic()
                 if now > deadline:
-                    raise TransportError(f"{phase}: a broadcast did not end within {self._board.timeout_s:g} s")
+                    raise TransportError(f"{phase}: a broadcast did not end within {self._store.timeout_s:g} s")
                 if self._rank and now > look:
-                    self._board.confirm("the trainer", phase, max(deadline - now, _LOOK_S))
+                    self._store.confirm("the trainer", phase, max(deadline - now, _LOOK_S))
                     look = time.monotonic() + _LOOK_S
                 time.sleep(POLL_S)
             if self._closed:
@@ -147,7 +147,7 @@ class Communicator:
 
     def abort(self) -> None:
         """Ends the communicator without waiting for anyone; there will be no other. Where NCCL is late with that, a
-        thread is left behind in it, and `ended` tells when it has come back. What NCCL raises is logged."""
+        thread is abandoned in it, and `ended` is set when it has come back. What NCCL raises is logged."""
         with self._lock:
             self._closed = True
             group, self._group = self._group, None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
-from inflight.weights.transport.landing import Strip
+from inflight.weights.transport.scatter import CopyRegion
 
 
 class CudaError(RuntimeError):
@@ -41,7 +41,7 @@ def bind(device: torch.device) -> None:
     check("cuCtxSetCurrent", driver.cuCtxSetCurrent(_contexts[index]))
 
 
-def copy(strips: Iterable[Strip], source: int, target: int, stream: int) -> None:
+def copy(strips: Iterable[CopyRegion], source: int, target: int, stream: int) -> None:
     """Queues the copy of each strip from address `source` to address `target` on `stream`; returns at once.
 
     Addresses may be local, a peer's that was mapped into this process, or pinned host memory.
@@ -54,7 +54,7 @@ def copy(strips: Iterable[Strip], source: int, target: int, stream: int) -> None
             check("cuMemcpy2DAsync", driver.cuMemcpy2DAsync(_order(strip, source, target), stream))
 
 
-def _order(strip: Strip, source: int, target: int) -> driver.CUDA_MEMCPY2D:
+def _order(strip: CopyRegion, source: int, target: int) -> driver.CUDA_MEMCPY2D:
     order = driver.CUDA_MEMCPY2D()
     order.srcMemoryType = order.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
     order.srcDevice, order.srcPitch = source + strip.source, strip.source_pitch

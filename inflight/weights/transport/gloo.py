@@ -2,8 +2,8 @@
 
 The group is this transport's own: the default group, which belongs to the engine, is neither needed nor touched. It is
 formed at the first transfer, so making either side never waits. Its members meet at a store on a loopback port of the
-trainer's process, one for all groups: it outlives them, so that whoever comes late finds its group closed rather than
-nobody (torch's client of a store that goes away tries again for longer than its timeout).
+trainer's process, one for all groups: it outlives them, so that a late rank finds its group closed rather than
+no store (torch's client of a store that goes away tries again for longer than its timeout).
 
 An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
 or died (at once: its sockets close), or by the timeout. So a rank that can't take part must close its receiver.
@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from inflight.messages import BucketMeta
 from inflight.weights.transport.base import TransportError, first_line, from_trainer
-from inflight.weights.transport.bounded import within
 from inflight.weights.transport.rendezvous import LOOPBACK, hosted, joined
+from inflight.weights.transport.timeout import within
 
 _BACKSTOP_S = 5.0
 """Beyond the timeout that gloo itself keeps for each operation; must not be reached."""
@@ -82,7 +82,7 @@ class _Group:
         self._group = None
         store, self._store = self._store, None
         if store is not None and self._rank == 0:
-            # It is called where nothing may be raised; who waits for the word goes on by the timeout.
+            # Called where nothing may be raised; ranks that wait for this key end by the timeout.
             with suppress(OSError, RuntimeError):
                 store().set(_CLOSED, "1")
 
@@ -102,8 +102,8 @@ class _Group:
         return gloo(store, self._rank, self._size, options)
 
     def _meet(self, store: dist.Store) -> None:
-        """Waits until every rank is at the store, so that an error can name who is not, and until the trainer has said
-        so: from then on it is certain to take part in forming the group."""
+        """Waits until every rank is at the store, so that an error can name those that are not, and for the trainer's
+        confirmation: from then on it is certain to take part in forming the group."""
         store.set(f"here/{self._rank}", "1")
         others = [f"here/{rank}" for rank in range(1, self._size)] if self._rank == 0 else [_GO]
         deadline = time.monotonic() + self._timeout_s

@@ -21,8 +21,8 @@ from cuda.bindings import driver
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.landing import Landing, Strip, split
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.scatter import CopyRegion, ScatterTarget, split
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 PIECE_BYTES = 64 << 20
@@ -36,15 +36,15 @@ class IpcSender:
 
     def __init__(self, size: int, timeout_s: float, sums: BufferSums | None = None) -> None:
         self._size = size
-        self._board = Board("", timeout_s)
-        self._sums = SenderSums(self._board, size, sums)
+        self._store = KeyValueStore("", timeout_s)
+        self._sums = SenderSums(self._store, size, sums)
         self._stream: torch.cuda.Stream | None = None
         self._sent = 0
 
     @property
     def rendezvous(self) -> str:
         """What receivers need to find this sender."""
-        return self._board.address
+        return self._store.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Sums what the ranks keep of `buffer`, then lets all of them pull it; returns when they have it."""
@@ -54,24 +54,24 @@ class IpcSender:
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
         with torch.cuda.stream(self._stream):
             self._sums.post(number, buffer)
-        self._board.put(f"offer/{number}", export(buffer))
+        self._store.put(f"offer/{number}", export(buffer))
         for rank in range(1, self._size):
-            reason = self._board.take(f"done/{number}/{rank}", f"transport rank {rank}", "send", drop=True)
+            reason = self._store.take(f"done/{number}/{rank}", f"transport rank {rank}", "send", drop=True)
             if reason:
                 raise TransportError(f"send: transport rank {rank}: {reason.decode(errors='replace')}")
-        self._board.drop(f"offer/{number}")
+        self._store.drop(f"offer/{number}")
 
     def close(self) -> None:
         """Ends a wait for ranks; the store goes with the object."""
-        self._board.close()
+        self._store.close()
 
 
 class IpcReceiver:
     """Rank side."""
 
     def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float, *, verify: bool = False) -> None:
-        self._board = Board(rendezvous, timeout_s)
-        self._sums = RankSums(self._board, rank, verify=verify)
+        self._store = KeyValueStore(rendezvous, timeout_s)
+        self._sums = RankSums(self._store, rank, verify=verify)
         self._rank = rank
         self._received = 0
         self._closed = threading.Event()
@@ -81,49 +81,49 @@ class IpcReceiver:
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills uint8 `buffer`, which is on a CUDA device."""
-        strips = tuple(Strip(bucket.offset, bucket.offset, bucket.nbytes) for bucket in buckets)
-        self.receive_into(Landing(buffer, buffer.device, strips), buckets)
+        strips = tuple(CopyRegion(bucket.offset, bucket.offset, bucket.nbytes) for bucket in buckets)
+        self.receive_into(ScatterTarget(buffer, buffer.device, strips), buckets)
 
-    def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
-        """Pulls the strips of `landing` and verifies them; see DirectReceiver."""
+    def receive_into(self, scatter: ScatterTarget, buckets: list[BucketMeta]) -> None:
+        """Pulls the strips of `scatter` and verifies them; see DirectReceiver."""
         with self._busy:
             try:
-                self._pull(landing)
+                self._pull(scatter)
             finally:
                 if self._closed.is_set():
                     self._unmap()
 
-    def _pull(self, landing: Landing) -> None:
+    def _pull(self, scatter: ScatterTarget) -> None:
         number = self._received
         self._received += 1
-        cuda.bind(landing.device)
-        self._stream = self._stream or torch.cuda.Stream(landing.device)
-        pieces = [piece for strip in landing.strips for piece in split(strip, PIECE_BYTES)]
+        cuda.bind(scatter.device)
+        self._stream = self._stream or torch.cuda.Stream(scatter.device)
+        pieces = [piece for strip in scatter.strips for piece in split(strip, PIECE_BYTES)]
         with torch.cuda.stream(self._stream):
-            self._sums.begin([[piece] for piece in pieces], landing.device)
-        offer = self._board.take(f"offer/{number}", "the trainer", "receive")
+            self._sums.begin([[piece] for piece in pieces], scatter.device)
+        offer = self._store.take(f"offer/{number}", "the trainer", "receive")
         try:
             source = self._address(offer)
             with torch.cuda.stream(self._stream):
                 # Each piece is summed behind its own copy: the copies set the pace, and decoding notices little of it.
                 for index, piece in enumerate(pieces):
-                    cuda.copy([piece], source, landing.address, self._stream.cuda_stream)
-                    self._sums.add(index, landing.target)
+                    cuda.copy([piece], source, scatter.address, self._stream.cuda_stream)
+                    self._sums.add(index, scatter.target)
             landed = torch.cuda.Event(blocking=True)  # sleeps: waiting for a stream keeps the driver's lock busy
             landed.record(self._stream)
             landed.synchronize()
         except RuntimeError as error:  # also CudaError
             reason = f"pulling from the trainer's buffer failed: {error}"
-            self._board.put(f"done/{number}/{self._rank}", reason.encode())
+            self._store.put(f"done/{number}/{self._rank}", reason.encode())
             raise TransportError(f"receive: {reason}") from error
-        self._board.reply(f"done/{number}/{self._rank}", b"", "the trainer", "receive")
+        self._store.reply(f"done/{number}/{self._rank}", b"", "the trainer", "receive")
         with torch.cuda.stream(self._stream):
             self._sums.check(number)
 
     def close(self) -> None:
         """Ends a wait for the trainer and unmaps its buffers; during a copy, which is short, when that has ended."""
         self._closed.set()
-        self._board.close()
+        self._store.close()
         if self._busy.acquire(blocking=False):
             try:
                 self._unmap()

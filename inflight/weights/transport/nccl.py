@@ -14,8 +14,8 @@ from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.communicator import POLL_S, Communicator
-from inflight.weights.transport.landing import Landing, Strip, by_bucket, from_buffer
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.scatter import CopyRegion, ScatterTarget, by_bucket, from_buffer
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 _unfinished: list[list[torch.Tensor]] = []
@@ -26,16 +26,16 @@ class NcclSender:
     """Trainer side, rank 0. The buffer must be complete on the device when `send` is called."""
 
     def __init__(self, size: int, timeout_s: float, sums: BufferSums | None = None) -> None:
-        self._board = Board("", timeout_s)
-        self._group = Communicator(self._board, 0, size)
-        self._sums = SenderSums(self._board, size, sums)
+        self._store = KeyValueStore("", timeout_s)
+        self._group = Communicator(self._store, 0, size)
+        self._sums = SenderSums(self._store, size, sums)
         self._sent = 0
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def rendezvous(self) -> str:
         """What receivers need to find this sender."""
-        return self._board.address
+        return self._store.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Sums what the ranks keep, then broadcasts bucket by bucket; returns when `buffer` may be written again."""
@@ -52,7 +52,7 @@ class NcclSender:
 
     def close(self) -> None:
         """Ends a wait for ranks and aborts the communicator."""
-        self._board.close()
+        self._store.close()
         self._group.abort()
 
 
@@ -60,19 +60,19 @@ class NcclReceiver:
     """Rank side."""
 
     def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float, *, verify: bool = False) -> None:
-        self._board = Board(rendezvous, timeout_s)
-        self._group = Communicator(self._board, rank, size)
-        self._sums = RankSums(self._board, rank, verify=verify)
+        self._store = KeyValueStore(rendezvous, timeout_s)
+        self._group = Communicator(self._store, rank, size)
+        self._sums = RankSums(self._store, rank, verify=verify)
         self._received = 0
         self._streams: list[torch.cuda.Stream] = []
         self._staging: list[torch.Tensor] = []
-        self._parts: tuple[Landing, list[list[Strip]]] | None = None
+        self._parts: tuple[ScatterTarget, list[list[CopyRegion]]] | None = None
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills uint8 `buffer`, which is on a CUDA device."""
         cuda.bind(buffer.device)
         self._prepare(buffer.device, 0)
-        strips = [[Strip(bucket.offset, bucket.offset, bucket.nbytes)] for bucket in buckets]
+        strips = [[CopyRegion(bucket.offset, bucket.offset, bucket.nbytes)] for bucket in buckets]
         with torch.cuda.stream(self._streams[0]):
             self._sums.begin(strips, buffer.device)
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
@@ -83,23 +83,23 @@ class NcclReceiver:
                 landed.append(self._streams[0].record_event())
         self._finish(landed)
 
-    def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
+    def receive_into(self, scatter: ScatterTarget, buckets: list[BucketMeta]) -> None:
         """Receives each bucket into one of two staging buffers and scatters it while the next one comes; verifies what
         has landed. See DirectReceiver."""
-        cuda.bind(landing.device)
-        self._prepare(landing.device, max(bucket.nbytes for bucket in buckets))
-        parts = self._strips_of(landing, buckets)
+        cuda.bind(scatter.device)
+        self._prepare(scatter.device, max(bucket.nbytes for bucket in buckets))
+        parts = self._strips_of(scatter, buckets)
         with torch.cuda.stream(self._streams[0]):
             kept = [from_buffer(part, bucket) for part, bucket in zip(parts, buckets, strict=True)]
-            self._sums.begin(kept, landing.device)
+            self._sums.begin(kept, scatter.device)
         landed: list[torch.cuda.Event] = []
         for i, bucket in enumerate(buckets):
             stream, staging = self._streams[i % 2], self._staging[i % 2]
             with torch.cuda.stream(stream):
                 work = self._group.broadcast(staging[: bucket.nbytes])
                 work.block_current_stream()
-                cuda.copy(parts[i], staging.data_ptr(), landing.address, stream.cuda_stream)
-                self._sums.add(i, landing.target)
+                cuda.copy(parts[i], staging.data_ptr(), scatter.address, stream.cuda_stream)
+                self._sums.add(i, scatter.target)
             landed.append(stream.record_event())
         self._finish(landed)
 
@@ -118,14 +118,14 @@ class NcclReceiver:
         Raises TransportError when NCCL, or copies behind a broadcast, have not ended in time: they write to the staging
         buffers and the shadow, which are not to be filled again before.
         """
-        self._board.close()
+        self._store.close()
         self._group.abort()
-        deadline = time.monotonic() + self._board.timeout_s
+        deadline = time.monotonic() + self._store.timeout_s
         while not ((ended := self._group.ended) and all(stream.query() for stream in self._streams)):
             if time.monotonic() > deadline:
                 _unfinished.append(self._staging)
                 what = "the device still copies" if ended else "NCCL has not ended a communicator"
-                raise TransportError(f"close: {what} after {self._board.timeout_s:g} s")
+                raise TransportError(f"close: {what} after {self._store.timeout_s:g} s")
             time.sleep(POLL_S)
         self._staging.clear()
 
@@ -135,9 +135,9 @@ class NcclReceiver:
         if staging_bytes and (not self._staging or self._staging[0].numel() < staging_bytes):
             self._staging = [torch.empty(staging_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def _strips_of(self, landing: Landing, buckets: list[BucketMeta]) -> list[list[Strip]]:
-        if self._parts is None or self._parts[0].strips != landing.strips:
-            self._parts = (landing, by_bucket(landing.strips, buckets))
+    def _strips_of(self, scatter: ScatterTarget, buckets: list[BucketMeta]) -> list[list[CopyRegion]]:
+        if self._parts is None or self._parts[0].strips != scatter.strips:
+            self._parts = (scatter, by_bucket(scatter.strips, buckets))
         return self._parts[1]
 
 

@@ -1,6 +1,6 @@
 """The small side channel of the CUDA transports: counters and handles in a TCP store on the sender's host.
 
-Nothing here carries weights. Every wait is bounded, and an error names who did not answer.
+Nothing here carries weights. Every wait is bounded, and an error names the peer that did not answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch.distributed import TCPStore
 
 from inflight.weights.transport.base import TransportError, first_line
-from inflight.weights.transport.bounded import within
+from inflight.weights.transport.timeout import within
 
 T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
@@ -25,19 +25,19 @@ _GRACE_S = 0.5
 """For the end of a wait that is bounded itself."""
 
 
-class Board:
+class KeyValueStore:
     """Keys and values shared by the sender (which hosts them) and the receivers."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        """`address`: where the sender's board is; empty to host one on a free loopback port."""
+        """`address`: where the sender's store is; empty to host one on a free loopback port."""
         self.timeout_s = timeout_s
         self._closed = threading.Event()
         try:
             if address:
                 name, _, port = address.rpartition(":")
-                self.store = within(timeout_s, functools.partial(joined, name, int(port), timeout_s))
+                self.tcp = within(timeout_s, functools.partial(joined, name, int(port), timeout_s))
             else:
-                number, self.store = hosted(timeout_s)
+                number, self.tcp = hosted(timeout_s)
                 address = f"{LOOPBACK}:{number}"
         except (OSError, RuntimeError, ValueError) as error:
             raise TransportError(f"connect: no rendezvous at {address!r}: {first_line(error)}") from None
@@ -45,14 +45,14 @@ class Board:
 
     def put(self, key: str, value: bytes) -> None:
         """Publishes a value. The first one after the host's death goes well: see `confirm`."""
-        self._ask(lambda: self.store.set(key, value.hex()), "", f"rendezvous {self.address}")
+        self._ask(lambda: self.tcp.set(key, value.hex()), "", f"rendezvous {self.address}")
 
     def reply(self, key: str, value: bytes, who: str, phase: str) -> None:
         """As `confirm`, and then publishes a value: all within one bound."""
 
         def call() -> None:
-            self.store.check([""])
-            self.store.set(key, value.hex())
+            self.tcp.check([""])
+            self.tcp.set(key, value.hex())
 
         self._ask(call, f"{phase}: ", who)
 
@@ -62,32 +62,32 @@ class Board:
 
         def poll() -> bytes:
             deadline = time.monotonic() + self.timeout_s
-            # Polled: a blocking wait would hold the store's connection, and could not be told to stop.
-            while not self.store.check([key]):
+            # Polled: a blocking wait would hold the store's connection, and could not be interrupted.
+            while not self.tcp.check([key]):
                 if self._closed.is_set():
                     raise TransportError(f"{phase}: closed while waiting for {who}")
                 if time.monotonic() > deadline:
                     raise TransportError(f"{phase}: {who} did not answer within {self.timeout_s:g} s")
                 time.sleep(_POLL_S)
-            value = bytes.fromhex(self.store.get(key).decode())
+            value = bytes.fromhex(self.tcp.get(key).decode())
             if drop:
-                self.store.delete_key(key)
+                self.tcp.delete_key(key)
             return value
 
         return self._ask(poll, f"{phase}: ", who, self.timeout_s + _GRACE_S)
 
     def confirm(self, who: str, phase: str, limit_s: float | None = None) -> None:
         """One question to the host, which is alive if it answers. Raises TransportError naming `who` and `phase` when
-        it does not within `limit_s`, by default the board's timeout."""
-        self._ask(lambda: self.store.check([""]), f"{phase}: ", who, limit_s)
+        it does not within `limit_s`, by default the store's timeout."""
+        self._ask(lambda: self.tcp.check([""]), f"{phase}: ", who, limit_s)
 
     def close(self) -> None:
         """Ends every wait of this side."""
         self._closed.set()
 
     def drop(self, key: str) -> None:
-        """Forgets a value that nobody needs any more."""
-        self._ask(lambda: self.store.delete_key(key), "", f"rendezvous {self.address}")
+        """Forgets a value that is not needed any more."""
+        self._ask(lambda: self.tcp.delete_key(key), "", f"rendezvous {self.address}")
 
     def _ask(self, call: Callable[[], T], phase: str, who: str, limit_s: float | None = None) -> T:
         """A call of the store, bounded. Raises TransportError."""
@@ -115,6 +115,6 @@ def hosted(timeout_s: float = 300.0) -> tuple[int, TCPStore]:
 
 def joined(name: str, port: int, timeout_s: float) -> TCPStore:
     """A connection to another process's store; has no bound when that is stopped. Raises OSError or RuntimeError."""
-    # The store is there before its address is told: refused means gone. TCPStore's client would try again and again.
+    # The store is there before its address is sent: refused means gone. TCPStore's client would retry to its timeout.
     socket.create_connection((name, port), timeout=timeout_s).close()
     return TCPStore(name, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

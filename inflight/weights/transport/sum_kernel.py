@@ -17,7 +17,7 @@ Row = tuple[int, int, int, int, int]
 
 
 class Blocks:
-    """Groups of runs cut into blocks, told to the device once."""
+    """Groups of runs cut into blocks, copied to the device once."""
 
     def __init__(self, groups: list[list[Row]], device: torch.device) -> None:
         rows = [row for group in groups for row in group]

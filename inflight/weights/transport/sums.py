@@ -1,7 +1,7 @@
 """Checksums where the bytes are: what a rank keeps is summed in the send buffer and again where it has landed.
 
-A rank keeps strips of the send buffer, not buckets (landing.py). So it says once which runs of bytes it will keep;
-before each transfer the sender sums these runs of its buffer, and the rank sums what lies in its shadow. Any harm
+A rank keeps strips of the send buffer, not buckets (scatter.py). So it says once which runs of bytes it will keep;
+before each transfer the sender sums these runs of its buffer, and the rank sums what lies in its shadow. Any corruption
 between the two shows: bytes that changed, that did not come, that belong elsewhere, or that were overwritten while they
 were read.
 
@@ -26,8 +26,8 @@ from msgspec import Meta
 
 from inflight.weights.pack import ChecksumError
 from inflight.weights.transport.base import TransportError, first_line
-from inflight.weights.transport.landing import Strip, split
-from inflight.weights.transport.rendezvous import Board
+from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.scatter import CopyRegion, split
 
 RUN_BYTES = 1 << 30
 MAX_WORDS = RUN_BYTES
@@ -66,13 +66,13 @@ class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Summing:
-    """Groups of runs that one device sums again and again; what its kernel needs to know is told to it once."""
+    """Groups of runs that one device sums again and again; what its kernel needs to know is copied to it once."""
 
     def __init__(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
         self.runs = tuple(run for group in groups for run in group)
         self._marks = [0, *accumulate(map(len, groups))]
         self._blocks = None
-        if not self.runs:  # who verifies nothing loads no kernel, which takes Python's lock from a decoding engine
+        if not self.runs:  # without verification no kernel is loaded: that takes the GIL from a decoding engine
             device = torch.device("cpu")
         if device.type == "cuda":
             from inflight.weights.transport.sum_kernel import Blocks
@@ -105,7 +105,7 @@ def row_of(run: Run) -> tuple[int, int, int, int, int]:
 def sum_on_host(memory: torch.Tensor, run: Run) -> torch.Tensor:
     """int64 `[]`: the sum of a run of flat uint8 `memory`, both on the CPU."""
     total, index = torch.zeros((), dtype=torch.int64), 0
-    for part in split(Strip(run.at, 0, run.width, run.rows, run.pitch), HOST_BYTES):
+    for part in split(CopyRegion(run.at, 0, run.width, run.rows, run.pitch), HOST_BYTES):
         nbytes = (part.rows - 1) * part.source_pitch + part.width
         words = memory[part.source : part.source + nbytes].view(_WORDS[run.word])
         rows = words.as_strided((part.rows, part.width // run.word), (part.source_pitch // run.word, 1))
@@ -153,7 +153,7 @@ def read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
 
 class BufferSums:
     """What was summed of a send buffer since it was packed: once for all ranks that keep the same and for all attempts,
-    so that harm to the buffer itself is found too."""
+    so that corruption of the buffer itself is found too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -177,9 +177,9 @@ class BufferSums:
 class SenderSums:
     """The sender's side: tells each rank the sums of what that rank keeps."""
 
-    def __init__(self, board: Board, size: int, sums: BufferSums | None = None) -> None:
+    def __init__(self, store: KeyValueStore, size: int, sums: BufferSums | None = None) -> None:
         """`sums` are those that the buffer's other senders use; without it each transfer is summed afresh."""
-        self._board, self._sums = board, sums
+        self._store, self._sums = store, sums
         self._kept: dict[int, Summing] = {}
         self._ranks = range(1, size)
 
@@ -193,11 +193,11 @@ class SenderSums:
                 self._kept[rank] = self._asked(rank, buffer)
             if self._kept[rank].runs:
                 sums = self._sums or BufferSums()
-                self._board.put(f"sums/{number}/{rank}", sums.of(buffer, self._kept[rank]))
+                self._store.put(f"sums/{number}/{rank}", sums.of(buffer, self._kept[rank]))
 
     def _asked(self, rank: int, buffer: torch.Tensor) -> Summing:
         who = f"transport rank {rank}"
-        runs = read_runs(self._board.take(f"runs/{rank}", who, "send"), who, buffer.numel())
+        runs = read_runs(self._store.take(f"runs/{rank}", who, "send"), who, buffer.numel())
         alike = (summing for summing in self._kept.values() if summing.runs == runs)
         return next(alike, None) or Summing([runs], buffer.device)
 
@@ -205,13 +205,13 @@ class SenderSums:
 class RankSums:
     """A rank's side. With `verify` false it asks for nothing and checks nothing."""
 
-    def __init__(self, board: Board, rank: int, *, verify: bool) -> None:
-        self._board, self._rank, self._verify = board, rank, verify
-        self._groups: Sequence[Sequence[Strip]] | None = None
+    def __init__(self, store: KeyValueStore, rank: int, *, verify: bool) -> None:
+        self._store, self._rank, self._verify = store, rank, verify
+        self._groups: Sequence[Sequence[CopyRegion]] | None = None
         self._there: list[Run] = []
         self._here = Summing([], torch.device("cpu"))
 
-    def begin(self, groups: Sequence[Sequence[Strip]], device: torch.device) -> None:
+    def begin(self, groups: Sequence[Sequence[CopyRegion]], device: torch.device) -> None:
         """`groups`: what lands together, the same for each transfer. At first tells the sender what is kept."""
         if self._groups is None:
             self._groups = groups
@@ -219,9 +219,9 @@ class RankSums:
             self._there = [_run_of(part, part.source, part.source_pitch) for group in parts for part in group]
             here = [[_run_of(part, part.target, part.target_pitch) for part in group] for group in parts]
             self._here = Summing(here, device)
-            self._board.put(f"runs/{self._rank}", msgspec.msgpack.encode(self._there))
+            self._store.put(f"runs/{self._rank}", msgspec.msgpack.encode(self._there))
         elif groups != self._groups:
-            raise TransportError("receive: this rank keeps other bytes than it has told the sender")
+            raise TransportError("receive: this rank keeps other bytes than it has announced to the sender")
 
     def add(self, group: int, target: torch.Tensor) -> None:
         """Queues the sums of a group that has landed in uint8 `target`, the device's or the host's, on the current
@@ -232,13 +232,13 @@ class RankSums:
     def check(self, number: int) -> None:
         """Compares, when all has landed and what `add` queued is done.
 
-        Raises ChecksumError naming what differs, TransportError when the sender has not told its sums.
+        Raises ChecksumError naming what differs, TransportError when the sender has not sent its sums.
         """
         if not self._there:  # the sender tells no sums of nothing
             return
         found = self._here.take()
         key = f"sums/{number}/{self._rank}"
-        sent = array("q", self._board.take(key, "the trainer", "receive", drop=True))
+        sent = array("q", self._store.take(key, "the trainer", "receive", drop=True))
         if len(sent) != len(found):
             raise ChecksumError(f"{len(sent)} checksums came for {len(found)} runs")
         bad = [run for run, here, there in zip(self._there, found, sent, strict=True) if here != there]
@@ -248,7 +248,7 @@ class RankSums:
             raise ChecksumError(f"bytes differ from those sent in {many}, from byte {first} of the send buffer on")
 
 
-def _run_of(strip: Strip, at: int, pitch: int) -> Run:
+def _run_of(strip: CopyRegion, at: int, pitch: int) -> Run:
     """One side of a strip, in the words that it is aligned to on both."""
     word = math.gcd(4, strip.source, strip.target, strip.width, strip.source_pitch, strip.target_pitch)
     return Run(at, strip.width, strip.rows, pitch, word)

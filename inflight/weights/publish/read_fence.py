@@ -9,19 +9,19 @@ from contextlib import contextmanager
 import torch
 
 
-class ReadGuard:
+class ReadFence:
     """Reads parameters on a CUDA stream of its own, and makes the next optimizer step wait until they are read.
 
     That is the only place where the trainer has to wait: forward and backward passes read parameters too. While no
     optimizer is held, `reading` itself waits instead, so nothing can go wrong. On a CPU, what is inside `reading` has
-    been done when it is left, and nobody ever waits.
+    been done when it is left, and nothing ever waits.
 
     Example:
-        guard = ReadGuard(device)
-        guard.hold(optimizer)
-        with guard.reading():
+        fence = ReadFence(device)
+        fence.hold(optimizer)
+        with fence.reading():
             ...                  # copies of the parameters are queued here
-        loss.backward()          # goes on beside them
+        loss.backward()          # runs beside them
         optimizer.step()         # begins when they are done
     """
 
@@ -39,7 +39,7 @@ class ReadGuard:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is queued inside comes after all that the current stream holds, on the guard's stream."""
+        """What is queued inside comes after all that the current stream holds, on the fence's stream."""
         if self._stream is None:
             yield
             return

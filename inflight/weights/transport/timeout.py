@@ -1,5 +1,5 @@
-"""A bound for calls that have none: torch's TCPStore waits for its host for ever when that is stopped, not dead; NCCL
-waits for ever for a rank that is stopped while a communicator forms, and may while one ends."""
+"""A timeout for calls that have none: torch's TCPStore waits forever for a host that is stopped, not dead; NCCL waits
+forever for a rank that is stopped while a communicator forms, and may while one ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 def within(limit_s: float, call: Callable[[], T]) -> T:
     """What `call` returns or raises; TimeoutError when that takes longer than `limit_s` seconds.
 
-    It runs in a thread of its own, which is left behind when it is late: what it still does must harm nobody. Raises
+    It runs in a thread of its own, which is abandoned when it is late: what it still does must not matter. Raises
     RuntimeError where no thread can be started, as at the interpreter's end. Python ends a process by SIGABRT whose
     interpreter has ended when a thread comes back from such a call: ours end by `processes.leave`.
     """
@@ -31,7 +31,7 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
         finally:
             done.release()
 
-    # Not threading.Thread with a Future: both hand Python's lock to and fro, which a decoding engine's threads want.
+    # Not threading.Thread with a Future: both hand the GIL back and forth, which a decoding engine's threads need.
     _thread.start_new_thread(run, ())
     if not done.acquire(timeout=limit_s):
         raise TimeoutError(f"no answer within {limit_s:g} s")

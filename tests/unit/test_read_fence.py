@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from inflight.weights.publish.guard import ReadGuard
+from inflight.weights.publish.read_fence import ReadFence
 
 
 class Event:
@@ -25,22 +25,22 @@ def optimizer_of_one():
 
 def test_a_step_waits_before_it_writes():
     parameter, optimizer = optimizer_of_one()
-    guard = ReadGuard(torch.device("cpu"))
-    guard.hold(optimizer)
-    guard._read = event = Event(parameter)
+    fence = ReadFence(torch.device("cpu"))
+    fence.hold(optimizer)
+    fence._read = event = Event(parameter)
     optimizer.step()
     assert event.seen == [1.0]
     assert parameter.item() == 0.5
-    assert guard.take_waited_s() > 0
-    assert guard.take_waited_s() == 0
+    assert fence.take_waited_s() > 0
+    assert fence.take_waited_s() == 0
 
 
 def test_on_a_cpu_nobody_waits():
     parameter, optimizer = optimizer_of_one()
-    guard = ReadGuard(torch.device("cpu"))
-    guard.hold(optimizer)
-    with guard.reading():
+    fence = ReadFence(torch.device("cpu"))
+    fence.hold(optimizer)
+    with fence.reading():
         packed = parameter.detach().clone()
-    assert guard._read is None
+    assert fence._read is None
     optimizer.step()
     assert packed.item() == 1.0

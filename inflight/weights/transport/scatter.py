@@ -1,7 +1,7 @@
 """Where received bytes belong, said in byte runs, so that a transport can put them there without a receive buffer.
 
 A rank of a tensor-parallel generator keeps a part of each parameter, and often beside parts of others (vLLM fuses q, k
-and v). A `Strip` says it for one such part as a two-dimensional copy, which is what copy engines do in one order.
+and v). A `CopyRegion` says it for one such part as a two-dimensional copy, which is what copy engines do in one order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
+class CopyRegion:
     """`rows` runs of `width` bytes, `source_pitch` bytes apart in the send buffer and `target_pitch` in the shadow."""
 
     source: int
@@ -37,7 +37,7 @@ class Strip:
         """One past the last byte read."""
         return self.source + (self.rows - 1) * self.source_pitch + self.width
 
-    def rows_of(self, first: int, count: int) -> Strip:
+    def rows_of(self, first: int, count: int) -> CopyRegion:
         """The strip of rows `first` to `first + count`."""
         moved = replace(
             self,
@@ -47,13 +47,13 @@ class Strip:
         )
         return moved if count > 1 else replace(moved, source_pitch=0, target_pitch=0)
 
-    def part_of_row(self, row: int, left: int, width: int) -> Strip:
+    def part_of_row(self, row: int, left: int, width: int) -> CopyRegion:
         """`width` bytes of one row, from its byte `left` on."""
         one = self.rows_of(row, 1)
         return replace(one, source=one.source + left, target=one.target + left, width=width)
 
 
-def clip(strip: Strip, start: int, stop: int) -> list[Strip]:
+def clip(strip: CopyRegion, start: int, stop: int) -> list[CopyRegion]:
     """The parts of a strip whose source lies in `[start, stop)`: a piece of a row, whole rows, a piece of a row."""
     if strip.rows == 1:
         left, right = max(start, strip.source), min(stop, strip.source + strip.width)
@@ -67,8 +67,8 @@ def clip(strip: Strip, start: int, stop: int) -> list[Strip]:
     right = max(0, strip.source + last * pitch + width - stop)
     if first == last:
         return [strip.part_of_row(first, left, width - left - right)]
-    parts: list[Strip] = []
-    tail: list[Strip] = []
+    parts: list[CopyRegion] = []
+    tail: list[CopyRegion] = []
     if left:
         parts.append(strip.part_of_row(first, left, width - left))
         first += 1
@@ -80,7 +80,7 @@ def clip(strip: Strip, start: int, stop: int) -> list[Strip]:
     return parts + tail
 
 
-def split(strip: Strip, piece_bytes: int) -> Iterator[Strip]:
+def split(strip: CopyRegion, piece_bytes: int) -> Iterator[CopyRegion]:
     """The strip in pieces of at most `piece_bytes`, so that no order holds a copy engine for long."""
     if strip.nbytes <= piece_bytes:
         yield strip
@@ -94,10 +94,10 @@ def split(strip: Strip, piece_bytes: int) -> Iterator[Strip]:
                 yield strip.part_of_row(row, left, min(piece_bytes, strip.width - left))
 
 
-def by_bucket(strips: Iterable[Strip], buckets: Iterable[BucketMeta]) -> list[list[Strip]]:
+def by_bucket(strips: Iterable[CopyRegion], buckets: Iterable[BucketMeta]) -> list[list[CopyRegion]]:
     """For each bucket, the strips that read from it; sources counted from the bucket's first byte."""
     ordered = sorted(strips, key=lambda strip: strip.source)
-    per_bucket: list[list[Strip]] = []
+    per_bucket: list[list[CopyRegion]] = []
     for bucket in buckets:
         stop = bucket.offset + bucket.nbytes
         parts = [
@@ -110,20 +110,20 @@ def by_bucket(strips: Iterable[Strip], buckets: Iterable[BucketMeta]) -> list[li
     return per_bucket
 
 
-def from_buffer(strips: Iterable[Strip], bucket: BucketMeta) -> list[Strip]:
+def from_buffer(strips: Iterable[CopyRegion], bucket: BucketMeta) -> list[CopyRegion]:
     """Strips that read from a bucket, sources counted from the send buffer's first byte again."""
     return [replace(strip, source=strip.source + bucket.offset) for strip in strips]
 
 
 @dataclass(frozen=True)
-class Landing:
+class ScatterTarget:
     """A shadow as a transport sees it: its memory, on which device, and which strips to fill."""
 
     target: torch.Tensor
     """uint8, flat: on `device`, or pinned host memory."""
     device: torch.device
     """The generator's."""
-    strips: tuple[Strip, ...]
+    strips: tuple[CopyRegion, ...]
 
     @property
     def address(self) -> int:
@@ -133,9 +133,9 @@ class Landing:
 
 
 class DirectReceiver(Protocol):
-    """A Receiver (see base.py) that can fill a landing without a buffer of `total_bytes` between."""
+    """A Receiver (see base.py) that can fill a scatter target without a buffer of `total_bytes` between."""
 
-    def receive_into(self, landing: Landing, buckets: list[BucketMeta]) -> None:
+    def receive_into(self, scatter: ScatterTarget, buckets: list[BucketMeta]) -> None:
         """Returns when every strip is filled and verified. Raises TransportError as `receive` does, and ChecksumError
         after a transfer that itself went well: the next one may follow."""
 

@@ -1,0 +1,108 @@
+"""One attempt to get a version to a generator: what was sent of it, and which ranks have answered."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from inflight.messages import Abort, Commit, Prepare, Ready
+from inflight.messages.base import MAX_REASON
+from inflight.weights.pack import content_digest
+from inflight.weights.publish.events import Swap
+from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.offer import Offer
+from inflight.weights.publish.session import Session
+
+
+class Attempt:
+    """A version on its way to the ranks of one generator.
+
+    `announce` runs in the channel's thread, all else in the loop's, under its lock. The two meet in a lock of the
+    attempt's own, so that a rank never gets a Prepare after the Abort of the same attempt.
+    """
+
+    def __init__(self, offer: Offer, session: Session, ranks: Sequence[str]) -> None:
+        """`ranks` are the peers that receive it."""
+        self.offer, self.version, self.number = offer, offer.version, next(session.attempts)
+        self._session, self._ranks = session, ranks
+        self.started = session.clock()
+        self.commit_started: float | None = None
+        self.due = self.started + session.config.transfer_timeout_s
+        """When all ranks must be ready; counted anew from the Prepare."""
+        self.digest: str | None = None
+        """Of the bytes that Prepare announced; None: it was not sent, so no rank knows of this attempt."""
+        self.ready: dict[str, Ready] = {}
+        self.let_go: set[str] = set()
+        """Ranks that have answered the Abort."""
+        self.broken = False
+        """The transport can't be used again."""
+        self._lock = threading.Lock()
+        self._over = False
+
+    def announce(self) -> bool:
+        """Checks the version and sends Prepare to the ranks: the bytes are to follow. False, without it, when the
+        attempt is over, or the version is not finite; then the offer says why."""
+        if self._over:
+            return False
+        try:
+            sums = self.offer.sums()
+        except NotFinite:
+            return False
+        session = self._session
+        with self._lock:
+            if self._over:
+                return False
+            self.digest = content_digest(sums)
+            self.due = session.clock() + session.config.transfer_timeout_s
+            message = Prepare(
+                version=self.version,
+                attempt=self.number,
+                manifest_digest=session.manifest_digest,
+                checksums=sums,
+                publisher=session.publisher,
+            )
+            session.outbox.send(self._ranks, message)
+            return True
+
+    def end(self) -> bool:
+        """No Prepare is sent from here on. True when one was: the ranks know of the attempt."""
+        with self._lock:
+            self._over = True
+            return self.digest is not None
+
+    def cancel(self, reason: str) -> bool:
+        """Ends it, and tells the ranks that know of it. True when they do: they will answer."""
+        announced = self.end()
+        if announced:
+            self.abort(self._ranks, reason)
+        return announced
+
+    def commit(self, engine: str) -> None:
+        """Tells the engine that all ranks hold the version; also to repeat it."""
+        if self.commit_started is None:
+            self.commit_started = self._session.clock()
+        self._session.outbox.send([engine], Commit(version=self.version, publisher=self._session.publisher))
+
+    def abort(self, peers: Sequence[str], reason: str) -> None:
+        """Tells ranks to let go of it; also to repeat that."""
+        message = Abort(version=self.version, attempt=self.number, reason=reason[:MAX_REASON])
+        self._session.outbox.send(peers, message)
+
+    def silent(self, *, ending: bool) -> list[str]:
+        """Ranks that have not answered: the Abort when it is `ending`, else the Prepare."""
+        answered = self.let_go if ending else self.ready
+        return [peer for peer in self._ranks if peer not in answered]
+
+    def swap(self, generator: str, gap_s: float, running: int, now: float) -> Swap:
+        """The record of the version, which was just committed."""
+        committing = now if self.commit_started is None else self.commit_started
+        return Swap(
+            generator=generator,
+            version=self.version,
+            transfer_s=max(answer.receive_s for answer in self.ready.values()),
+            build_s=max(answer.build_s for answer in self.ready.values()),
+            ready_s=committing - self.started,
+            commit_s=now - committing,
+            gap_s=gap_s,
+            running=running,
+        )

@@ -1,0 +1,98 @@
+"""What became of the versions at each generator, and a log of it that is read by cursor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PHASES = ("transfer_s", "build_s", "ready_s", "commit_s", "gap_s")
+"""The durations of a Swap."""
+
+
+@dataclass(frozen=True)
+class Swap:
+    """A version that a generator has committed. Times are in seconds."""
+
+    generator: str
+    version: int
+    transfer_s: float
+    """Slowest rank: arrival of Prepare to all bytes verified."""
+    build_s: float
+    """Slowest rank: bytes to kernel-ready shadow."""
+    ready_s: float
+    """Packed to the last rank's Ready: the publisher's checksums, transfer and build."""
+    commit_s: float
+    """Commit sent to Committed received."""
+    gap_s: float
+    """The longest stall of a rank's step loop."""
+    running: int
+    """Sequences that were unfinished at the swap."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A version that a generator did not get (or may have half: phase `commit`)."""
+
+    generator: str
+    version: int
+    phase: str
+    """`absent` when it was not sent, `finite` when it holds NaN or Inf, `fit` when the engine has no use for what is
+    published, else that of messages.Failed."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Superseded:
+    """A version that a generator was not sent, or not to its end, because a newer one was there."""
+
+    generator: str
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Left:
+    """A version that a generator did not get because it was asked to end, by whatever stops or restarts it."""
+
+    generator: str
+    version: int
+    reason: str
+
+
+Event = Swap | Failure | Superseded | Left
+"""What became of a version at a generator."""
+
+
+class EventLog:
+    """Events in order, with totals that are kept as they come: reading costs nothing for what was read before."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._swaps = self._swaps_with_running = self._failures = self._superseded = 0
+        self._largest = dict.fromkeys(PHASES, 0.0)
+
+    def append(self, event: Event) -> None:
+        """Notes what happened last."""
+        self._events.append(event)
+        match event:
+            case Swap():
+                self._swaps += 1
+                self._swaps_with_running += event.running > 0
+                self._largest = {name: max(largest, getattr(event, name)) for name, largest in self._largest.items()}
+            case Failure():
+                self._failures += 1
+            case Superseded():
+                self._superseded += 1
+
+    def since(self, cursor: int) -> list[Event]:
+        """The events from number `cursor` on, counted from 0; the next cursor is `cursor` plus their count."""
+        return self._events[cursor:]
+
+    def totals(self) -> dict[str, float | int]:
+        """Counts, and the largest of each duration so far in seconds."""
+        return {
+            "swaps": self._swaps,
+            "swaps_with_running": self._swaps_with_running,
+            "failures": self._failures,
+            "superseded": self._superseded,
+            **{f"max_{name}": largest for name, largest in self._largest.items()},
+        }

@@ -1,0 +1,117 @@
+"""The publisher's thread: hears the socket, watches the clock, and drives the protocol.
+
+Every generator has a transport and a sending thread of its own (channel.py), so one that is late, fails or dies delays
+no other. One lock guards all replicas; messages are queued while it is held, so each peer sees them in the order of the
+states.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from inflight.bus import Listener, Lost, Received
+from inflight.messages import Finish
+from inflight.weights.publish.offer import Offer
+from inflight.weights.publish.protocol import PublishProtocol
+from inflight.weights.publish.routes import RoutesFile, routes
+from inflight.weights.publish.session import Session
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05
+"""How late a deadline or a broken transport may be noticed; messages are handled at once."""
+HEARD_AT_ONCE = 100
+"""Messages between two looks at the deadlines."""
+CLOSE_S = 5.0
+
+
+class PublisherLoop:
+    """Owns the thread. `protocol` may be used under `changed`, which is notified whenever anything happened."""
+
+    def __init__(
+        self,
+        listener: Listener,
+        session: Session,
+        ranks: Mapping[str, int],
+        offer: Offer,
+        routes_file: RoutesFile | None = None,
+    ) -> None:
+        """`ranks` is generator name → world size, `offer` what the trainer starts with."""
+        self.error: BaseException | None = None
+        """What ended publishing; nothing is delivered any more."""
+        self.changed = threading.Condition(threading.RLock())
+        self.session, self.protocol = session, PublishProtocol(session, ranks, offer)
+        self._listener, self._routes_file = listener, routes_file
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def release(self, offer: Offer) -> None:
+        """Sends what lies in the send buffer to the generators."""
+        with self.changed:
+            self.protocol.release(offer)
+
+    def wait(self, condition: Callable[[PublishProtocol], bool], timeout_s: float) -> bool:
+        """Whether a condition came true within `timeout_s`, or publishing has ended meanwhile: look at `error`."""
+        deadline = time.monotonic() + timeout_s
+        with self.changed:
+            while self.error is None and not condition(self.protocol):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return False
+                self.changed.wait(left)
+            return True
+
+    def finish(self, reason: str) -> None:
+        """Tells the engines that the run is over."""
+        with self.changed:
+            engines = [replica.members.engine for replica in self.protocol.replicas]
+            self.session.outbox.send(engines, Finish(reason=reason))
+
+    def close(self) -> None:
+        """Aborts what is not being committed yet and ends all threads; waits for none longer than CLOSE_S, and up to
+        2 s for each NCCL communicator that is not ended at once."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(CLOSE_S)
+        with self.changed:
+            for replica in self.protocol.replicas:
+                replica.close()
+        if stuck := self.session.channels.join(CLOSE_S):
+            log.warning("%d transfers are still stuck in the transport", stuck)
+
+    def _hear(self, got: Received | Lost | None) -> None:
+        """Drains queued messages before deadlines are checked, so a reply that arrived in time never counts as late."""
+        heard = 0
+        while got is not None:
+            match got:
+                case Lost(peer=peer, asked=asked):
+                    self.protocol.lost(peer, asked=asked)
+                case Received(peer=peer, message=message):
+                    self.protocol.hear(peer, message)
+            heard += 1
+            got = self._listener.receive(0) if heard < HEARD_AT_ONCE else None
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                got = self._listener.receive(POLL_S)
+                with self.changed:
+                    self._hear(got)
+                    unsound = self.protocol.expire()
+                    self.error = self.error or unsound
+                    self._write_routes()  # before the change is seen: a caller that sees it may read the file
+                    self.changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer by whatever it waits in
+            with self.changed:
+                self.error = error
+                self.changed.notify_all()
+
+    def _write_routes(self) -> None:
+        if self._routes_file is not None:
+            max_behind = self.session.config.max_behind
+            self._routes_file.write(routes(self.protocol.version, self.protocol.replicas, max_behind))

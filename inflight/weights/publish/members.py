@@ -1,0 +1,75 @@
+"""The ranks and the engine of one generator: which are there, of which start, and what each of them holds."""
+
+from __future__ import annotations
+
+from inflight.messages import EngineHello, RankHello
+
+Hello = RankHello | EngineHello
+
+
+class Members:
+    """All of one start of a generator (an incarnation) live and die together."""
+
+    def __init__(self, generator: str, world_size: int) -> None:
+        self.generator, self.world_size = generator, world_size
+        self.ranks = [f"{generator}.r{rank}" for rank in range(world_size)]
+        """Identities of the worker ranks."""
+        self.engine = f"{generator}.engine"
+        self.all = [*self.ranks, self.engine]
+        self.incarnation: str | None = None
+        """Of those that are heard. None before the first hello."""
+        self.url = ""
+        """Where the engine serves HTTP."""
+        self.held: dict[str, int | None] = {}
+        """Peer → the version of this publisher that it holds, None: none of it; of those that said hello and are not
+        lost."""
+        self._replaced: set[str] = set()
+        """Incarnations whose messages do not count any more."""
+
+    @property
+    def missing(self) -> list[str]:
+        """Members that have not said hello or were lost."""
+        return [peer for peer in self.all if peer not in self.held]
+
+    @property
+    def version(self) -> int | None:
+        """What the engine stamps; all members hold it."""
+        return self.held[self.engine]
+
+    def objection(self, peer: str, hello: Hello) -> str:
+        """Why a hello does not speak for a member; empty when it does."""
+        member = f"r{hello.rank}" if isinstance(hello, RankHello) else "engine"
+        if peer != f"{self.generator}.{member}":
+            return f"{peer} can't speak for {self.generator}.{member}"
+        return "another process has taken its place" if hello.incarnation in self._replaced else ""
+
+    def mismatch(self, hello: Hello, newest: int) -> str:
+        """Why the generator can't be sent what a publisher has whose newest version is `newest`; empty when it can."""
+        if hello.world_size != self.world_size:
+            return f"world_size is {hello.world_size}, this run expects {self.world_size}"
+        if isinstance(hello, RankHello) and hello.rank >= self.world_size:
+            return f"rank {hello.rank} of {self.world_size}"
+        if hello.version is not None and hello.version > newest:
+            remedy = "restart the generator, or begin at that version"
+            return f"it holds version {hello.version}, the trainer is at {newest}: {remedy}"
+        return ""
+
+    def replace(self, incarnation: str) -> None:
+        """Members of another start are heard from now on."""
+        if self.incarnation is not None:
+            self._replaced.add(self.incarnation)
+        self.incarnation = incarnation
+
+    def note(self, peer: str, hello: Hello, held: int | None) -> None:
+        """A member is there."""
+        self.held[peer] = held
+        if isinstance(hello, EngineHello):
+            self.url = hello.url
+
+    def commit(self, version: int) -> None:
+        """The engine has said that all members hold `version`."""
+        self.held = dict.fromkeys(self.held, version)
+
+    def forget(self) -> None:
+        """Nothing is claimed any more: all have to say hello again."""
+        self.held.clear()

@@ -1,0 +1,142 @@
+"""Membership: generators join when all their ranks and their engine have said hello, leave, and are refused.
+
+Not thread-safe: the loop calls in under its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from inflight.messages import Enquire, RankHello
+from inflight.weights.publish.members import Hello
+from inflight.weights.publish.replica import Replica
+from inflight.weights.publish.session import Session
+from inflight.weights.publish.states import State
+
+log = logging.getLogger(__name__)
+
+ENQUIRE_S = 1.0
+"""The interval at which members that are connected but have not said hello are asked for it."""
+
+
+class Membership:
+    """The replicas by generator; takes their members in and lets them go."""
+
+    def __init__(self, session: Session, ranks: Mapping[str, int]) -> None:
+        """`ranks` is generator name → world size."""
+        self.replicas = {name: Replica(name, size, session) for name, size in ranks.items()}
+        self._session = session
+        self._last_present = session.clock()
+
+    def of(self, peer: str) -> Replica | None:
+        """The replica that a peer belongs to, by its identity `generator.member`; None for a stranger."""
+        return self.replicas.get(peer.rpartition(".")[0])
+
+    def hello(self, peer: str, hello: Hello, newest: int) -> None:
+        """Takes a member in, or refuses it with the reason; `newest` is the trainer's version."""
+        replica = self.replicas.get(hello.generator)
+        if replica is None:
+            self._refuse(peer, hello, f"no generator of this run is named {hello.generator}")
+            return
+        members = replica.members
+        objection = members.objection(peer, hello)
+        if not objection and replica.state is State.POISONED and hello.incarnation == members.incarnation:
+            objection = f"it may hold a torn version ({replica.reason}): it must be restarted"
+        if objection:
+            self._refuse(peer, hello, objection)
+            return
+        if hello.incarnation != members.incarnation:
+            self._replace(replica, peer, hello.incarnation)
+        held = hello.version if hello.publisher == self._session.publisher else None
+        if mismatch := members.mismatch(hello, newest):
+            self._refuse(peer, hello, mismatch)
+            replica.give_up("absent", f"{peer}: {mismatch}", end=True)
+        elif replica.state is State.INCOMPATIBLE:
+            self._session.outbox.ignore(peer, hello, replica.reason)
+        elif replica.state is State.ABSENT:
+            members.note(peer, hello, held)
+            self._admit(replica, newest)
+        else:
+            self._repeated(replica, peer, hello, held)
+
+    def _refuse(self, peer: str, hello: Hello, reason: str) -> None:
+        self._session.outbox.ignore(peer, hello, reason)
+        self._session.outbox.send_refusal(peer, reason)
+
+    @staticmethod
+    def _replace(replica: Replica, peer: str, incarnation: str) -> None:
+        """A restarted generator takes the place of the one before."""
+        known = replica.members.incarnation is not None
+        replica.members.replace(incarnation)
+        if known:
+            replica.leave(f"{peer} said hello after a restart")
+
+    @staticmethod
+    def _admit(replica: Replica, newest: int) -> None:
+        """→ IDLE when all members are there and agree."""
+        members = replica.members
+        if members.missing:
+            replica.standing.why = f"no hello from {', '.join(members.missing)}"
+        elif len(set(members.held.values())) > 1:
+            replica.standing.why = f"its members hold different versions: {members.held}"
+            log.warning("%s: %s", replica.generator, replica.standing.why)
+        elif replica.join(newest):
+            holds = "no version yet" if members.version is None else f"version {members.version}"
+            log.info("%s has joined with %s, the newest is %d", replica.generator, holds, newest)
+
+    def _repeated(self, replica: Replica, peer: str, hello: Hello, held: int | None) -> None:
+        """A member that takes part says hello once more, because it was asked to or had lost the publisher."""
+        if replica.state is not State.IDLE:  # the outcome of what is out settles it
+            self._session.outbox.ignore(peer, hello, f"it takes part already ({replica.state.name})")
+        elif held != (known := replica.members.held[peer]):
+            replica.leave(f"{peer} holds version {held}, not {known}")
+        elif isinstance(hello, RankHello):
+            replica.reopen()  # it may have dropped its end of the transport
+
+    def lost(self, peer: str, *, asked: bool) -> None:
+        """The bus does not hear a member any more, and with it the generator is gone; `asked`: it was asked to end."""
+        replica = self.of(peer)
+        if replica is not None and peer in replica.members.held:
+            replica.leave(f"{peer} was asked to end" if asked else f"{peer} was lost", asked=asked)
+
+    def dismiss(self, generator: str, incarnation: str, reason: str) -> None:
+        """→ INCOMPATIBLE, unless another start of the generator has taken the place of that one."""
+        replica = self.replicas[generator]
+        if replica.state.present and (replica.members.incarnation or "") == incarnation:
+            replica.give_up("absent", reason, end=True)
+
+    def expire(self) -> None:
+        """Does what is due for those that take no part; to be called often."""
+        now = self._session.clock()
+        for replica in self.replicas.values():
+            if replica.state.present or replica.standing.due is None or now < replica.standing.due:
+                continue
+            replica.standing.due = now + ENQUIRE_S
+            if replica.state is State.ABSENT:
+                self.enquire(replica)
+            else:  # INCOMPATIBLE: repeated while it is still connected
+                self._session.outbox.send_refusal(replica.members.engine, replica.reason)
+        self.deserted_s()
+
+    def enquire(self, replica: Replica) -> None:
+        """Asks those of an ABSENT generator that are connected to say hello.
+
+        This is how a disconnected member rejoins, also if its hello was lost. A generator whose engine is there but not
+        its ranks is broken inside; it is told to end once it has had the time of a transfer.
+        """
+        members, since = replica.members, self._session.clock() - replica.standing.since
+        connected = self._session.outbox.peers()
+        gone = [peer for peer in members.ranks if peer not in connected]
+        if gone and members.engine in connected and since > self._session.config.transfer_timeout_s:
+            reason = f"{', '.join(gone)} is not there since {since:.0f} s"
+            log.warning("%s is told to end: %s", replica.generator, reason)
+            self._session.outbox.send_refusal(members.engine, reason)
+        self._session.outbox.send(connected.intersection(members.missing or members.all), Enquire())
+
+    def deserted_s(self) -> float:
+        """For how many seconds no generator has taken part; 0 while one does. Only what it is asked often counts."""
+        now = self._session.clock()
+        if any(replica.state.present for replica in self.replicas.values()):
+            self._last_present = now
+        return now - self._last_present

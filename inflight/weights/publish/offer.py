@@ -1,0 +1,63 @@
+"""A version in the send buffer, checked once before any of it is sent."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from inflight.messages import Manifest
+from inflight.weights.pack import checksums
+from inflight.weights.publish.finite import NotFinite, require_finite
+from inflight.weights.publish.read_fence import ReadFence
+from inflight.weights.transport.sums import BufferSums
+
+
+class Offer:
+    """The version in the send buffer: its bytes, where each parameter lies in them, and whether it may be sent.
+
+    Several sending threads use it at once; the first that asks for `sums` computes them, the others wait for that.
+    """
+
+    def __init__(
+        self,
+        version: int,
+        manifest: Manifest,
+        buffer: torch.Tensor,
+        fence: ReadFence,
+        buffer_sums: BufferSums,
+        *,
+        finite_check: bool,
+    ) -> None:
+        """`buffer` is uint8 `[manifest.total_bytes]`; packing into it may still be queued on the device, `fence` tells
+        when it is done. `buffer_sums` are what the transports have summed of the buffer."""
+        self.version, self.manifest, self.buffer = version, manifest, buffer
+        self._fence, self._buffer_sums = fence, buffer_sums
+        self._finite_check = finite_check
+        self._lock = threading.Lock()
+        self._sums: list[int] | None = None
+        self.unsound: NotFinite | None = None
+        """Why it must not be sent; None while nothing is known against it."""
+
+    def sums(self) -> list[int]:
+        """The buckets' checksums, one CRC-32 each, or none where the transport verifies; waits until all is packed.
+
+        Raises NotFinite, each time, for a version that must not be sent.
+        """
+        with self._lock:
+            if self.unsound is not None:
+                raise self.unsound
+            if self._sums is None:
+                self._fence.wait_read()  # only from here on are the bytes those of this version
+                self._buffer_sums.forget()
+                self._require_finite()
+                self._sums = checksums(self.manifest, self.buffer)
+            return self._sums
+
+    def _require_finite(self) -> None:
+        if self._finite_check:
+            try:
+                require_finite(self.version, self.manifest, self.buffer)
+            except NotFinite as error:
+                self.unsound = error
+                raise

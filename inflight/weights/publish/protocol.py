@@ -1,0 +1,96 @@
+"""Publisher-side protocol that delivers each version to each generator: a state machine without threads or I/O.
+
+One rule drives it: a generator that is IDLE and does not hold what lies in the send buffer is sent it. The version that
+the trainer starts with, a new one, a late joiner, one that was cut off and one whose last attempt failed are all the
+same case.
+
+Not thread-safe: the loop calls in under its lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from inflight.messages import AnyMessage, EngineHello, RankHello
+from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.membership import Membership
+from inflight.weights.publish.offer import Offer
+from inflight.weights.publish.replica import Replica
+from inflight.weights.publish.session import Session
+from inflight.weights.publish.states import State
+
+
+class PublishProtocol:
+    """Takes what the trainer releases, what members say and what time it is to each replica."""
+
+    def __init__(self, session: Session, ranks: Mapping[str, int], offer: Offer) -> None:
+        """`ranks` is generator name → world size, `offer` what the trainer starts with."""
+        self.version = offer.version
+        """The newest version that was released."""
+        self.membership = Membership(session, ranks)
+        self._session = session
+        self._offer: Offer | None = offer
+        """None while the trainer writes into the buffer."""
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """One for each generator."""
+        return list(self.membership.replicas.values())
+
+    def settled(self) -> bool:
+        """Whether the newest version has an outcome everywhere."""
+        return all(replica.state.settled for replica in self.replicas)
+
+    def withdraw(self, *, supersede: bool) -> bool:
+        """Takes the offer back, so that the buffer may be written. False while a transfer that counts reads it.
+
+        With `supersede` such transfers are given up, if any generator has the version: else a trainer that is faster
+        than every transfer would deliver none.
+        """
+        sending = [replica for replica in self.replicas if replica.state is State.SENDING]
+        if sending and not (supersede and any(replica.has(self.version) for replica in self.replicas)):
+            return False
+        for replica in sending:
+            replica.supersede(self.version)
+        self._offer = None
+        return True
+
+    def release(self, offer: Offer) -> None:
+        """Sends what lies in the send buffer to every generator, now or as soon as it can take it."""
+        self.version, self._offer = offer.version, offer
+        for replica in self.replicas:
+            replica.release(offer.version)
+        self._send()
+
+    def lost(self, peer: str, *, asked: bool = False) -> None:
+        """The bus does not hear a peer any more; `asked`: since it was asked to end."""
+        self.membership.lost(peer, asked=asked)
+
+    def hear(self, peer: str, message: AnyMessage) -> None:
+        """A message from a rank or an engine."""
+        if isinstance(message, RankHello | EngineHello):
+            self.membership.hello(peer, message, self.version)
+        elif (replica := self.membership.of(peer)) is not None:
+            replica.hear(peer, message)
+        else:
+            self._session.outbox.ignore(peer, message, "not a member")
+        self._send()
+
+    def expire(self) -> NotFinite | None:
+        """Does what is due; to be called often. Returns why the version in the buffer must not be sent, if so."""
+        unsound = self._offer.unsound if self._offer is not None else None
+        if self._offer is not None and unsound is not None:
+            for replica in self.replicas:
+                replica.withdraw(self._offer, str(unsound))
+            self._offer = None
+        for replica in self.replicas:
+            replica.expire()
+        self.membership.expire()
+        self._send()
+        return unsound
+
+    def _send(self) -> None:
+        """The rule of this module."""
+        if self._offer is not None:
+            for replica in self.replicas:
+                replica.send(self._offer)

@@ -1,0 +1,57 @@
+"""What all replicas of one publisher share."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from inflight.config import PublishConfig
+from inflight.messages import Manifest, Welcome
+from inflight.weights import plan
+from inflight.weights.publish.channel import Channel, ChannelSource
+from inflight.weights.publish.events import EventLog
+from inflight.weights.publish.outbox import Outbox
+
+
+@dataclass
+class Session:
+    """One publisher's life: its identity, what it publishes and how, and what has come of it."""
+
+    config: PublishConfig
+    manifest: Manifest
+    outbox: Outbox
+    channels: ChannelSource
+    clock: Callable[[], float] = time.monotonic
+    """Seconds; only differences count."""
+    events: EventLog = field(default_factory=EventLog)
+    publisher: str = field(default_factory=lambda: secrets.token_hex(8))
+    """Tells this publisher's versions from those that another one sent under the same numbers."""
+    attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """Numbers of the attempts, over all generators."""
+    manifest_digest: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.manifest_digest = plan.digest(self.manifest)
+
+    def connect(self, generator: str, ranks: Sequence[str]) -> Channel:
+        """A channel to a generator, and a Welcome to it for each of its ranks; the publisher is the transport's rank 0.
+
+        Raises TransportError when the transport can't be opened.
+        """
+        channel = self.channels.open(generator, len(ranks))
+        for number, rank in enumerate(ranks, start=1):
+            welcome = Welcome(
+                manifest=self.manifest,
+                manifest_digest=self.manifest_digest,
+                transport=self.channels.kind,
+                rendezvous=channel.rendezvous,
+                transport_rank=number,
+                transport_size=len(ranks) + 1,
+                timeout_s=self.config.transfer_timeout_s,
+                publisher=self.publisher,
+            )
+            self.outbox.send([rank], welcome)
+        return channel

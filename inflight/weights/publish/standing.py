@@ -1,0 +1,72 @@
+"""Where one generator stands: its state, why it is in it, and the version whose outcome is still to be recorded."""
+
+from __future__ import annotations
+
+import logging
+
+from inflight.weights.publish.events import Event, EventLog, Failure, Left, Superseded
+from inflight.weights.publish.states import LEGAL, State
+
+log = logging.getLogger(__name__)
+
+
+class Standing:
+    """Changes of state are checked against LEGAL; each version gets one outcome in the event log."""
+
+    def __init__(self, generator: str, events: EventLog, now: float) -> None:
+        self.generator = generator
+        self.state = State.ABSENT
+        self.why = "no hello yet"
+        """Why it is in a state other than IDLE, for people."""
+        self.since = now
+        """When it entered its state, in the clock's seconds."""
+        self.asked_to_end = False
+        """It has left for that reason, and is not back yet."""
+        self.due: float | None = now
+        """When the state's next step must be taken if nothing happens; None: there is none."""
+        self._owed: int | None = None
+        """The newest version for which no event is recorded yet."""
+        self._events = events
+
+    def enter(self, state: State, now: float, why: str = "", *, due: float | None = None) -> None:
+        """The one place that changes `state`."""
+        if state not in LEGAL[self.state]:
+            raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
+        self.state, self.why, self.since, self.due = state, why, now, due
+
+    def owe(self, version: int, out: int | None) -> None:
+        """A version was released; `out` is the one that is being sent or committed, None: there is none."""
+        committing = self.state is State.COMMITTING and self._owed == out
+        if self._owed is not None and not committing:
+            self.pass_over(self._owed, f"{self.state.name}, {self.why}")
+        self._owed = version
+        if not self.state.routed:
+            self.miss()
+
+    def miss(self) -> None:
+        """What it is owed it does not get, because of the state that it is in."""
+        if self._owed is not None:
+            self.fail(self._owed, "absent", f"{self.state.name}, {self.why}")
+
+    def fail(self, version: int, phase: str, reason: str) -> None:
+        """Notes a version that the generator does not get (now: it may catch up)."""
+        level = logging.INFO if self.asked_to_end else logging.WARNING
+        log.log(level, "%s does not get version %d (%s): %s", self.generator, version, phase, reason)
+        left = Left(self.generator, version, reason) if self.asked_to_end else None
+        self._note(left or Failure(self.generator, version, phase, reason))
+
+    def pass_over(self, version: int, reason: str) -> None:
+        """Notes a version that the generator does not get because a newer one is there."""
+        log.info("%s is not sent version %d: superseded, %s", self.generator, version, reason)
+        self._note(Superseded(self.generator, version, reason))
+
+    def swap(self, event: Event) -> None:
+        """Notes a version that was committed; an older one that is owed is settled with it."""
+        self._events.append(event)
+        if self._owed is not None and self._owed <= event.version:
+            self._owed = None
+
+    def _note(self, event: Failure | Superseded | Left) -> None:
+        self._events.append(event)
+        if self._owed == event.version:
+            self._owed = None

@@ -1,0 +1,74 @@
+"""The states of a generator at the publisher and the transitions between them."""
+
+from __future__ import annotations
+
+import enum
+
+
+class State(enum.Enum):
+    """How a generator stands to the versions that are published. Legal transitions:
+
+    ABSENT     → IDLE        all ranks and the engine of one start have said hello and hold the same version of this
+                             publisher, or none: what another publisher sent them does not count
+    IDLE       → SENDING     it does not hold the newest version: one was published, it has joined, or failed before
+    SENDING    → COMMITTING  every rank is Ready; Commit was sent
+    SENDING    → ABORTING    a rank failed, the transport broke, a rank did not answer in time, or a newer version is
+                             waiting; Abort was sent
+    ABORTING   → IDLE        every rank has let go; a broken transport was replaced
+    ABORTING   → STALLED     some have not by the deadline; Abort is repeated
+    STALLED    → IDLE        they have, later
+    COMMITTING → IDLE        Committed
+    COMMITTING → ABORTING    the engine refused and swapped nothing
+    COMMITTING → UNSURE      no answer in time: it may hold either version; nothing is claimed, Commit is repeated
+    UNSURE     → IDLE, ABORTING  the answer came, later
+    POISONED, INCOMPATIBLE → ABSENT  it was restarted: a hello of another incarnation
+    any        → POISONED    a swap failed halfway: it may hold parts of two versions
+    any other  → INCOMPATIBLE  its model has no use for what is published (another shape or name), its size is not the
+                             configured one, it holds a version that this publisher has not reached, or it was refused
+    any other  → ABSENT      a member was lost, or a hello of another incarnation came; all must say hello then
+    """
+
+    ABSENT = enum.auto()
+    IDLE = enum.auto()
+    SENDING = enum.auto()
+    ABORTING = enum.auto()
+    STALLED = enum.auto()
+    COMMITTING = enum.auto()
+    UNSURE = enum.auto()
+    POISONED = enum.auto()
+    INCOMPATIBLE = enum.auto()
+
+    @property
+    def settled(self) -> bool:
+        """Whether no version is out whose outcome a deadline will decide."""
+        return self not in (State.SENDING, State.ABORTING, State.COMMITTING)
+
+    @property
+    def present(self) -> bool:
+        """Whether the generator takes part."""
+        return self not in _OUT
+
+    @property
+    def certain(self) -> bool:
+        """Whether it is known which version the engine stamps."""
+        return self.present and self is not State.UNSURE
+
+    @property
+    def routed(self) -> bool:
+        """Whether requests may be sent to it. STALLED and UNSURE are not: what does not answer the publisher may not
+        answer requests either."""
+        return self.certain and self is not State.STALLED
+
+
+_OUT = {State.ABSENT, State.POISONED, State.INCOMPATIBLE}
+LEGAL = {
+    State.ABSENT: _OUT | {State.IDLE},
+    State.IDLE: _OUT | {State.SENDING},
+    State.SENDING: _OUT | {State.COMMITTING, State.ABORTING},
+    State.ABORTING: _OUT | {State.IDLE, State.STALLED},
+    State.STALLED: _OUT | {State.IDLE},
+    State.COMMITTING: _OUT | {State.IDLE, State.ABORTING, State.UNSURE},
+    State.UNSURE: _OUT | {State.IDLE, State.ABORTING},
+    State.POISONED: {State.POISONED, State.ABSENT},
+    State.INCOMPATIBLE: {State.INCOMPATIBLE, State.POISONED, State.ABSENT},
+}

@@ -20,7 +20,6 @@ from inflight.weights.publish.states import State
 from inflight.weights.transport.base import TransportError
 
 log = logging.getLogger(__name__)
-
 ABORT_S = 2.0
 """What ranks get to answer an Abort before the generator is STALLED; the interval of repeated Aborts and Commits."""
 

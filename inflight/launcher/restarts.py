@@ -13,6 +13,7 @@ from inflight.processes import Command, Ended
 KINDS = ("generator", "actor")
 """A trainer is not started again: what it held is in its checkpoint, and `resume=true` goes on from there."""
 
+
 @dataclass
 class _Record:
     failures: int = 0

@@ -1,10 +1,10 @@
 """Questions that were in flight when an actor died: one may be the cause, and the others must not suffer for it.
 
-    deaths   how it is asked
-    0        as any other
-    1        beside questions without a death, one such question at an actor at a time
-    2        alone: its actor works on nothing else
-    3        not any more: the last one was its own doing
+deaths   how it is asked
+0        as any other
+1        beside questions without a death, one such question at an actor at a time
+2        alone: its actor works on nothing else
+3        not any more: the last one was its own doing
 """
 
 from __future__ import annotations

@@ -21,9 +21,14 @@ TOKENS_A_STEP = 1 << 14
 log = logging.getLogger(__name__)
 
 
-def coarser(config: RunConfig) -> str:
-    """The dtype whose rounding is seen where the trainer's log-probabilities meet the generators'."""
-    return "bfloat16" if config.trainer.autocast else config.model.dtype
+def coarser(config: RunConfig, device: torch.device) -> str:
+    """The dtype whose rounding is seen where the log-probabilities of a trainer on `device` meet the generators'.
+
+    vLLM's attention kernels on CUDA multiply float32 in TF32.
+    """
+    if config.trainer.autocast:
+        return "bfloat16"
+    return "tf32" if config.model.dtype == "float32" and device.type == "cuda" else config.model.dtype
 
 
 class Baseline:
@@ -34,8 +39,9 @@ class Baseline:
     sequence under one version, as no generator does that swapped meanwhile. Of several ranks, those of rank 0.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self._mode, self._dtype = config.trainer.compare_lag_0, coarser(config)
+    def __init__(self, config: RunConfig, device: torch.device) -> None:
+        """`device` is the trainer's."""
+        self._mode, self._dtype = config.trainer.compare_lag_0, coarser(config, device)
         self._sampling = Sampling.of(config.rollout)
         self._parts: list[tuple[np.ndarray, ...]] = []
         self._tokens = 0

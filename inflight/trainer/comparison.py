@@ -64,11 +64,12 @@ class Comparing:
         publisher: Publisher,
         learner: Learner,
         stop: Callable[[], bool],
+        device: torch.device,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stop()` ends a comparison early."""
-        self._mode, self._dtype = config.trainer.compare_start, coarser(config)
+        """`stop()` ends a comparison early; `device` is the trainer's."""
+        self._mode, self._dtype = config.trainer.compare_start, coarser(config, device)
         self._publisher, self._learner, self._stop, self._clock = publisher, learner, stop, clock
         self._patience_s, self._join_s = config.publish.supersede_after_s, config.publish.join_timeout_s
         self._api_key = config.api_key

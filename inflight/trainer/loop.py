@@ -58,8 +58,8 @@ class Trainer:
         self._stop = stop
         self._patience = config.publish.transfer_timeout_s + config.publish.commit_timeout_s
         """Seconds that a published version may take until it is live or has failed."""
-        self._comparing = Comparing(config, publisher, learner, stop.is_set)
-        self._baseline = Baseline(config)
+        self._comparing = Comparing(config, publisher, learner, stop.is_set, source.device)
+        self._baseline = Baseline(config, source.device)
         learner.baseline = self._baseline
         self._skips = Skips(config.trainer.max_skipped_updates)
         self._clock = Clock(begun.elapsed_s)

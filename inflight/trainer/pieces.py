@@ -1,7 +1,7 @@
 """A micro-batch on its way to another rank, in pieces: a message is bounded, a micro-batch of long sequences is not.
 
-    rank 0 --Piece--> other rank     in order, WINDOW of them at a time
-    rank 0 <--Took--- other rank     so many bytes have come
+rank 0 --Piece--> other rank     in order, WINDOW of them at a time
+rank 0 <--Took--- other rank     so many bytes have come
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from inflight.config import GateConfig, ModelConfig
 from inflight.named import find
 from inflight.rollout.gate import gate_group
 from inflight.trainer.advantage import ADVANTAGES
-from inflight.trainer.baseline import PROMPTS, Baseline
+from inflight.trainer.baseline import PROMPTS, Baseline, coarser
 from inflight.trainer.batch import collate
 from inflight.types import PrefillSpan, RolloutGroup
 from inflight.weights.publish.comparison import NumbersDiffer
@@ -23,7 +23,8 @@ LENGTH = 6
 def watched(tmp_path, mode="warn", dtype="float32", **rollout):
     config = make_config(tmp_path, **rollout)
     trainer = dataclasses.replace(config.trainer, compare_lag_0=mode, autocast=dtype == "bfloat16")
-    return Baseline(dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", "float32")))
+    config = dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", "float32"))
+    return Baseline(config, torch.device("cpu"))
 
 
 def batch_of(first, count=PROMPTS, spans=((0, 4),), **turn):
@@ -122,3 +123,13 @@ def test_later_updates_are_judged_by_what_was_before_the_first(tmp_path):
     part = batch_of(0)
     baseline.add(computed(part, 0.5), dataclasses.replace(part, proximal_logprobs=computed(part)))
     assert baseline.judge()["lag_0"]["agrees"]
+
+
+def test_float32_on_cuda_rounds_as_tf32(tmp_path):
+    config = make_config(tmp_path)
+    trainer = dataclasses.replace(config.trainer, autocast=False)
+    config = dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", "float32"))
+    assert coarser(config, torch.device("cuda")) == "tf32"
+    assert coarser(config, torch.device("cpu")) == "float32"
+    with_autocast = dataclasses.replace(config, trainer=dataclasses.replace(trainer, autocast=True))
+    assert coarser(with_autocast, torch.device("cuda")) == "bfloat16"

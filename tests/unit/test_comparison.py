@@ -104,11 +104,27 @@ def test_a_caller_may_run_in_an_event_loop(serve, model):
 def test_what_is_wrong_beyond_a_length_is_told_with_the_length(serve, model):
     (found,) = ask([serve(change=window)], scorer(model))
     assert str(found).startswith(
-        "g0 does not compute what the trainer does, at version 0: after prompts of 60 tokens, "
+        "g0 does not compute what the trainer does, at version 0: after prompts of 60 tokens sent together, "
     )
     assert str(found).endswith(SUSPECTS)
     assert "nats" in str(found)
     assert "\n" not in str(found)
+
+
+def test_what_is_wrong_for_a_sequence_alone_is_found(serve, model):
+    """A CUDA graph captured for one sequence may be wrong where those for more are right."""
+    server = serve(change=lambda ids, logits: hotter(ids, logits) if len(server.requests) <= 3 else logits)
+    (found,) = ask([server], scorer(model))
+    assert "after prompts of 4 tokens sent alone, the median difference" in str(found)
+    assert [len(body["prompt"]) for body in server.requests[:3]] == [4, 20, 60]
+
+
+def test_a_prompt_that_is_sent_alone_has_no_other_beside_it(serve, model):
+    server = serve()
+    server.hold = []
+    (found,) = ask([server], scorer(model), stop=lambda: bool(server.hold))
+    assert len(server.requests) == 1
+    assert not found.shown
 
 
 def test_another_temperature_is_found(serve, model):

@@ -98,7 +98,8 @@ def compare(
 ) -> list[Comparison]:
     """Asks all generators at once, scores and judges each; in the order of `served`.
 
-    `prompts` are token ids, at most REQUESTS; `dtype` is the coarser one of both computations, `sampling` what tokens
+    The first prompt of each length is sent alone, the others of that generator together afterwards: a CUDA graph that is
+    wrong for one size of the batch does not show in another. `prompts` are token ids, at most REQUESTS; `dtype` is the coarser one of both computations, `sampling` what tokens
     are drawn by, without cuts: what top-p leaves of a distribution is no matter of the model. Ends early when `stop()`
     says so. Raises ValueError for other input, or where `score` does not return a number a token; what `score` raises
     goes to the caller.
@@ -119,7 +120,9 @@ def compare(
         recorded = [turn.logprobs for turn in whole if turn]
         result = Comparison(name, route.incarnation, route.version, unanswered=unanswered)
         if asked:
-            verdict, problem = _judge(asked, recorded, _scored(score, asked), dtype, sampling.temperature)
+            alone = [number in _alone(requests) for number, turn in enumerate(whole) if turn]
+            scored = _scored(score, asked)
+            verdict, problem = _judge(asked, recorded, scored, dtype, sampling.temperature, alone)
             result = dataclasses.replace(result, agreement=verdict, problem=problem)
         found.append(result)
     return found
@@ -158,20 +161,35 @@ async def _ask_all(
             except (Retry, Rejected, Unpatched) as error:
                 return str(error)
 
-        asking = {
-            name: [asyncio.create_task(ask(name, route.url, request)) for request in requests]
-            for name, route in served.items()
-        }
-        pending = {task for tasks in asking.values() for task in tasks}
+        async def ask_one(name: str, url: str) -> list[Turn | str]:
+            """In the order of the requests, which is not that of asking."""
+            answers: list[Turn | str] = ["given up"] * len(requests)
+            first = _alone(requests)
+            for number in first:
+                answers[number] = await ask(name, url, requests[number])
+            rest = [number for number in range(len(requests)) if number not in first]
+            for number, answer in zip(
+                rest, await asyncio.gather(*(ask(name, url, requests[each]) for each in rest)), strict=True
+            ):
+                answers[number] = answer
+            return answers
+
+        asking = {name: asyncio.create_task(ask_one(name, route.url)) for name, route in served.items()}
+        pending = set(asking.values())
         while pending and not stop():
             _, pending = await asyncio.wait(pending, timeout=_POLL_S)
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
         return {
-            name: ["given up" if task.cancelled() else task.result() for task in tasks]
-            for name, tasks in asking.items()
+            name: ["given up"] * len(requests) if task.cancelled() else task.result() for name, task in asking.items()
         }
+
+
+def _alone(requests: Sequence[dict[str, Any]]) -> list[int]:
+    """The first request of each length of prompt."""
+    lengths = [len(request["prompt"]) for request in requests]
+    return [lengths.index(length) for length in sorted(set(lengths))]
 
 
 def _of_version(answers: Sequence[Turn | str], version: int) -> tuple[list[Turn | None], str]:
@@ -211,11 +229,12 @@ def _judge(
     scored: Sequence[Sequence[float]],
     dtype: str,
     temperature: float,
+    alone: Sequence[bool],
 ) -> tuple[Agreement, str]:
-    """The agreement of all tokens, and what is wrong: with all, or with those of one length of prompt.
+    """The agreement of all tokens, and what is wrong: with all, or with those of one length of prompt, `alone` or not.
 
-    What a window or rope scaling does shows beyond a length only, where few of the tokens may be; of those alone the
-    median is looked at, which a few can tell.
+    What a window or rope scaling does shows beyond a length only, and a wrong CUDA graph for one size of the batch,
+    where few of the tokens may be; of those the median is looked at, which a few can tell.
     """
     ours, theirs = np.concatenate(scored), np.concatenate(recorded)
     lengths = np.repeat([len(each.prompt_ids) for each in asked], [len(each.token_ids) for each in asked])
@@ -225,10 +244,12 @@ def _judge(
         return agreement.compare(theirs[which], ours[which], dtype, temperature=temperature, prompt=prompt[which])
 
     whole = of(lengths > 0)
-    for length in np.unique(lengths):
-        part = of(lengths == length)
+    by_itself = np.repeat(alone, [len(each.token_ids) for each in asked])
+    for length, single in sorted(set(zip(lengths.tolist(), by_itself.tolist(), strict=True))):
+        part = of((lengths == length) & (by_itself == single))
         if part.steps > agreement.TYPICAL:
-            return whole, f"after prompts of {length} tokens, {part.problems[0]}"
+            sent = "sent alone" if single else "sent together"
+            return whole, f"after prompts of {length} tokens {sent}, {part.problems[0]}"
     if whole.agrees:
         return whole, ""
     with np.errstate(invalid="ignore"):

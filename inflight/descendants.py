@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 import psutil
 
-from inflight.processes import kill_all, living_of
+from inflight.processes import KILL_WAIT_S, kill_all, living_of
 
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -29,16 +29,20 @@ def adopt() -> None:
         raise OSError(ctypes.get_errno(), "can't adopt orphans (PR_SET_CHILD_SUBREAPER)")
 
 
-def kill_tree(pid: int) -> None:
+def kill_tree(pid: int, *, reap: bool = True) -> None:
     """SIGKILL to a process that adopts, and to all below it. It is stopped first, so that it starts nothing more.
 
-    Takes at most processes.KILL_WAIT_S and a second. Nothing happens when it is gone.
+    `reap`: not for a child whose exit code somebody else asks for. Takes at most twice processes.KILL_WAIT_S and a
+    second. Nothing happens when it is gone.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
         root.send_signal(signal.SIGSTOP)
         kill_all(lambda: living_of(root.children(recursive=True)))
         root.kill()
+        if reap:
+            with contextlib.suppress(psutil.TimeoutExpired):
+                root.wait(KILL_WAIT_S)  # a child of this process would stay a zombie
 
 
 def orphans(own: Collection[int]) -> list[int]:

@@ -246,7 +246,7 @@ class WorkerProcess:
     def _reap(self) -> int:
         """Kills it, if it has not ended, with all that it has started; its exit code."""
         if self._process.poll() is None:
-            kill_tree(self._process.pid)
+            kill_tree(self._process.pid, reap=False)
         code = self._process.wait()
         with _births:
             _children.discard(self._process.pid)

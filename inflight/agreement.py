@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2.0**-20}
-"""Relative size of a rounding, by dtype. TF32 is what attention kernels on CUDA multiply float32 in. Sums are taken in float32 at least, in an order of the kernel's own; for
-float32 that, about 16 roundings of 2**-24, is what there is."""
+"""Relative size of a rounding, by dtype. TF32 is what attention kernels on CUDA multiply float32 in. Sums are taken in
+float32 at least, in an order of the kernel's own; for float32 that, about 16 roundings of 2**-24, is what there is."""
 TYPICAL = 48.0
 """Steps. Measured in bfloat16: 2.4 (tiny) to 14 (SmolLM2), 27 for 24 layers of large random weights."""
 SPREAD = 50.0

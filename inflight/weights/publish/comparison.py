@@ -98,9 +98,10 @@ def compare(
 ) -> list[Comparison]:
     """Asks all generators at once, scores and judges each; in the order of `served`.
 
-    The first prompt of each length is sent alone, the others of that generator together afterwards: a CUDA graph that is
-    wrong for one size of the batch does not show in another. `prompts` are token ids, at most REQUESTS; `dtype` is the coarser one of both computations, `sampling` what tokens
-    are drawn by, without cuts: what top-p leaves of a distribution is no matter of the model. Ends early when `stop()`
+    The first prompt of each length is sent alone, the others of that generator together afterwards: a CUDA graph that
+    is wrong for one size of the batch does not show in another. `prompts` are token ids, at most REQUESTS; `dtype` is
+    the coarser one of both computations, `sampling` what tokens are drawn by, without cuts: what top-p leaves of a
+    distribution is no matter of the model. Ends early when `stop()`
     says so. Raises ValueError for other input, or where `score` does not return a number a token; what `score` raises
     goes to the caller.
     """

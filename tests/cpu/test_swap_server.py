@@ -260,6 +260,21 @@ def test_a_trainer_whose_model_does_not_fit_is_told_in_one_line_and_may_come_aga
     require_answers(run, version + 1)
 
 
+def test_an_echo_of_a_prompt_alone_has_no_spans(run: Run) -> None:
+    """vLLM samples a token for it, which the answer leaves out."""
+    body = {"prompt": PROMPTS[0], "max_tokens": 0, "echo": True, "logprobs": 0}
+    request = urllib.request.Request(
+        f"{run.routes()['g0'].url}/v1/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        choice = json.load(reply)["choices"][0]
+    assert len(choice["logprobs"]["token_logprobs"]) == len(PROMPTS[0])
+    assert choice["token_versions"] == []
+    assert choice["prefill_versions"] == [[0, 0, run.publisher.version]]
+
+
 def test_running_requests_go_on_across_versions(run: Run) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = [pool.submit(run.ask, prompt) for prompt in PROMPTS]

@@ -1,0 +1,65 @@
+"""Finds phrases in the documentation for which the field has a standard word: `python scripts/prose.py [FILE ...]`.
+
+Prints `file:line: phrase: better words` for each, and exits with 1 if there is any. Code, in backticks or fences, is
+not prose: it may quote a log line or a name.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BETTER = {
+    r"Python's lock": "the GIL",
+    r"for ever": "forever; never ends",
+    r"asks? again|asked again": "retries, re-queues; retried, re-queued",
+    r"(?:goes|going|gone|went|go) on(?! to)": "continues; a run resumes from a checkpoint",
+    r"(?:left|leaves?|leaving) (?:\w+ ){0,2}behind": "skipped, abandoned, orphaned",
+    r"tak(?:en|es?) for (?:lost|dead)": "presumed dead (a process), presumed lost (a request)",
+    r"stands? still|stood still": "stalls",
+    r"(?:comes?|came) to nothing": "fails",
+    r"held up|holds? up": "delayed",
+    r"(?:is|are|was|were|be|been|being) told": "is reported, logged, sent",
+    r"(?:run|train\w*|trained) in (?:turn|flight)": "synchronous, asynchronous",
+    r"who(?:ever)? (?:waits?|asks?|keeps?|sends?|holds?|fails?|has sampled|sampled)": "name the process or thread",
+    r"harmed|does harm|no harm": "corrupted, damaged",
+    r"lacks|lacking": "is short of, is missing",
+    r"(?:an? \w+|one(?: \w+)?) a (?:step|token|process|version|rollout|address|group|parameter)": "one per step",
+    r"nobody (?:asks?|tells?|watches|else watches)": "name what does not happen",
+}
+PHRASES = [
+    (re.compile(r"\b(?:" + phrase.replace(" ", r"\s+") + r")\b", re.IGNORECASE), better)
+    for phrase, better in BETTER.items()
+]
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+def documents() -> list[Path]:
+    """README.md and all pages of docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def found(text: str) -> Iterator[tuple[int, str, str]]:
+    """(line, phrase, better words), in the order of the text."""
+    prose = CODE.sub(lambda code: re.sub(r"[^\n]", "`", code[0]), text)
+    hits = [(hit.start(), hit[0], better) for phrase, better in PHRASES for hit in phrase.finditer(prose)]
+    for start, phrase, better in sorted(hits):
+        yield text.count("\n", 0, start) + 1, " ".join(phrase.split()), better
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: 1 when a phrase was found."""
+    problems = 0
+    for path in [Path(each) for each in arguments] or documents():
+        for line, phrase, better in found(path.read_text()):
+            shown = path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path
+            print(f"{shown}:{line}: {phrase!r}: {better}")
+            problems += 1
+    return int(problems > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

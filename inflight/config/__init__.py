@@ -60,6 +60,10 @@ class ModelConfig:
         require(self.dtype in dtypes, "model.dtype", self.dtype, ", ".join(dtypes))
 
 
+SWAPS = {"CPU": ("rebind",), "CUDA": ("graphs", "remap", "copy", "host")}
+"""Ways to swap by the device of a generator, beside `auto`."""
+
+
 @dataclass(frozen=True)
 class GeneratorConfig:
     """The vLLM engines."""
@@ -83,12 +87,8 @@ class GeneratorConfig:
         require_fields(self, "generator", "max_model_len max_num_seqs threads", least=1)
         require_fields(self, "generator", "count tensor_parallel_size", least=1, most=MAX_PROCESSES)
         require_fields(self, "generator", "kv_cache_gib start_timeout_s")
-        require(
-            self.swap in ("auto", "graphs", "remap", "copy", "host", "rebind"),
-            "generator.swap",
-            self.swap,
-            "auto, graphs, remap, copy, host, rebind",
-        )
+        swaps = ("auto", *SWAPS["CUDA"], *SWAPS["CPU"])
+        require(self.swap in swaps, "generator.swap", self.swap, ", ".join(swaps))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from inflight.config.checks import require, require_fields
 
+ON_HOST = ("gloo",)
+"""Transports that carry bytes in host memory."""
+ON_DEVICE = ("ipc", "nccl")
+"""Transports that carry bytes from GPU to GPU."""
+TRANSPORTS = (*ON_HOST, *ON_DEVICE)
+
 
 @dataclass(frozen=True)
 class PublishConfig:
@@ -33,7 +39,7 @@ class PublishConfig:
     """A generator that is more versions than this behind the newest gets no more requests until it has caught up."""
 
     def __post_init__(self) -> None:
-        transports = ("auto", "gloo", "nccl", "ipc")
+        transports = ("auto", *TRANSPORTS)
         require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
         require_fields(self, "publish", "bucket_bytes", least=4096, most=1 << 40)
         checksums = ("auto", "always", "none")

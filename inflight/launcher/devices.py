@@ -8,7 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-from inflight.config import ConfigError, RunConfig, require
+from inflight.config import SWAPS, ConfigError, RunConfig, require
+from inflight.config.publish import ON_DEVICE
 from inflight.surroundings import expandable_segments
 
 QUERY_TIMEOUT_S = 30.0
@@ -38,8 +39,8 @@ def require_gpu(config: RunConfig) -> None:
     transport, swap = config.publish.transport, config.generator.swap
     choices = (
         (config.launch.needs_gpu, "machine=gpu (launch.needs_gpu=true)", "machine=cpu"),
-        (transport in ("ipc", "nccl"), f"publish.transport={transport}", "auto or gloo"),
-        (swap in ("graphs", "remap", "copy", "host"), f"generator.swap={swap}", "auto or rebind"),
+        (transport in ON_DEVICE, f"publish.transport={transport}", "auto or gloo"),
+        (swap in SWAPS["CUDA"], f"generator.swap={swap}", "auto or rebind"),
     )
     asked = [(name, instead) for needed, name, instead in choices if needed]
     if asked and not available():

@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config import ConfigError
+from inflight.config import SWAPS, ConfigError
 from inflight.generator.settings import Settings
 
-SWAPS = {"CPU": ("auto", "rebind"), "CUDA": ("auto", "graphs", "remap", "copy", "host")}
-"""Values of `generator.swap` by device."""
 BOTH = tuple(SWAPS)
 _NO_COMPILATION = 0
 """vLLM's CompilationMode.NONE, an IntEnum."""
@@ -149,8 +147,9 @@ def refuse(vllm_config: Any, device: str) -> None:
     for limit in LIMITS:
         if device in limit.devices and limit.found(vllm_config):
             raise UnsupportedModel(f"swapping weights on {device} does not support {limit.what}: {limit.why}")
-    if (swap := Settings.of(vllm_config).swap) not in SWAPS[device]:
-        raise UnsupportedModel(f"generator.swap={swap} is not for {device}: {', '.join(SWAPS[device])} are")
+    swaps = ("auto", *SWAPS[device])
+    if (swap := Settings.of(vllm_config).swap) not in swaps:
+        raise UnsupportedModel(f"generator.swap={swap} is not for {device}: {', '.join(swaps)} are")
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:

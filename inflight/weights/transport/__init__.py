@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from inflight.config.publish import ON_HOST, TRANSPORTS
 from inflight.messages import Welcome
 from inflight.weights.transport.base import Receiver, Sender, TransportError
 from inflight.weights.transport.sums import BufferSums
@@ -49,9 +50,9 @@ def _why_not_ipc(device: torch.device) -> str:
 def checksum_of(kind: str, asked: str) -> str:
     """What a rank verifies: CRC-32 of each bucket on the host, sums by the devices (sums.py) on CUDA, these only for
     `always`. See PublishConfig."""
-    if asked == "none" or (asked == "auto" and kind != "gloo"):
+    if asked == "none" or (asked == "auto" and kind not in ON_HOST):
         return "none"
-    return "crc32" if kind == "gloo" else "sum64"
+    return "crc32" if kind in ON_HOST else "sum64"
 
 
 def make_sender(kind: str, size: int, timeout_s: float, sums: BufferSums | None = None) -> Sender:
@@ -71,7 +72,7 @@ def make_sender(kind: str, size: int, timeout_s: float, sums: BufferSums | None 
         from inflight.weights.transport.ipc import IpcSender
 
         return IpcSender(size, timeout_s, sums)
-    raise TransportError(f"open: no transport is named {kind!r}: gloo, nccl, ipc are")
+    raise TransportError(f"open: no transport is named {kind!r}: {', '.join(TRANSPORTS)} are")
 
 
 def make_receiver(welcome: Welcome) -> Receiver:
@@ -89,10 +90,10 @@ def make_receiver(welcome: Welcome) -> Receiver:
         from inflight.weights.transport.ipc import IpcReceiver
 
         return IpcReceiver(*place, verify=welcome.manifest.checksum == "sum64")
-    raise TransportError(f"connect: no transport is named {welcome.transport!r}: gloo, nccl, ipc are")
+    raise TransportError(f"connect: no transport is named {welcome.transport!r}: {', '.join(TRANSPORTS)} are")
 
 
 def make_buffer(kind: str, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The send buffer, uint8 `[nbytes]`, zeroed (what lies between parameters travels too): on the CPU for gloo, on the
-    parameters' device for the others."""
-    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu" if kind == "gloo" else device)
+    """The send buffer, uint8 `[nbytes]`, zeroed (what lies between parameters travels too): in host memory or on the
+    parameters' device, as the transport carries it."""
+    return torch.zeros(nbytes, dtype=torch.uint8, device="cpu" if kind in ON_HOST else device)

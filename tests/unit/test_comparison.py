@@ -164,7 +164,7 @@ def test_one_that_is_gone_or_stamps_another_version_is_not_compared(serve, model
 def test_a_stop_ends_it(serve, model):
     server = serve()
     server.hold = []
-    (found,) = ask([server], scorer(model), stop=lambda: len(server.hold) == 6)
+    (found,) = ask([server], scorer(model), stop=lambda: bool(server.hold))
     assert found.unanswered == "6 of 6 requests: given up"
 
 

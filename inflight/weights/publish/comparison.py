@@ -156,9 +156,14 @@ async def _ask_all(
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
 
+        deadline = asyncio.get_running_loop().time() + timeout_s
+
         async def ask(name: str, url: str, request: dict[str, Any]) -> Turn | str:
+            left = deadline - asyncio.get_running_loop().time()
+            if left <= 0:
+                return f"{name}: no answer within {timeout_s:g} s"
             try:
-                return await complete(session, name, url, request, timeout_s)
+                return await complete(session, name, url, request, left)
             except (Retry, Rejected, Unpatched) as error:
                 return str(error)
 

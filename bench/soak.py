@@ -52,7 +52,7 @@ class Soak:
         self.seen: dict[str, set[int]] = {"a0": set(), "g0": set(), "g1": set()}
 
     def run(self) -> None:
-        """Lets it run and kills generators in turn. Raises RuntimeError when the launcher ends before that is asked for."""
+        """Lets it run and kills generators in turn. Raises RuntimeError when the launcher ends before it should."""
         self._wait_for_a_step()
         began = next_kill = time.monotonic()
         while time.monotonic() - began < self._config.duration_s:

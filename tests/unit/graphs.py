@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import vllm.v1.executor  # noqa: F401 - VllmConfig() would import it, and tvm_ffi with it, while CUDA is a stub
+import vllm.v1.worker.gpu_worker  # noqa: F401 - else it, and tvm_ffi with it, would be imported while CUDA is a stub
 from vllm.compilation import cuda_graph
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
 from vllm.compilation.counter import compilation_counter

@@ -24,6 +24,11 @@ REJECTING = (400, 413, 422)
 """HTTP statuses that blame the request. Others blame the server, be it for a key that it does not know (401)."""
 TOO_LONG = "prompt too long"
 """Reason of a question whose prompt leaves no room for a token."""
+NOT_FINITE = "log-probability not finite"
+"""Reason of a sample of which a log-probability is no number: the weights, or what the engine computes of them, are
+wrong there."""
+_NO_JSON = "Out of range float values"
+"""Of Python's json, which refuses to write NaN: vLLM's answer is an error of status 400 then."""
 IMPOSSIBLE = -9999.0
 """What vLLM writes for the logarithm of zero."""
 
@@ -146,7 +151,7 @@ def logprobs_of(choice: Choice, generator: str) -> list[float]:
     logprobs = [value for value in given if value is not None]
     if len(logprobs) != tokens:
         detail = f"{generator}: {tokens - len(logprobs)} of {tokens} log-probabilities are no numbers"
-        raise Rejected("log-probability not finite", detail)
+        raise Rejected(NOT_FINITE, detail)
     return logprobs
 
 
@@ -236,7 +241,8 @@ def refused(status: int, body: bytes, generator: str) -> Retry | Rejected:
     detail = f"{generator}: http {status}: {text}"
     if status not in REJECTING:
         return Retry(f"http {status}", down=status == 503, detail=detail)
-    return Rejected(TOO_LONG if "context length" in text else f"http {status}", detail)
+    known = {"context length": TOO_LONG, _NO_JSON: NOT_FINITE}
+    return Rejected(next((reason for says, reason in known.items() if says in text), f"http {status}"), detail)
 
 
 async def _read(response: aiohttp.ClientResponse, generator: str) -> bytes:

@@ -25,6 +25,8 @@ class ModelServer:
         self.requests = []
         self.hold = None
         """A list: requests wait, and are noted there."""
+        self.broken = None
+        """Tokens: prompts of so many have no log-probabilities."""
         self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -53,6 +55,9 @@ class ModelServer:
         if self.hold is not None:
             self.hold.append(body)
             await asyncio.sleep(3600)
+        if len(body["prompt"]) == self.broken:
+            said = {"message": "Out of range float values are not JSON compliant", "type": "BadRequestError"}
+            return web.json_response({"error": said}, status=400)
         return web.json_response({"choices": [self.answer(body)]})
 
     @torch.no_grad()

@@ -161,6 +161,14 @@ def test_one_that_is_gone_or_stamps_another_version_is_not_compared(serve, model
     assert second.unanswered == "6 of 6 requests: an answer of version 0, not 3"
 
 
+def test_a_log_probability_that_is_no_number_is_a_difference(serve, model):
+    """vLLM's JSON has no NaN: such an answer is an error of status 400."""
+    server = serve()
+    server.broken = 60
+    (found,) = ask([server], scorer(model))
+    assert "after a prompt of 60 tokens, a log-probability is no number; the usual suspects" in str(found)
+
+
 def test_a_stop_ends_it(serve, model):
     server = serve()
     server.hold = []

@@ -19,7 +19,7 @@ import numpy as np
 
 from inflight import agreement
 from inflight.agreement import Agreement
-from inflight.completions import Rejected, Retry, Unpatched, complete
+from inflight.completions import NOT_FINITE, Rejected, Retry, Unpatched, complete
 from inflight.config import Sampling
 from inflight.types import Route, Turn, versions_of_tokens
 
@@ -38,6 +38,12 @@ class Sampled(NamedTuple):
 
     prompt_ids: list[int]
     token_ids: list[int]
+
+
+class _NoNumber(str):
+    """Why there is no answer: a log-probability of it would be NaN or infinite."""
+
+    __slots__ = ()
 
 
 Score = Callable[[Sequence[Sampled]], Sequence[Sequence[float]]]
@@ -125,6 +131,12 @@ def compare(
             scored = _scored(score, asked)
             verdict, problem = _judge(asked, recorded, scored, dtype, sampling.temperature, alone)
             result = dataclasses.replace(result, agreement=verdict, problem=problem)
+        wrong = [
+            each["prompt"] for each, got in zip(requests, answers[name], strict=True) if isinstance(got, _NoNumber)
+        ]
+        if wrong:
+            problem = f"after a prompt of {len(wrong[0])} tokens, a log-probability is no number"
+            result = dataclasses.replace(result, problem=problem)
         found.append(result)
     return found
 
@@ -155,7 +167,6 @@ async def _ask_all(
     """For each generator its answers, or why there is none, in the order of the requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
-
         deadline = asyncio.get_running_loop().time() + timeout_s
 
         async def ask(name: str, url: str, request: dict[str, Any]) -> Turn | str:
@@ -164,7 +175,9 @@ async def _ask_all(
                 return f"{name}: no answer within {timeout_s:g} s"
             try:
                 return await complete(session, name, url, request, left)
-            except (Retry, Rejected, Unpatched) as error:
+            except Rejected as error:
+                return _NoNumber(error) if error.reason == NOT_FINITE else str(error)
+            except (Retry, Unpatched) as error:
                 return str(error)
 
         async def ask_one(name: str, url: str) -> list[Turn | str]:

@@ -90,9 +90,9 @@ def make_loss(config: RunConfig) -> Loss:
     place = "trainer.objective"
     function = find(settings.name, OBJECTIVES, f"{place}.name")
     objective = with_options(function, settings.options, f"{place}.options")
+    _try(objective, settings.name)  # first: a value that is not allowed is the nearer reason
     if config.trainer.updates == 1:
         _require_bound(function, settings.options, f"{place}.options")
-    _try(objective, settings.name)
     return Loss(
         objective=objective,
         normalise=settings.normalise or getattr(function, "normalise", "token"),

@@ -78,6 +78,7 @@ def test_another_temperature_is_refused(run):
         compare(run, 4, 20, 40, score_at=0.9)
 
 
+@pytest.mark.slow  # vLLM reads memory that is not its table's there: not in a run that others' tests share
 def test_what_is_scaled_otherwise_beyond_a_length_is_refused(run):
     with pytest.raises(NumbersDiffer) as error:
         compare(run, 4, 4, 4, 24, 24, 24, 128, 128, 128, 200, 200, 200)

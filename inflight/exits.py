@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 DONE = 0
-"""All steps are done; of a process other than the trainer: it was told that the run is over."""
+"""All steps are done; of a process other than the trainer: the trainer reported that the run is over."""
 GIVEN_UP = 1
 """The run or process could not go on; the last line says why."""
 BAD_INPUT = 2

@@ -25,7 +25,7 @@ START_AGAIN_S = 1.0
 
 _numbers = itertools.count()
 _Waiting = tuple[int, bytes, asyncio.Future[asyncio.Future[Answer]]]
-"""A call's number, its frame, and who waits for a child to take it."""
+"""A call's number, its frame, and the future of the caller that waits for a child to take it."""
 
 
 class Crew:

@@ -158,7 +158,7 @@ class Actor:
         self._start_groups()
 
     def _has(self, name: str) -> bool:
-        """Whether it works on a group already: one that was taken for lost may be granted anew."""
+        """Whether it works on a group already: one that was presumed lost may be granted again."""
         return name in self._running or name in self._unacked or name in self._waiting
 
     def _start_groups(self) -> None:

@@ -93,7 +93,7 @@ def faults(census: Census, folder: Path, *, group_size: int, start_version: int)
 
 
 def unknown(folder: Path) -> list[str]:
-    """Why it can't be told how many groups there were; empty when it can."""
+    """Why the number of groups is not known; empty when it is."""
     if (folder / METRICS_FILE).is_file() or (folder / SUMMARY_FILE).is_file():
         return []
     return [f"there is no {METRICS_FILE} and no {SUMMARY_FILE} to say how many groups the run had recorded"]

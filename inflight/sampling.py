@@ -12,11 +12,11 @@ import torch
 
 from inflight.config import Sampling
 
-__all__ = ["Evidence", "Sampling", "processed_logprobs"]
+__all__ = ["Recorded", "Sampling", "processed_logprobs"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Evidence:
+class Recorded:
     """What is known of N draws beyond the logits."""
 
     chosen: torch.Tensor
@@ -32,7 +32,7 @@ class Evidence:
     """[N, U] integers, how often they had been drawn."""
 
 
-def processed_logprobs(logits: torch.Tensor, sampling: Sampling, evidence: Evidence | None = None) -> torch.Tensor:
+def processed_logprobs(logits: torch.Tensor, sampling: Sampling, recorded: Recorded | None = None) -> torch.Tensor:
     """[N, V] float32 log-probabilities of what vLLM draws from; tokens that are cut off get minus infinity.
 
     Where the kept set was recorded it is used as it is: the generator's, not what these weights would keep. Elsewhere
@@ -41,26 +41,26 @@ def processed_logprobs(logits: torch.Tensor, sampling: Sampling, evidence: Evide
     """
     logits = logits.float()
     if sampling.penalises:
-        logits = _penalised(logits, sampling, evidence)
+        logits = _penalised(logits, sampling, recorded)
     if sampling.temperature != 1:
         logits = logits / sampling.temperature  # two more passes over N x V, forward and back
     cut = _cut(logits.detach(), sampling)
     if cut is None:
         return logits.log_softmax(dim=-1)
-    if evidence is not None:
-        cut = _as_recorded(cut, evidence)
+    if recorded is not None:
+        cut = _as_recorded(cut, recorded)
     return logits.masked_fill(cut, float("-inf")).log_softmax(dim=-1)
 
 
-def _penalised(logits: torch.Tensor, sampling: Sampling, evidence: Evidence | None) -> torch.Tensor:
+def _penalised(logits: torch.Tensor, sampling: Sampling, recorded: Recorded | None) -> torch.Tensor:
     """Repetition divides positive logits and multiplies negative ones, the others subtract (vLLM, as OpenAI)."""
-    if evidence is None or evidence.seen is None or evidence.in_prompt is None or evidence.drawn_before is None:
+    if recorded is None or recorded.seen is None or recorded.in_prompt is None or recorded.drawn_before is None:
         raise ValueError("penalties need to know which tokens came before")
-    plain, drawn = logits.gather(1, evidence.seen), evidence.drawn_before > 0
-    factor = torch.where(evidence.in_prompt | drawn, sampling.repetition_penalty, 1.0)
+    plain, drawn = logits.gather(1, recorded.seen), recorded.drawn_before > 0
+    factor = torch.where(recorded.in_prompt | drawn, sampling.repetition_penalty, 1.0)
     changed = torch.where(plain > 0, plain / factor, plain * factor)
-    changed = changed - sampling.frequency_penalty * evidence.drawn_before - sampling.presence_penalty * drawn
-    return logits.scatter_add(1, evidence.seen, changed - plain)  # a token that is there twice changes by 0 once
+    changed = changed - sampling.frequency_penalty * recorded.drawn_before - sampling.presence_penalty * drawn
+    return logits.scatter_add(1, recorded.seen, changed - plain)  # a token that is there twice changes by 0 once
 
 
 def _cut(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
@@ -82,11 +82,11 @@ def _cut(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
     return out
 
 
-def _as_recorded(cut: torch.Tensor, evidence: Evidence) -> torch.Tensor:
+def _as_recorded(cut: torch.Tensor, recorded: Recorded) -> torch.Tensor:
     """The cut with recorded sets in its place where there are any, and the drawn tokens never cut off."""
-    if evidence.kept is not None:
-        known = evidence.kept >= 0  # [N, K]
-        ids = torch.where(known, evidence.kept, evidence.chosen[:, None])
-        recorded = torch.ones_like(cut).scatter(1, ids, False)
-        cut = torch.where(known.any(dim=1, keepdim=True), recorded, cut)
-    return cut.scatter(1, evidence.chosen[:, None], False)
+    if recorded.kept is not None:
+        known = recorded.kept >= 0  # [N, K]
+        ids = torch.where(known, recorded.kept, recorded.chosen[:, None])
+        outside = torch.ones_like(cut).scatter(1, ids, False)
+        cut = torch.where(known.any(dim=1, keepdim=True), outside, cut)
+    return cut.scatter(1, recorded.chosen[:, None], False)

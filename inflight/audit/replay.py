@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from inflight.audit.segments import Segment
-from inflight.sampling import Evidence, Sampling, processed_logprobs
+from inflight.sampling import Recorded, Sampling, processed_logprobs
 
 
 class AuditError(ValueError):
@@ -76,12 +76,12 @@ class Job:
         """Whether it goes on under this version."""
         return bool(self.todo) and self.todo[-1].version == version
 
-    def sampled(self, segment: Segment, device: torch.device) -> Evidence:
+    def sampled(self, segment: Segment, device: torch.device) -> Recorded:
         """What is known of the tokens that a pass has sampled, which are the next ones without a log-probability."""
         chosen = self.tokens[segment.scored + 1 : segment.end + 1]
         sets = self.kept[len(self.logprobs) : len(self.logprobs) + len(chosen)]
         kept = [torch.tensor(each, dtype=torch.int64, device=device) for each in sets]
-        return Evidence(
+        return Recorded(
             torch.tensor(chosen, device=device),
             torch.nn.utils.rnn.pad_sequence(kept, batch_first=True, padding_value=-1) if any(sets) else None,
         )

@@ -2,7 +2,7 @@
 
 Two things depend on it. A value that was set and can't have an effect is refused, where a default of the same value is
 none of the user's business (config/effect.py). And a run that goes on keeps the configuration that it began with,
-except for what is set anew (launcher/going_on.py).
+except for what is set anew (launcher/resume.py).
 """
 
 from __future__ import annotations

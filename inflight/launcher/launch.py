@@ -25,17 +25,17 @@ from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import devices
 from inflight.launcher.compose import compose
-from inflight.launcher.going_on import going_on, set_anew
 from inflight.launcher.last_words import last_words
 from inflight.launcher.preflight import ready_to_start
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
+from inflight.launcher.resume import resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
 from inflight.processes import Command, Ended, Processes
 from inflight.surroundings import allow_open_files, computing, foreign
-from inflight.trainer import checkpoints
-from inflight.trainer.checkpoints import CheckpointError
+from inflight.trainer.checkpoint import index
+from inflight.trainer.checkpoint.index import CheckpointError
 
 POLL_S = 0.2
 LOG_LINES = 20
@@ -96,7 +96,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 
     Raises LaunchError, ConfigError, CheckpointError or BusError when the run can't be started.
     """
-    config = going_on(config)
+    config = resumed_config(config)
     if commands is None:
         config = ready_to_start(config)
     with RunFolder(config) as folder:
@@ -251,7 +251,7 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
     if outcome.trainer is not None and outcome.trainer.code != DONE:
         for line in last_words(outcome.trainer.command.log, 1):
             print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
-    if outcome.code and (checkpoint := checkpoints.newest(config.path)) is not None:
+    if outcome.code and (checkpoint := index.newest(config.path)) is not None:
         print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} goes on from there")
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)

@@ -25,7 +25,7 @@ from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
 from inflight.launcher.run_lock import holders, kill_left_behind, left_behind, sign
 from inflight.processes import KILL_WAIT_S, describe
-from inflight.trainer import checkpoints
+from inflight.trainer.checkpoint import index
 
 MAX_SOCKET_PATH = 107
 """Bytes of a Unix socket's path on Linux."""
@@ -187,9 +187,9 @@ def _resumed(config: RunConfig) -> RunConfig:
         was, now = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
         if was != now:
             raise ConfigError(f"{name}={now} is not allowed: the run in {config.path} began with {was}")
-    folder = checkpoints.newest(config.path)
+    folder = index.newest(config.path)
     if folder is not None:
-        checkpoints.read(folder)
+        index.read(folder)
     return replace(config, checkpoint=str(folder) if folder else "")
 
 

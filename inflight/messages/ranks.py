@@ -1,4 +1,4 @@
-"""Messages between the trainer's ranks: rank 0 (ROUTER) with the others (DEALER); see trainer/team.py."""
+"""Messages between the trainer's ranks: rank 0 (ROUTER) with the others (DEALER); see trainer/coordinator.py."""
 
 from __future__ import annotations
 

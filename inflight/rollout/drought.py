@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from inflight.rollout.verdict import GatedGroup
+from inflight.rollout.gated import GatedGroup
 
 LEAST = 16
 """Groups that are judged before anything is said, at the least."""

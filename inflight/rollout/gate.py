@@ -25,7 +25,7 @@ from typing import Any
 from inflight.config import GateConfig
 from inflight.named import find, with_options
 from inflight.rollout import rules
-from inflight.rollout.verdict import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
+from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 
 __all__ = ["GatedGroup", "GatedRollout", "GroupDrop", "SequenceDrop", "gate_group", "rules_of", "token_lags"]

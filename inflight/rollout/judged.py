@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.rollout.verdict import GatedGroup
+from inflight.rollout.gated import GatedGroup
 
 
 class JudgedRewards:

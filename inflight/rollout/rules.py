@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import compress
 from statistics import fmean
 
-from inflight.rollout.verdict import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
+from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 
 RULES = {
     name: f"inflight.rollout.rules:{name}"

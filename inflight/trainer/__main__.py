@@ -66,13 +66,13 @@ def _run(config: RunConfig) -> int:
     from accelerate.utils import set_seed
 
     from inflight.rollout.buffer import Buffer
-    from inflight.trainer.keep import load_optimizer, load_random
+    from inflight.trainer.checkpoint.io import load_optimizer, load_random
+    from inflight.trainer.checkpoint.rewind import begin
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
     from inflight.trainer.policy import load_policy, reference
     from inflight.trainer.report import Reporter
-    from inflight.trainer.rewind import begin
-    from inflight.trainer.sharding import TeamSource, assembled
+    from inflight.trainer.sharding import CoordinatedSource, assembled
     from inflight.weights.publish.read_fence import ReadFence
 
     stop = Stop()
@@ -83,7 +83,7 @@ def _run(config: RunConfig) -> int:
         reporter = stack.enter_context(Reporter(config, link, watch))
         reporter.phase("loading")
         accelerator = Accelerator(cpu=not torch.cuda.is_available())
-        team = stack.enter_context(assembled(config, accelerator.device))
+        coordinator = stack.enter_context(assembled(config, accelerator.device))
         set_seed(config.seed)
         model_dir = prepare(config.model.name)
         settings = config.trainer
@@ -91,7 +91,7 @@ def _run(config: RunConfig) -> int:
             prepare(config.start_model), bfloat16=settings.autocast, device=accelerator.device,
             sharded=settings.processes > 1, packing=settings.packing,
         )  # fmt: skip
-        source = TeamSource(policy.master, config.model.dtype, team)
+        source = CoordinatedSource(policy.master, config.model.dtype, coordinator)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         fence = ReadFence(source.device)
         publisher = _publisher(config, source, weights, fence, begun.step)
@@ -102,7 +102,7 @@ def _run(config: RunConfig) -> int:
             Buffer(rollouts, config, begun.books, waiting, vocabulary=vocabulary, warn=reporter.warn)
         )
         start = reference(config, model_dir, accelerator.device)
-        learner = Learner(policy, config, accelerator, start, team, step=begun.step)
+        learner = Learner(policy, config, accelerator, start, coordinator, step=begun.step)
         if config.checkpoint:
             load_optimizer(Path(config.checkpoint), policy.master, learner.optimizer)
             load_random(Path(config.checkpoint))

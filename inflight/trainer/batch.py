@@ -12,7 +12,7 @@ import torch
 
 from inflight.rollout.gate import GatedGroup, GatedRollout
 from inflight.trainer.advantage import Advantage
-from inflight.trainer.evidence import kept_sets, routed_experts, teacher_logprobs
+from inflight.trainer.side_data import kept_sets, routed_experts, teacher_logprobs
 from inflight.types import Turn, versions_of_tokens
 
 NO_VERSION = -1

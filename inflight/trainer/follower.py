@@ -1,4 +1,4 @@
-"""A rank of the trainer other than 0: does what rank 0 says (trainer/team.py), until that is over."""
+"""A rank of the trainer other than 0: does what rank 0 says (trainer/coordinator.py), until that is over."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from inflight.messages import AnyMessage, Finish
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, Piece, RankFailed, Scored, Took, TrainerHello
 from inflight.models import prepare
 from inflight.sampling import Sampling
-from inflight.trainer.bound import bounded
+from inflight.trainer.checkpoint.io import load_optimizer, model_tensors, optimizer_tensors
 from inflight.trainer.comparison import batch_of
-from inflight.trainer.keep import load_optimizer, model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
-from inflight.trainer.parcel import pack, pack_tensor
 from inflight.trainer.pieces import Assembly
 from inflight.trainer.policy import load_policy, reference
 from inflight.trainer.sharding import form_group
+from inflight.trainer.watchdog import bounded
+from inflight.trainer.wire import tensor_to_wire, to_wire
 from inflight.weights.publish.comparison import Sampled
 from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.source import WeightSource
@@ -110,10 +110,10 @@ class Follower:
             case Piece(number=number):
                 return Took(number=number, nbytes=self._pieces.add(message))
             case Learn(number=number, purpose="score"):
-                return Scored(number=number, logprobs=pack_tensor(self._learner.score(self._pieces.take(number))))
+                return Scored(number=number, logprobs=tensor_to_wire(self._learner.score(self._pieces.take(number))))
             case Learn(number=number):
                 loss, stats = self._learner.learn(self._pieces.take(number))
-                return Learned(number=number, loss=loss, stats=pack(stats))
+                return Learned(number=number, loss=loss, stats=to_wire(stats))
             case Order(number=number, what=what):
                 self._obey(what)
                 return Done(number=number)

@@ -17,13 +17,13 @@ from inflight.sampling import Sampling
 from inflight.trainer.advantage import advantage_of
 from inflight.trainer.baseline import Baseline
 from inflight.trainer.batch import Batch, collate
+from inflight.trainer.coordinator import Coordinator
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.loss import make_loss
-from inflight.trainer.parcel import unpack, unpack_tensor
 from inflight.trainer.policy import Policy
 from inflight.trainer.split import mini_batches, rounds, shares
 from inflight.trainer.stats import Stats, combine
-from inflight.trainer.team import Team
+from inflight.trainer.wire import from_wire, tensor_from_wire
 from inflight.weights.shards import is_sharded
 
 
@@ -45,20 +45,20 @@ class Learner:
         config: RunConfig,
         accelerator: Accelerator,
         reference: PreTrainedModel | None = None,
-        team: Team | None = None,
+        coordinator: Coordinator | None = None,
         *,
         step: int = 0,
     ) -> None:
         """`reference` is what the divergence is measured against, where `trainer.objective` asks for the start.
 
-        `team` is rank 0's; None for a trainer alone and on the other ranks. `step` steps were taken before: the
+        `coordinator` is rank 0's; None for a trainer alone and on the other ranks. `step` steps were taken before: the
         schedule of the learning rate goes on from there. Raises ConfigError for an objective or an advantage that does
         not exist or refuses its options.
         """
         self.baseline: Baseline | None = None
         """Is shown what is scored."""
         self.policy, self._config, self._accelerator = policy, config, accelerator
-        self.team = team or Team(None, config)
+        self.coordinator = coordinator or Coordinator(None, config)
         self._reference, self._loss = reference, make_loss(config)
         self._sampling = Sampling.of(config.rollout)
         self._advantage = advantage_of(config.trainer.advantage)
@@ -103,9 +103,9 @@ class Learner:
         for own, *others in self._rounds(batch):
             if stop():
                 raise Stopped
-            with self.team.learning(others, purpose="score"):
+            with self.coordinator.learning(others, purpose="score"):
                 found.append(self.score(own))
-            found += [unpack_tensor("logprobs", each) for each in self.team.scored()]
+            found += [tensor_from_wire("logprobs", each) for each in self.coordinator.scored()]
         filled = torch.zeros_like(batch.behaviour_logprobs)
         settings = self.settings
         cut = shares(batch, settings.micro_batch, settings.processes, mixed=settings.packing)
@@ -129,12 +129,12 @@ class Learner:
         done: list[tuple[float, Stats]] = []
         for own, *others in self._rounds(batch):
             if stop():
-                with self.team.together("drop"):
+                with self.coordinator.together("drop"):
                     self.policy.drop_gradients()
                 raise Stopped
-            with self.team.learning(others):
+            with self.coordinator.learning(others):
                 done.append(self.learn(own))
-        done += [(each.loss, unpack(Stats, each.stats)) for each in self.team.learned()]
+        done += [(each.loss, from_wire(Stats, each.stats)) for each in self.coordinator.learned()]
         return sum(loss for loss, _ in done), combine([stats for _, stats in done])
 
     def _rounds(self, batch: Batch) -> list[list[Batch]]:
@@ -159,7 +159,7 @@ class Learner:
 
         To be called by rank 0; the others take part with a sequence of their own, so that collectives inside meet.
         """
-        with self.team.together("compare"):
+        with self.coordinator.together("compare"):
             part = batch.to(self._accelerator.device)
             scores = self.policy.score(part, sampling, packing=self._config.trainer.packing)
             self.policy.reshard()
@@ -186,7 +186,7 @@ class Learner:
         The norm is over all shards, so that all ranks take the step or none does. The learning rate moves on with the
         `last` update of a batch, as the version does: if any update of the batch was taken.
         """
-        with self.team.together("step" if last else "update"):
+        with self.coordinator.together("step" if last else "update"):
             norm = self._clip()
             if math.isfinite(norm):
                 self.optimizer.step()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from inflight.sampling import Evidence, Sampling, processed_logprobs
+from inflight.sampling import Recorded, Sampling, processed_logprobs
 from inflight.trainer.batch import Batch
 from inflight.trainer.packing import packed, padded
 
@@ -52,7 +52,7 @@ def score_tokens(
     sequence, at = drawn.nonzero(as_tuple=True)
     predicting = rows.row[sequence], rows.start[sequence] + at - 1  # a token is predicted at the one before it
     logits = model.get_output_embeddings()(hidden[predicting])  # [N, V]
-    evidence = _evidence(batch, sampling)
+    evidence = _recorded(batch, sampling)
     logprobs = processed_logprobs(logits, sampling, evidence)
     chosen = logprobs.gather(1, evidence.chosen[:, None])[:, 0]  # [N]
     with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
@@ -64,11 +64,11 @@ def score_tokens(
     return Scores(spread(chosen), spread(entropy))
 
 
-def _evidence(batch: Batch, sampling: Sampling) -> Evidence:
+def _recorded(batch: Batch, sampling: Sampling) -> Recorded:
     drawn, ids = batch.completion_mask, batch.input_ids
     kept = None if batch.kept is None else batch.kept[drawn]
     if not sampling.penalises:
-        return Evidence(ids[drawn], kept)
+        return Recorded(ids[drawn], kept)
     different, number = _different(ids)
     is_it = number[..., None] == torch.arange(different.shape[1], device=ids.device)  # [B, L, U]
     positions = torch.arange(ids.shape[1], device=ids.device)
@@ -77,7 +77,7 @@ def _evidence(batch: Batch, sampling: Sampling) -> Evidence:
     before = draws.cumsum(dim=1, dtype=torch.int32) - draws.int()
     sequence = drawn.nonzero(as_tuple=True)[0]
     seen = (is_it & prompt[..., None]).any(dim=1)
-    return Evidence(ids[drawn], kept, different[sequence], seen[sequence], before[drawn])
+    return Recorded(ids[drawn], kept, different[sequence], seen[sequence], before[drawn])
 
 
 def _different(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,16 +13,16 @@ from inflight.config import RunConfig
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import Buffer, BufferClosed, DataEnded
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.verdict import GroupDrop
+from inflight.rollout.gated import GroupDrop
 from inflight.trainer.baseline import Baseline
-from inflight.trainer.checkpoints import FOLDER, SCHEMA, Saved
+from inflight.trainer.checkpoint.index import FOLDER, SCHEMA, Saved
+from inflight.trainer.checkpoint.io import drop_checkpoints, keep_version, save_checkpoint
 from inflight.trainer.comparison import Comparing
-from inflight.trainer.keep import drop_checkpoints, keep_version, save_checkpoint
+from inflight.trainer.coordinator import CoordinatorError
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.skips import LearnError, Skips
 from inflight.trainer.stop import Stop
-from inflight.trainer.team import TeamError
 from inflight.trainer.updates import train
 from inflight.weights.publish.comparison import NumbersDiffer
 from inflight.weights.publish.publisher import Publisher, PublishReport
@@ -172,14 +172,14 @@ class Trainer:
         folder, learner = self._config.path / FOLDER, self._learner
         self._require_sound()
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
-        together = learner.team.together("checkpoint")
+        together = learner.coordinator.together("checkpoint")
         save_checkpoint(folder, saved, learner.policy.master, learner.optimizer, self._model_dir, together)
         drop_checkpoints(folder, self._config.trainer.checkpoints_kept, self._config.checkpoint)
         self._reporter.phase("training")
 
     def _require_sound(self) -> None:
         """Raises NotFinite when the newest version can't be sent."""
-        with self._learner.team.within_bound("look at the weights"):
+        with self._learner.coordinator.within_bound("look at the weights"):
             self._publisher.require_sound()
 
     @property
@@ -193,7 +193,7 @@ class Trainer:
         if self._has_begun:
             try:
                 self.checkpoint()
-            except (OSError, TeamError) as error:
+            except (OSError, CoordinatorError) as error:
                 end.add_note(f"and no checkpoint could be written: {error}")
 
     def _finish(self) -> None:

@@ -12,7 +12,7 @@ import msgspec
 
 from inflight.messages.ranks import MAX_PARCEL_BYTES, PIECE_BYTES, Parcel, Piece
 from inflight.trainer.batch import Batch
-from inflight.trainer.parcel import pack, unpack
+from inflight.trainer.wire import from_wire, to_wire
 
 WINDOW = 4
 """Pieces that a rank may have been sent and not taken: bounds what waits in the sockets between."""
@@ -27,7 +27,7 @@ class PieceError(ValueError):
 
 def pieces(number: int, batch: Batch) -> Iterator[Piece]:
     """A micro-batch cut up, at least one piece. Raises PieceError when it is larger than any may be."""
-    parcel = _encoder.encode(pack(batch))
+    parcel = _encoder.encode(to_wire(batch))
     if len(parcel) > MAX_PARCEL_BYTES:
         raise PieceError(
             f"a micro-batch of {len(batch.input_ids)} sequences and {len(parcel)} bytes exceeds the limit of "
@@ -61,12 +61,12 @@ class Assembly:
         return len(self._parts)
 
     def take(self, number: int) -> Batch:
-        """The micro-batch of an order, which is forgotten here. Raises PieceError or ParcelError when it is none."""
+        """The micro-batch of an order, which is forgotten here. Raises PieceError or RankDataError when it is none."""
         if self._number != number or len(self._parts) != self._total or not self._total:
             have = f"{len(self._parts)} of {self._total} bytes of order {self._number}"
             raise PieceError(f"order {number}: {have} are there")
         parcel, self._parts, self._total = self._parts, bytearray(), 0
         try:
-            return unpack(Batch, _decoder.decode(parcel))
+            return from_wire(Batch, _decoder.decode(parcel))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise PieceError(f"order {number} brings no micro-batch: {error}") from None

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from inflight.bus import Listener
 from inflight.config import RunConfig
-from inflight.trainer.team import Team, TeamError
+from inflight.trainer.coordinator import Coordinator, CoordinatorError
 from inflight.weights.source import WeightSource
 from inflight.weights.transport.rendezvous import KeyValueStore
 
@@ -42,29 +42,29 @@ def form_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 
 @contextmanager
-def assembled(config: RunConfig, device: torch.device) -> Iterator[Team]:
-    """The team of a run as rank 0 sees it, with its process group; a trainer alone has neither others nor a group.
+def assembled(config: RunConfig, device: torch.device) -> Iterator[Coordinator]:
+    """The coordinator at rank 0, with its process group; a trainer of one rank has no others and no group.
 
-    An error that comes of a rank that is gone is told with its name. Raises TeamError when not all come.
+    An error caused by a rank that is gone names that rank. Raises CoordinatorError when not all ranks join.
     """
     settings = config.trainer
     if settings.processes == 1:
-        yield Team(None, config)
+        yield Coordinator(None, config)
         return
     with Listener(config.endpoint("ranks"), config.bus) as listener:
-        team, store = Team(listener, config), KeyValueStore("", settings.rank_timeout_s)
-        team.wait_joined(config.publish.join_timeout_s, store.address)
+        coordinator, store = Coordinator(listener, config), KeyValueStore("", settings.rank_timeout_s)
+        coordinator.wait_joined(config.publish.join_timeout_s, store.address)
         try:
-            with team.within_bound("meet"):
+            with coordinator.within_bound("meet"):
                 form_group(store.tcp, 0, settings.processes, device, settings.rank_timeout_s)
-            yield team
-        except TeamError:
+            yield coordinator
+        except CoordinatorError:
             raise
         except RuntimeError as error:
-            raise TeamError(team.explain(error)) from error
+            raise CoordinatorError(coordinator.explain(error)) from error
         finally:
-            team.finish("the trainer ends")
-        with team.within_bound("leave"):  # after an error the process ends, which needs nobody
+            coordinator.finish("the trainer ends")
+        with coordinator.within_bound("leave"):  # after an error the process ends, which needs nobody
             dist.destroy_process_group()
 
 
@@ -85,14 +85,14 @@ def shard(root: nn.Module, model: PreTrainedModel, *, bfloat16: bool, device: to
     fully_shard(root, mesh=mesh, mp_policy=policy)
 
 
-class TeamSource(WeightSource):
-    """A source whose every round is one of the whole team: each rank gives its shards."""
+class CoordinatedSource(WeightSource):
+    """A source whose every round is one of the whole coordinator: each rank gives its shards."""
 
-    def __init__(self, module: nn.Module, wire_dtype: str, team: Team) -> None:
+    def __init__(self, module: nn.Module, wire_dtype: str, coordinator: Coordinator) -> None:
         """See WeightSource."""
         super().__init__(module, wire_dtype)
-        self._team = team
+        self._coordinator = coordinator
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        with self._team.together("gather"):
+        with self._coordinator.together("gather"):
             yield from super().__iter__()

@@ -12,7 +12,7 @@ from inflight.config import ConfigError
 from inflight.launcher.compose import compose
 from inflight.launcher.launch import launch, usual_commands
 from inflight.launcher.run_folder import LaunchError
-from inflight.trainer.checkpoints import CheckpointError
+from inflight.trainer.checkpoint.index import CheckpointError
 
 STAND_IN = Path(__file__).parent / "stand_in.py"
 

@@ -20,7 +20,7 @@ from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import summary
 from inflight.rollout.books import Books
 from inflight.rollout.stream import Reader
-from inflight.trainer import checkpoints
+from inflight.trainer.checkpoint import index
 from inflight.types import Route, Routes
 
 LAUNCHER = Path(__file__).parent / "launcher.py"
@@ -166,9 +166,9 @@ class Run:
             return msgspec.json.decode((self.folder / "bus" / "routes.json").read_bytes(), type=Routes).generators
         return {}
 
-    def saved(self) -> checkpoints.Saved:
+    def saved(self) -> index.Saved:
         """The newest checkpoint."""
-        return checkpoints.read(checkpoints.newest(self.folder))
+        return index.read(index.newest(self.folder))
 
     def logs(self) -> str:
         """For the message of a test that failed."""

@@ -44,9 +44,9 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import summary
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
-from inflight.trainer import checkpoints, randomness
-from inflight.trainer.checkpoints import CheckpointError, Saved
-from inflight.trainer.keep import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, load_random
+from inflight.trainer.checkpoint import index, rng
+from inflight.trainer.checkpoint.index import CheckpointError, Saved
+from inflight.trainer.checkpoint.io import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, load_random
 from inflight.types import Route, Routes
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -87,9 +87,9 @@ def _turn(data: bytes) -> None:
 
 def _checkpoint(data: bytes) -> None:
     folder = FOLDER / "step-000003"
-    (folder / checkpoints.STATE_FILE).parent.mkdir(parents=True, exist_ok=True)
-    (folder / checkpoints.STATE_FILE).write_bytes(data)
-    saved = checkpoints.read(folder)
+    (folder / index.STATE_FILE).parent.mkdir(parents=True, exist_ok=True)
+    (folder / index.STATE_FILE).write_bytes(data)
+    saved = index.read(folder)
     assert saved.step == 3
     saved.books.settled.add(1)
 
@@ -214,7 +214,7 @@ TARGETS = {
     "checkpoint": Target(
         _checkpoint,
         (CheckpointError,),
-        [msgspec.json.encode(Saved(schema=checkpoints.SCHEMA, step=3, elapsed_s=1.0, books=NO_BOOKS))],
+        [msgspec.json.encode(Saved(schema=index.SCHEMA, step=3, elapsed_s=1.0, books=NO_BOOKS))],
     ),
     "metrics": Target(_lines, (ValueError,), [b'{"step": 1, "reward": 0.5}\n{"step": 2}\n']),
     "config": Target(_config, (ConfigError,), [_config_sample()]),
@@ -226,5 +226,5 @@ TARGETS = {
     "api key": Target(_api_key, (ConfigError,), [b"PGvNm0Fx1tVqvd2Yl0gk6cPSuK3m9o7eT5hXaZbW4rQ\n"]),
     "curve key": Target(_curve_key, (keys.KeysError,), [_curve_sample()]),
     "optimizer": Target(_optimizer, (CheckpointError,), [save(ADAM)]),
-    "random": Target(_random, (CheckpointError,), [save(randomness.capture())]),
+    "random": Target(_random, (CheckpointError,), [save(rng.capture())]),
 }

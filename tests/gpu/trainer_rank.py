@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 
 from inflight.config import RunConfig, load
 from inflight.trainer.batch import Batch
-from inflight.trainer.keep import model_tensors, optimizer_tensors
+from inflight.trainer.checkpoint.io import model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
 from inflight.trainer.policy import load_policy
-from inflight.trainer.sharding import TeamSource, assembled
+from inflight.trainer.sharding import CoordinatedSource, assembled
 from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
 from inflight.weights.publish.read_fence import ReadFence
@@ -62,11 +62,11 @@ def main(run_dir: str) -> None:
             bfloat16=settings.autocast, device=accelerator.device, sharded=settings.processes > 1,
         )  # fmt: skip
         learner = Learner(policy, config, accelerator, None, team)
-        source = TeamSource(policy.master, config.model.dtype, team)
+        source = CoordinatedSource(policy.master, config.model.dtype, team)
         print(json.dumps(train(config, learner, source)), flush=True)
 
 
-def train(config: RunConfig, learner: Learner, source: TeamSource) -> dict[str, list[float]]:
+def train(config: RunConfig, learner: Learner, source: CoordinatedSource) -> dict[str, list[float]]:
     """All steps: loss, norm and the seconds of each step and of each publication's parts."""
     manifest = plan(source.metas, source.tied, 64 << 20, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8, device=source.device)
@@ -91,7 +91,7 @@ def train(config: RunConfig, learner: Learner, source: TeamSource) -> dict[str, 
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
     keep(config, "end", buffer, fence, packer, source)
-    with learner.team.together("checkpoint"):
+    with learner.coordinator.together("checkpoint"):
         whole = model_tensors(learner.policy.master)
         optimizer_tensors(learner.policy.master, learner.optimizer)
     save_file({name: whole[name].contiguous() for name, _ in source}, Path(config.run_dir) / "whole.safetensors")

@@ -14,7 +14,7 @@ from inflight.config.effect import IDLE, require_effect
 from inflight.config.pairings import LEARNS_LITTLE, require_sound, warnings
 from inflight.launcher import launch as launching
 from inflight.launcher.compose import compose
-from inflight.launcher.going_on import going_on, set_anew
+from inflight.launcher.resume import resumed_config, set_anew
 from inflight.models import prepare
 from inflight.trainer.loss import make_loss
 from inflight.trainer.objectives import OBJECTIVES
@@ -207,7 +207,7 @@ def begun(tmp_path, **changes):
 
 def test_a_run_that_goes_on_keeps_what_it_began_with_though_a_default_is_another_one_now(tmp_path):
     before = begun(tmp_path, learning_rate=5.0, objective=configuration.ObjectiveConfig(name="ppo"))
-    now = going_on(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true"]))
+    now = resumed_config(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true"]))
     assert now == dataclasses.replace(before, resume=True, chosen=["run_dir", "trainer.steps"])
     assert (now.trainer.learning_rate, now.trainer.objective.name, now.trainer.steps) == (5.0, "ppo", 8)
     assert now.resume
@@ -217,7 +217,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with_though_a_default_is_another
 def test_what_is_set_anew_is_taken_and_told(tmp_path):
     begun(tmp_path, learning_rate=5.0)
     asked = ["trainer.steps=12", "gate.rules=[{name: uniform_rewards}]", "trainer.objective.options.cap=3.0"]
-    now = going_on(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", *asked]))
+    now = resumed_config(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", *asked]))
     assert (now.trainer.steps, now.trainer.learning_rate) == (12, 5.0)
     assert now.gate.rules == [{"name": "uniform_rewards"}]
     assert now.trainer.objective.options == {"cap": 3.0}
@@ -225,14 +225,14 @@ def test_what_is_set_anew_is_taken_and_told(tmp_path):
         "trainer.steps=12", "gate.rules=[{'name': 'uniform_rewards'}]", "trainer.objective.options.cap=3.0",
     }  # fmt: skip
     configuration.save(now)
-    again = going_on(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", "trainer.objective.options={}"]))
+    again = resumed_config(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", "trainer.objective.options={}"]))
     assert (again.trainer.steps, again.trainer.objective.options) == (12, {}), "kept; an option can be taken back"
 
 
 def test_so_is_an_edit_of_the_users_own_file(tmp_path, own):
     configuration.save(compose("mine", [f"run_dir={tmp_path}/run"], own))
     (own / "mine.yaml").write_text(MINE.replace("steps: 6", "steps: 9"))
-    now = going_on(compose("mine", [f"run_dir={tmp_path}/run", "resume=true"], own))
+    now = resumed_config(compose("mine", [f"run_dir={tmp_path}/run", "resume=true"], own))
     assert now.trainer.steps == 9
     assert set_anew(now) == ["trainer.steps=9"]
 
@@ -251,4 +251,4 @@ def test_what_may_not_change_is_refused_by_name(tmp_path, capsys):
 def test_a_configuration_made_in_python_is_taken_as_it_is(tmp_path):
     before = begun(tmp_path)
     asked = dataclasses.replace(before, resume=True, chosen=None, trainer=dataclasses.replace(before.trainer, steps=99))
-    assert going_on(asked) is asked
+    assert resumed_config(asked) is asked

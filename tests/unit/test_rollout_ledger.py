@@ -13,10 +13,10 @@ from inflight.groups import attempt_of, defect, group_id, index_of
 from inflight.messages import GroupDone, GroupFailed
 from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout import ledger as ledger_module
+from inflight.rollout.gated import GroupDrop
 from inflight.rollout.ledger import MAX_TRIES, UNDELIVERED, Ledger
 from inflight.rollout.questions import Indices, Questions
 from inflight.rollout.restore import newest_version
-from inflight.rollout.verdict import GroupDrop
 from inflight.rollout.waiting import StoredGroup
 from inflight.types import RolloutGroup, RoutedExperts, StepReward
 

@@ -10,7 +10,7 @@ import torch
 from batches import make_batch
 
 from inflight.config import RolloutConfig
-from inflight.sampling import Evidence, Sampling, processed_logprobs
+from inflight.sampling import Recorded, Sampling, processed_logprobs
 from inflight.trainer.logprobs import score_tokens
 from inflight.trainer.policy import load_policy
 
@@ -25,7 +25,7 @@ def logits():
 
 def evidence(chosen=0, kept=None):
     before = [*sorted(PROMPT | OUTPUT.keys()), 0, 0]  # two that did not come
-    return Evidence(
+    return Recorded(
         chosen=torch.tensor([chosen]),
         kept=None if kept is None else torch.tensor([kept]),
         seen=torch.tensor([before]),
@@ -156,6 +156,6 @@ def test_penalties_count_what_was_drawn_before_each_token(tiny_model):
                 counts = torch.bincount(ids[1:at], minlength=plain.shape[-1])[None]
                 every = torch.arange(plain.shape[-1])[None]
                 wanted = processed_logprobs(
-                    plain[at - 1 : at], sampling, Evidence(ids[at : at + 1], None, every, every == ids[0], counts)
+                    plain[at - 1 : at], sampling, Recorded(ids[at : at + 1], None, every, every == ids[0], counts)
                 )
                 assert float(got[row, at]) == pytest.approx(float(wanted[0, ids[at]]), abs=1e-5)

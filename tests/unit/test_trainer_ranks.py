@@ -24,8 +24,8 @@ from inflight.exits import STOPPED
 from inflight.launcher.compose import compose
 from inflight.launcher.devices import assign
 from inflight.launcher.launch import usual_commands
-from inflight.trainer import checkpoints
 from inflight.trainer.__main__ import main
+from inflight.trainer.checkpoint import index
 
 STEPS = 3
 SKIPS_THE_SECOND = {"objective": PPO, "poisoned": {"q5"}}
@@ -121,7 +121,7 @@ def test_two_ranks_skip_a_gradient_that_is_not_finite_as_one_process_does(one, t
         lines = trainers.run.lines()
         assert [line["updates_skipped"] for line in lines] == [0, 1, 0]
         assert [line["questions"] for line in lines] == [[*range(4)], [*range(8, 12)], [*range(12, 16)]]
-        moments = load_file(checkpoints.newest(trainers.run.folder) / "trainer" / "optimizer.safetensors")
+        moments = load_file(index.newest(trainers.run.folder) / "trainer" / "optimizer.safetensors")
         assert moments["model.norm.weight.step"] == STEPS
 
 
@@ -157,7 +157,7 @@ def go_on(trainers, folder, **trainer):
     run = copy.copy(trainers.run)
     run.folder, run.statuses = folder, []
     run.config = dataclasses.replace(
-        run.config, run_dir=str(folder), resume=True, checkpoint=str(checkpoints.newest(folder)),
+        run.config, run_dir=str(folder), resume=True, checkpoint=str(index.newest(folder)),
         trainer=dataclasses.replace(run.config.trainer, compare_start="off", **trainer),
     )  # fmt: skip
     save(run.config)

@@ -41,8 +41,9 @@ from inflight.rollout.buffer import ROLLOUTS_FILE, Buffer, DataEnded
 from inflight.rollout.restore import newest_version
 from inflight.rollout.rules import drop_members
 from inflight.rollout.stream import Reader
-from inflight.trainer import checkpoints, keep, loop, rewind
+from inflight.trainer import loop
 from inflight.trainer.__main__ import main
+from inflight.trainer.checkpoint import index, io, rewind
 from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
 
@@ -326,7 +327,7 @@ def go_on(run, **trainer):
         each.close()
     time.sleep(1.2)  # a closed socket lingers for a second, under the name that the next one bears
     run.config = dataclasses.replace(
-        run.config, resume=True, checkpoint=str(checkpoints.newest(run.folder) or ""),
+        run.config, resume=True, checkpoint=str(index.newest(run.folder) or ""),
         trainer=dataclasses.replace(run.config.trainer, **trainer),
     )  # fmt: skip
     save(run.config)
@@ -368,7 +369,7 @@ def test_a_run_goes_on_from_its_checkpoint(make_run, monkeypatch, dies_in):
             kill_at(patched, loop.Trainer, "_write_line", lambda trainer, step, *_: step == 4)
         with pytest.raises(Died):
             train(run)
-    assert checkpoints.newest(run.folder).name == "step-000002"
+    assert index.newest(run.folder).name == "step-000002"
     before = read_rollouts(run)
     go_on(run)
     learner = []
@@ -389,7 +390,7 @@ def test_a_run_goes_on_from_its_checkpoint(make_run, monkeypatch, dies_in):
     for group in before:
         undone = newest_version(group) > 2
         assert (kept.get(group.group_id) == group) != undone, "a tag of an undone version would lie"
-    saved = checkpoints.read(checkpoints.newest(run.folder))
+    saved = index.read(index.newest(run.folder))
     assert (saved.step, saved.books.settled_below, saved.books.trained) == (6, 12, 12)
     counts = summary.summarize(run.folder)
     assert (counts.steps, counts.version) == (6, 6)
@@ -438,7 +439,7 @@ def test_stopping_within_a_step_leaves_its_groups_to_be_trained_on(make_run, mon
     with monkeypatch.context() as patched:
         patched.setattr(Learner, "backward", stop)
         assert train(run) == STOPPED
-    assert checkpoints.read(checkpoints.newest(run.folder)).books.trained == 2
+    assert index.read(index.newest(run.folder)).books.trained == 2
     assert train(go_on(run)) == 0
     assert sorted(trained(run)) == list(range(10))
 
@@ -468,18 +469,18 @@ def test_a_finished_run_can_be_given_more_steps(make_run):
 def test_only_checkpoints_are_dropped_and_the_oldest_first(tmp_path, kept, left):
     steps = {8, 9, 1_000_000}
     others = {"step-000009-good", "step-000007.partial-x", "step-best"}  # a user's copies, a writer at work
-    for name in [*map(checkpoints.name_of, steps), *others]:
+    for name in [*map(index.name_of, steps), *others]:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    keep.drop_checkpoints(tmp_path / "checkpoints", kept)
-    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(checkpoints.name_of, left), *others}
-    assert checkpoints.newest(tmp_path).name == "step-1000000"
+    io.drop_checkpoints(tmp_path / "checkpoints", kept)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {*map(index.name_of, left), *others}
+    assert index.newest(tmp_path).name == "step-1000000"
 
 
 def test_a_damaged_checkpoint_is_one_line(make_run, capfd):
     run = make_run(steps=1).start()
     assert train(run) == 0
-    state = run.folder / "checkpoints" / "step-000001" / "trainer" / "state.json"
-    state.write_text(state.read_text()[:-9])
+    file = run.folder / "checkpoints" / "step-000001" / "trainer" / "state.json"
+    file.write_text(file.read_text()[:-9])
     assert train(go_on(run, steps=2)) == 1
     assert "step-000001/trainer/state.json can't be read" in capfd.readouterr().err.splitlines()[-1]
 
@@ -496,7 +497,7 @@ def test_a_damaged_line_of_metrics_is_named_and_stays(tmp_path, line):
 def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, capfd):
     """Written in part: the folder under its final name is the one before, and nothing else is left."""
     run = make_run(steps=4, checkpoint_every=1).start()
-    real, calls = keep.save_file, []
+    real, calls = io.save_file, []
 
     def full(tensors, path, *rest, **kwargs):
         calls.append(path)
@@ -505,25 +506,25 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_run, monkeypatch, cap
             raise SafetensorError("I/O error: No space left on device (os error 28)")
         return real(tensors, path, *rest, **kwargs)
 
-    monkeypatch.setattr(keep, "save_file", full)
+    monkeypatch.setattr(io, "save_file", full)
     object.__setattr__(run.config.audit, "keep_versions", False)
     save(run.config)
     assert train(run) == 1
     assert "can't be written: I/O error: No space left" in capfd.readouterr().err.splitlines()[-1]
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000001"]
-    assert checkpoints.read(run.folder / "checkpoints" / "step-000001").step == 1
+    assert index.read(run.folder / "checkpoints" / "step-000001").step == 1
 
 
 def test_a_disk_too_full_for_a_version_is_one_line(make_run, monkeypatch, capfd):
     run = make_run(steps=4).start()
-    real = keep.save_file
+    real = io.save_file
 
     def full(tensors, path, *rest, **kwargs):
         real(tensors, path, *rest, **kwargs)
         if "2" in path.name:
             raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(keep, "save_file", full)
+    monkeypatch.setattr(io, "save_file", full)
     assert train(run) == 1
     said = capfd.readouterr().err.splitlines()[-1]
     assert said.endswith("000002.safetensors can't be written: I/O error: No space left on device (os error 28)")
@@ -535,17 +536,17 @@ def test_a_parameter_without_a_gradient_has_no_state_and_needs_none(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model["used"](torch.ones(2)).sum().backward()
     optimizer.step()
-    moments = keep.optimizer_tensors(model, optimizer)
+    moments = io.optimizer_tensors(model, optimizer)
     (tmp_path / "trainer").mkdir()
-    save_file(moments, tmp_path / keep.OPTIMIZER_FILE)
+    save_file(moments, tmp_path / io.OPTIMIZER_FILE)
     restored = torch.optim.AdamW(model.parameters(), fused=True)
-    keep.load_optimizer(tmp_path, model, restored)
+    io.load_optimizer(tmp_path, model, restored)
     assert {name for name, each in model.named_parameters() if each in restored.state} == {"used.weight", "used.bias"}
     save_file(
-        {name: each for name, each in moments.items() if name != "used.bias.step"}, tmp_path / keep.OPTIMIZER_FILE
+        {name: each for name, each in moments.items() if name != "used.bias.step"}, tmp_path / io.OPTIMIZER_FILE
     )
-    with pytest.raises(checkpoints.CheckpointError, match=r"has no state for used\.bias$"):
-        keep.load_optimizer(tmp_path, model, restored)
+    with pytest.raises(index.CheckpointError, match=r"has no state for used\.bias$"):
+        io.load_optimizer(tmp_path, model, restored)
 
 
 PPO = ObjectiveConfig(name="ppo")
@@ -565,7 +566,7 @@ def test_a_batch_with_a_gradient_that_is_not_finite_is_skipped(make_run, poisone
     assert [line["updates_skipped"] for line in lines] == [int(n == done) for n in range(3)]
     dropped = {"gradient not finite": 2}
     assert [line["groups_dropped"] for line in lines] == [dropped if n >= done else {} for n in range(3)]
-    moments = load_file(checkpoints.newest(run.folder) / "trainer" / "optimizer.safetensors")
+    moments = load_file(index.newest(run.folder) / "trainer" / "optimizer.safetensors")
     assert moments["model.norm.weight.step"] == 3
     assert all(torch.isfinite(each).all() for each in moments.values())
     assert sum("norm is" in str(status.values.get("warnings")) for status in run.read_statuses()) >= 1
@@ -582,7 +583,7 @@ def test_gradients_that_are_not_finite_end_the_run_and_are_not_met_again(make_ru
     assert train(run) == 1
     said = capfd.readouterr().err.splitlines()[-1]
     assert re.search(r"norm is (inf|nan): 2 updates in a row .*\(trainer.max_skipped_updates=2\)$", said), said
-    saved = checkpoints.read(checkpoints.newest(run.folder))
+    saved = index.read(index.newest(run.folder))
     assert (saved.step, saved.books.trained) == (begins_with // 2, begins_with)
     assert saved.books.dropped == {"gradient not finite": 4}
     assert saved.books.settled_below == begins_with + 4
@@ -638,14 +639,14 @@ def test_a_gradient_of_a_version_that_can_not_be_sent_is_told_as_that(make_run, 
     monkeypatch.setattr(Learner, "_clip", lambda self: float("nan") if harmed(self) else clip(self))
     assert train(run) == 1
     assert "version 2 is not sent: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
-    assert checkpoints.newest(run.folder) is None
+    assert index.newest(run.folder) is None
 
 
 def test_weights_that_can_not_be_sent_are_not_begun_with(make_run, capfd):
     """A checkpoint of a run with `publish.finite_check=false`, say: nobody is asked under it."""
     run = make_run(steps=1).start()
     assert train(run) == 0
-    weights = checkpoints.newest(run.folder) / "model.safetensors"
+    weights = index.newest(run.folder) / "model.safetensors"
     tensors = load_file(weights)
     tensors["model.norm.weight"][0] = float("inf")
     save_file(tensors, weights, metadata={"format": "pt"})
@@ -721,7 +722,7 @@ def test_the_end_of_the_data_is_a_normal_end_with_a_code_of_its_own(make_run, mo
     assert train(run) == DATA_ENDED
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == "inflight trainer: the data ended after step 2 of 4: all 4 questions are settled"
-    assert checkpoints.newest(run.folder).name == "step-000002"
+    assert index.newest(run.folder).name == "step-000002"
     assert run.actor.finish.reason == "the data ended after 2 steps"
 
 

@@ -25,11 +25,11 @@ from inflight.messages.ranks import (
     TrainerHello,
 )
 from inflight.trainer.batch import Batch
-from inflight.trainer.parcel import ParcelError, pack, unpack
+from inflight.trainer.coordinator import Coordinator, CoordinatorError
 from inflight.trainer.pieces import WINDOW, Assembly, PieceError, pieces
 from inflight.trainer.split import rounds
 from inflight.trainer.stats import COLUMNS, LAGS, Stats
-from inflight.trainer.team import Team, TeamError
+from inflight.trainer.wire import RankDataError, from_wire, to_wire
 
 
 def make_batch(sequences: int, length: int = 7) -> Batch:
@@ -91,7 +91,7 @@ def pair(tmp_path):
     where = f"ipc://{tmp_path}/r"
     with Listener(where, config.bus) as listener, Link(where, "trainer.1", config.bus) as link:
         link.send(TrainerHello(rank=1))
-        team = Team(listener, config)
+        team = Coordinator(listener, config)
         team.wait_joined(20.0, "")
         yield team, link
 
@@ -125,7 +125,7 @@ def test_a_micro_batch_larger_than_a_message_travels_in_pieces(pair):
 def test_a_rank_that_takes_no_pieces_is_named(pair):
     team, _ = pair
     team._bound_s = 0.5
-    with pytest.raises(TeamError, match=r"trainer\.1 has taken 0 bytes of its micro-batch, no more in 0\.5 s"):
+    with pytest.raises(CoordinatorError, match=r"trainer\.1 has taken 0 bytes of its micro-batch, no more in 0\.5 s"):
         with team.learning([long_batch()]):
             pass
 
@@ -165,9 +165,9 @@ def test_what_is_no_whole_micro_batch_is_refused():
 
 def test_stats_are_the_same_after_their_way():
     stats = Stats(torch.rand(LAGS, len(COLUMNS), dtype=torch.float64), torch.rand(LAGS).double(), {"band": 3})
-    got = decode(encode(Learned(number=1, loss=0.5, stats=pack(stats))))
+    got = decode(encode(Learned(number=1, loss=0.5, stats=to_wire(stats))))
     assert isinstance(got, Learned)
-    unpacked = unpack(Stats, got.stats)
+    unpacked = from_wire(Stats, got.stats)
     assert torch.equal(unpacked.sums, stats.sums)
     assert torch.equal(unpacked.largest, stats.largest)
     assert unpacked.gated_by == {"band": 3}
@@ -181,10 +181,10 @@ def test_stats_are_the_same_after_their_way():
     ],
 )
 def test_what_makes_no_batch_is_refused(change, words):
-    with pytest.raises(ParcelError, match=words):
-        unpack(Batch, pack(make_batch(2)) | change)
-    with pytest.raises(ParcelError, match="not a Batch"):
-        unpack(Batch, {})
+    with pytest.raises(RankDataError, match=words):
+        from_wire(Batch, to_wire(make_batch(2)) | change)
+    with pytest.raises(RankDataError, match="not a Batch"):
+        from_wire(Batch, {})
 
 
 def test_a_tensor_of_another_kind_is_refused_on_the_wire():
@@ -196,7 +196,7 @@ def test_a_tensor_of_another_kind_is_refused_on_the_wire():
 
 
 def test_what_takes_too_long_ends_the_process_with_a_line():
-    code = "import time\nfrom inflight.trainer.bound import bounded\n"
+    code = "import time\nfrom inflight.trainer.watchdog import bounded\n"
     code += "with bounded(60, lambda: 'no'): pass\nwith bounded(0.2, lambda: 'step: no answer'): time.sleep(60)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (1, "inflight trainer: step: no answer\n")

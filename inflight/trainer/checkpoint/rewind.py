@@ -13,7 +13,7 @@ from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import restore
 from inflight.rollout.waiting import StoredGroup
-from inflight.trainer.checkpoints import SCHEMA, Saved, read
+from inflight.trainer.checkpoint.index import SCHEMA, Saved, read
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from inflight.trainer import randomness
-from inflight.trainer.checkpoints import STATE_FILE, CheckpointError, Saved, all_of, name_of
-from inflight.trainer.companions import copy_companions, plain_generation
+from inflight.trainer.checkpoint import rng
+from inflight.trainer.checkpoint.companions import copy_companions, plain_generation
+from inflight.trainer.checkpoint.index import STATE_FILE, CheckpointError, Saved, all_of, name_of
 from inflight.weights.shards import is_sharded, sharded_like
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
@@ -62,7 +62,7 @@ def save_checkpoint(
     """`folder/step-000040`: a model directory (float32) that engines can start from, and what the trainer needs.
 
     In `trainer/`, `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of
-    random numbers, `state.json` the rest (see `checkpoints.Saved`). Forced to the disk. A checkpoint of the same step
+    random numbers, `state.json` the rest (see `index.Saved`). Forced to the disk. A checkpoint of the same step
     is the same but for the books, which alone are replaced. What is sharded is gathered inside `together`. Raises
     OSError when it can't be written; then the one before is still whole.
     """
@@ -83,7 +83,7 @@ def save_checkpoint(
         (partial / STATE_FILE).parent.mkdir()
         with _writing(target):
             save_file(moments, partial / OPTIMIZER_FILE)
-            save_file(randomness.capture(), partial / RANDOM_FILE)
+            save_file(rng.capture(), partial / RANDOM_FILE)
         (partial / STATE_FILE).write_bytes(_state(saved))
         for path in partial.rglob("*"):
             _to_disk(path)
@@ -154,7 +154,7 @@ def load_random(folder: Path) -> None:
     path = folder / RANDOM_FILE
     state = _read(path)
     try:
-        randomness.restore(state)
+        rng.restore(state)
     except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
 

@@ -1,4 +1,4 @@
-"""Rank 0's end of the trainer's ranks: it says what all do next, and names who does not answer.
+"""Rank 0's side of the trainer's ranks: sends each collective step to the others, names a rank that does not answer.
 
     other rank --TrainerHello--> rank 0      once all are there:
     other rank <-----Meet------- rank 0      where the process group is formed
@@ -10,7 +10,7 @@
     other rank -----Done-------> rank 0
     other rank <-----Finish----- rank 0
 
-Only rank 0 knows of the run: it takes batches, stops, publishes, writes files. The others do what they are told.
+Only rank 0 knows the run: it takes batches, stops, publishes and writes files. The other ranks carry out its orders.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from inflight.messages.ranks import (
     TrainerHello,
 )
 from inflight.trainer.batch import Batch
-from inflight.trainer.bound import bounded
 from inflight.trainer.pieces import WINDOW, pieces
+from inflight.trainer.watchdog import bounded
 
 _POLL_S = 0.2
 EXPLAIN_S = 2.0
 """How long a failed collective is looked into: as long as the news of a lost rank may need."""
 
 
-class TeamError(RuntimeError):
+class CoordinatorError(RuntimeError):
     """A rank of the trainer that is missing, has failed or does not answer; names it."""
 
 
-class Team:
+class Coordinator:
     """The other ranks, as rank 0 sees them. Without any, everything here returns at once.
 
     Example:
-        with team.together("step"):
+        with coordinator.together("step"):
             optimizer.step()         # the others do the same, and collectives inside meet
     """
 
@@ -74,13 +74,13 @@ class Team:
         """Rank → why it takes no part any more."""
 
     def wait_joined(self, timeout_s: float, rendezvous: str) -> None:
-        """Waits for all and tells them where to meet. Raises TeamError naming who is missing."""
+        """Waits for all and tells them where to meet. Raises CoordinatorError naming who is missing."""
         self._wait(0, timeout_s, "has not joined")
         self._send_all(Meet(rendezvous=rendezvous))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """What is inside is done by all ranks, within the bound. Raises TeamError when one is known to be gone."""
+        """All ranks do what is inside, within the timeout. Raises CoordinatorError when a rank is known to be gone."""
         if self._done:
             self._told += 1
             self._send_all(Order(number=self._told, what=what))
@@ -99,17 +99,17 @@ class Team:
             yield
 
     def learned(self) -> list[Learned]:
-        """What the others have made of all their micro-batches since the last call. Raises TeamError."""
+        """What the others have made of all their micro-batches since the last call. Raises CoordinatorError."""
         self._wait(self._told, self._bound_s, "has not learned")
         found, self._learned = self._learned, []
         return found
 
     def scored(self) -> list[TensorData]:
-        """The log-probabilities of the others' micro-batches, by rank. Raises TeamError."""
+        """The log-probabilities of the others' micro-batches, by rank. Raises CoordinatorError."""
         self._wait(self._told, self._bound_s, "has not scored")
         missing = [name for name in self._done if name not in self._scored]
         if missing:
-            raise TeamError(f"{', '.join(missing)} has answered without log-probabilities")
+            raise CoordinatorError(f"{', '.join(missing)} has answered without log-probabilities")
         found, self._scored = [self._scored[name] for name in self._done], {}
         return found
 
@@ -147,11 +147,11 @@ class Team:
         while self._hear(0.0):
             pass
         if self._gone:
-            raise TeamError(self._missing())
+            raise CoordinatorError(self._missing())
         try:
             self._listen().send(name, message)
         except BusError as error:
-            raise TeamError(str(error)) from None
+            raise CoordinatorError(str(error)) from None
 
     def _give(self, name: str, share: Batch) -> None:
         """Sends a micro-batch in pieces, as fast as the rank takes them."""
@@ -165,20 +165,22 @@ class Team:
         while (before := self._taken[name]) < nbytes:
             self._hear(_POLL_S)
             if self._gone:
-                raise TeamError(self._missing())
+                raise CoordinatorError(self._missing())
             if self._taken[name] > before:
                 deadline = time.monotonic() + self._bound_s
             if time.monotonic() > deadline:
-                raise TeamError(f"{name} has taken {before} bytes of its micro-batch, no more in {self._bound_s:g} s")
+                raise CoordinatorError(
+                    f"{name} has taken {before} bytes of its micro-batch, no more in {self._bound_s:g} s"
+                )
 
     def _wait(self, number: int, timeout_s: float, verb: str) -> None:
         deadline = time.monotonic() + timeout_s
         while late := [name for name, done in self._done.items() if done < number]:
             self._hear(_POLL_S)
             if self._gone:
-                raise TeamError(self._missing())
+                raise CoordinatorError(self._missing())
             if time.monotonic() > deadline:
-                raise TeamError(f"{', '.join(late)} {verb} after {timeout_s:g} s")
+                raise CoordinatorError(f"{', '.join(late)} {verb} after {timeout_s:g} s")
 
     def _hear(self, timeout_s: float) -> bool:
         """Takes one event; False when there was none."""

@@ -18,42 +18,42 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Record = TypeVar("Record")
 
 
-class ParcelError(ValueError):
+class RankDataError(ValueError):
     """A message whose fields make no such record; names the field."""
 
 
-def pack(record: Any) -> dict[str, Any]:
+def to_wire(record: Any) -> dict[str, Any]:
     """The tensors and counts of a dataclass by field; what is None does not travel."""
     values = {each.name: getattr(record, each.name) for each in fields(record)}
     return {
-        name: pack_tensor(value) if isinstance(value, torch.Tensor) else value
+        name: tensor_to_wire(value) if isinstance(value, torch.Tensor) else value
         for name, value in values.items()
         if value is not None
     }
 
 
-def unpack(kind: type[Record], parcel: Mapping[str, TensorData | dict[str, int]]) -> Record:
-    """Raises ParcelError for unknown or missing fields and for bytes that are not the tensor they claim to be."""
+def from_wire(kind: type[Record], parcel: Mapping[str, TensorData | dict[str, int]]) -> Record:
+    """Raises RankDataError for unknown or missing fields and for bytes that are not the tensor they claim to be."""
     values = {
-        name: unpack_tensor(name, each) if isinstance(each, TensorData) else each for name, each in parcel.items()
+        name: tensor_from_wire(name, each) if isinstance(each, TensorData) else each for name, each in parcel.items()
     }
     try:
         return kind(**values)
     except TypeError as error:
-        raise ParcelError(f"not a {kind.__name__}: {error}") from None
+        raise RankDataError(f"not a {kind.__name__}: {error}") from None
 
 
-def pack_tensor(tensor: torch.Tensor) -> TensorData:
+def tensor_to_wire(tensor: torch.Tensor) -> TensorData:
     """A tensor by value, on the CPU."""
     plain = tensor.contiguous().cpu()
     return TensorData(dtype=_NAMES[plain.dtype], shape=list(plain.shape), data=plain.numpy().tobytes())
 
 
-def unpack_tensor(name: str, data: TensorData) -> torch.Tensor:
-    """And back; raises ParcelError calling it `name` for bytes that are not what they claim to be."""
+def tensor_from_wire(name: str, data: TensorData) -> torch.Tensor:
+    """And back; raises RankDataError calling it `name` for bytes that are not what they claim to be."""
     dtype = _DTYPES[data.dtype]
     if len(data.data) != math.prod(data.shape) * dtype.itemsize:
-        raise ParcelError(f"{name} of shape {data.shape} in {data.dtype} can't have {len(data.data)} bytes")
+        raise RankDataError(f"{name} of shape {data.shape} in {data.dtype} can't have {len(data.data)} bytes")
     if not data.data:
         return torch.zeros(data.shape, dtype=dtype)
     return torch.frombuffer(bytearray(data.data), dtype=dtype).view(data.shape)

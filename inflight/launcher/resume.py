@@ -14,7 +14,7 @@ OF_EACH_START = ("run_dir", "resume", "checkpoint")
 """Never taken from before."""
 
 
-def going_on(asked: RunConfig) -> RunConfig:
+def resumed_config(asked: RunConfig) -> RunConfig:
     """What the run in `asked.run_dir` goes on with; `asked` itself where there is none, or where nobody knows what of
     it was set.
 

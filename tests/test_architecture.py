@@ -39,7 +39,8 @@ MAY_IMPORT = {
     "messages": {"types"},
     "bus": {"config", "messages"},
     "patching": {"resources"},
-    "tasks": {"config", "models", "types"},
+    "prompts": {"models", "vocabulary"},
+    "tasks": {"config", "models", "prompts", "types"},
     "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
     "rollout": {"types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.
@@ -58,7 +59,7 @@ MAY_IMPORT = {
         "descendants",
         "processes",
         "completions",
-        "vocabulary",
+        "prompts",
     },
     "generator": {
         "types",

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from inflight.prompts import Chat
 from inflight.types import Turn
 
 MAX_FRAME_BYTES = 64 << 20
@@ -30,11 +31,12 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Question(_Message):
-    """An item as it travels: `answer` is whatever msgpack holds, for the task's own use."""
+    """An item as it travels: `answer` and `columns` are whatever msgpack holds, for the task and its rewards."""
 
     key: str
-    prompt: str
-    answer: Any
+    prompt: str | list[int] | Chat
+    answer: Any = None
+    columns: dict[str, Any] = {}
 
 
 # --- to the child --------------------------------------------------------------------------------------------------
@@ -47,6 +49,8 @@ class MakeTask(_Message, tag=True, kw_only=True):
     options: dict[str, Any]
     seed: int
     epochs: int = 1
+    scores_only: bool = False
+    """Another child is asked for the questions: this one need not read the data."""
     limit_s: float
     """What an asynchronous call may take before the child itself gives it up."""
 
@@ -58,10 +62,11 @@ class MakeTokenizer(_Message, tag=True, kw_only=True):
 
 
 class AskItem(_Message, tag=True):
-    """`task.item(index)`."""
+    """`task.item(index)`, or `task.held_out(index)`."""
 
     call: Call
     index: int
+    held_out: bool = False
 
 
 class AskScore(_Message, tag=True):
@@ -78,7 +83,7 @@ class AskEncode(_Message, tag=True):
     """Token ids of a prompt."""
 
     call: Call
-    text: str
+    prompt: str | list[int] | Chat
 
 
 class AskDecode(_Message, tag=True):
@@ -100,6 +105,8 @@ class Ready(_Message, tag=True, kw_only=True):
     """Whether a score wants the turn."""
     size: int = 0
     """Tokens in the vocabulary."""
+    held_out: int = 0
+    """Questions that the task keeps back."""
 
 
 class Unusable(_Message, tag=True):
@@ -122,7 +129,8 @@ class ItemIs(_Message, tag=True):
 
 
 class NoItem(_Message, tag=True):
-    """The task has `questions` questions, over all its epochs, and the one that was asked for is none of them."""
+    """The task has `questions` questions, over all its epochs, or held out, and the one that was asked for is none of
+    them."""
 
     call: Call
     questions: Annotated[int, Meta(ge=0)]

@@ -20,6 +20,7 @@ from inflight.actor.crew import Crew
 from inflight.actor.worker_process import Bounds, Failed, Lost, NotMade
 from inflight.config import ConfigError, RolloutConfig, RunConfig
 from inflight.groups import is_usable
+from inflight.prompts import Chat
 from inflight.tasks.base import Score
 from inflight.tasks.course import DataEnded
 from inflight.types import Turn
@@ -65,9 +66,17 @@ class Foreign:
         """Tokens that the tokenizer knows."""
         return self._text.ready.size
 
-    async def question(self, index: int) -> Question:
-        """The task's index-th question. Raises GroupLost, or DataEnded when it has none of that index."""
-        answer = await self._call(self._items, "task", f"question {index}", lambda call: calls.AskItem(call, index))
+    @property
+    def held_out(self) -> int:
+        """Questions that the task keeps back for an evaluation."""
+        return self._items.ready.held_out
+
+    async def question(self, index: int, *, held_out: bool = False) -> Question:
+        """The task's index-th question, or the index-th that it holds out. Raises GroupLost, or DataEnded when it has
+        none of that index."""
+        answer = await self._call(
+            self._items, "task", f"question {index}", lambda call: calls.AskItem(call, index, held_out)
+        )
         if isinstance(answer, calls.NoItem):
             raise DataEnded(answer.questions)
         assert isinstance(answer, ItemIs)
@@ -76,7 +85,8 @@ class Foreign:
     async def encode(self, question: Question) -> list[int]:
         """Token ids of a question's prompt, one at least. Raises GroupLost."""
         prompt = question.prompt
-        answer = await self._call(self._text, "tokenizer", question.key, lambda call: calls.AskEncode(call, prompt))
+        what = "template" if isinstance(prompt, Chat) else "tokenizer"
+        answer = await self._call(self._text, what, question.key, lambda call: calls.AskEncode(call, prompt))
         assert isinstance(answer, calls.TokensAre)
         if not answer.token_ids:
             raise GroupLost("task error: prompt", f"{question.key}: a prompt of no token")
@@ -150,7 +160,8 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
     )
     make = MakeTask(name=task.name, options=task.options, seed=config.seed, epochs=task.epochs, limit_s=bounds.limit_s)
     items = Crew(make, bounds, 1)
-    scores = Crew(make, replace(bounds, concurrency=rollout.reward_concurrency), _workers(rollout))
+    scoring = replace(bounds, concurrency=rollout.reward_concurrency)
+    scores = Crew(msgspec.structs.replace(make, scores_only=True), scoring, _workers(rollout))
     text = Crew(MakeTokenizer(model=config.model.name), bounds, 1)
     async with contextlib.AsyncExitStack() as stack:
         for crew in (items, scores, text):  # all at once: each takes a while

@@ -27,11 +27,10 @@ from inflight.actor.calls import (
     TokensAre,
 )
 from inflight.config import TaskConfig
-from inflight.models import prepare
+from inflight.prompts import Chat, ModelTokens
 from inflight.tasks import make
-from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
+from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, plain_score, turn_score
 from inflight.tasks.course import Course, DataEnded
-from inflight.vocabulary import decode_every_id
 
 MAX_KEY = 512
 """Characters of a question's key: what a types.Name holds."""
@@ -58,27 +57,30 @@ class Host(Protocol):
 def host(message: Make) -> Host:
     """Makes what is asked for. Raises ConfigError, or whatever the foreign code does."""
     if isinstance(message, MakeTask):
-        return TaskHost(make(TaskConfig(message.name, message.options), message.seed), message.epochs)
-    return TextHost(_ModelTokens(message.model))
+        task = make(TaskConfig(message.name, message.options), message.seed)
+        return TaskHost(task, None if message.scores_only else Course(task, message.epochs))
+    return TextHost(ModelTokens(message.model))
 
 
 class TaskHost:
-    """A task's questions and scores."""
+    """A task's questions and scores; without a course, scores alone."""
 
-    def __init__(self, task: Task, epochs: int = 1) -> None:
-        self._task, self._course = task, Course(task, epochs)
+    def __init__(self, task: Task, course: Course | None) -> None:
+        self._task, self._course = task, course
 
     def ready(self) -> Ready:
-        """Whether its score is asynchronous, and wants turns."""
+        """Whether its score is asynchronous, and wants turns; how many questions it holds out."""
         turns = isinstance(self._task, TurnScorer)
-        score = self._task.score_turn if isinstance(self._task, TurnScorer) else self._task.score
-        return Ready(concurrent=inspect.iscoroutinefunction(score), turns=turns)
+        score = self._task.score_turn if isinstance(self._task, TurnScorer) else getattr(self._task, "score", None)
+        held_out = self._held_out_size() if self._course is not None else 0
+        return Ready(concurrent=inspect.iscoroutinefunction(score), turns=turns, held_out=held_out)
 
     async def answer(self, ask: Ask) -> Answer:
         """Of AskItem and AskScore."""
         if isinstance(ask, AskItem):
             try:
-                return ItemIs(ask.call, _question(self._item(ask.index)))
+                item = self._held_out(ask.index) if ask.held_out else self._item(ask.index)
+                return ItemIs(ask.call, _question(item))
             except DataEnded as end:
                 return NoItem(ask.call, end.questions)
         if isinstance(ask, AskScore):
@@ -86,13 +88,25 @@ class TaskHost:
         raise Unfit("call", f"a task takes no {type(ask).__name__}")
 
     def _item(self, index: int) -> Any:
+        if self._course is None:
+            raise Unfit("call", "it was made for scores")
         try:
             return self._course.item(index)
         except StopIteration as error:  # which a coroutine would turn into a RuntimeError
             raise Unfit("StopIteration", str(error)) from None
 
+    def _held_out_size(self) -> int:
+        return self._task.held_out_size() if isinstance(self._task, HeldOut) else 0
+
+    def _held_out(self, index: int) -> Any:
+        if index >= self._held_out_size():
+            raise DataEnded(self._held_out_size())
+        assert isinstance(self._task, HeldOut)
+        return self._task.held_out(index)
+
     async def _score(self, ask: AskScore) -> Any:
-        item = Item(key=ask.question.key, prompt=ask.question.prompt, answer=ask.question.answer)
+        question = ask.question
+        item = Item(question.key, question.prompt, question.answer, question.columns)
         if ask.turn is None or not isinstance(self._task, TurnScorer):
             return Score(_number(await plain_score(self._task, item, ask.completion)))
         return await turn_score(self._task, item, ask.prompt_ids, ask.turn, ask.completion)
@@ -104,28 +118,11 @@ class Tokens(Protocol):
     size: int
     """Tokens in the vocabulary."""
 
-    def encode(self, text: str) -> Iterable[Any]:
+    def encode(self, prompt: str | Chat) -> Iterable[Any]:
         """Token ids of a prompt."""
 
     def decode(self, token_ids: list[int]) -> Any:
         """Text of a completion, without special tokens."""
-
-
-class _ModelTokens:
-    """The model's own tokenizer."""
-
-    def __init__(self, model: str) -> None:
-        from transformers import AutoTokenizer
-
-        self._tokenizer = AutoTokenizer.from_pretrained(prepare(model))
-        decode_every_id(self._tokenizer)
-        self.size = len(self._tokenizer)
-
-    def encode(self, text: str) -> Iterable[Any]:
-        return self._tokenizer(text)["input_ids"]  # type: ignore[no-any-return]
-
-    def decode(self, token_ids: list[int]) -> Any:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
 
 class TextHost:
@@ -141,7 +138,8 @@ class TextHost:
     async def answer(self, ask: Ask) -> Answer:
         """Of AskEncode and AskDecode."""
         if isinstance(ask, AskEncode):
-            return TokensAre(ask.call, _token_ids(self._tokens.encode(ask.text)))
+            ids = ask.prompt if isinstance(ask.prompt, list) else self._tokens.encode(ask.prompt)
+            return TokensAre(ask.call, _token_ids(ids))
         if isinstance(ask, AskDecode):
             text = self._tokens.decode(ask.token_ids)
             if not isinstance(text, str):
@@ -157,9 +155,20 @@ def _question(item: Any) -> Question:
             raise Unfit("item", f"an item has key, prompt and answer, {type(item).__name__} has no {name}")
     if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not read such a group
         raise Unfit("key", f"a key is text of 1 to {MAX_KEY} characters")
-    if not isinstance(item.prompt, str):
-        raise Unfit("prompt", f"a prompt is text, not {type(item.prompt).__name__}")
-    return Question(item.key, item.prompt, item.answer)
+    return Question(item.key, _prompt(item.prompt), item.answer, dict(getattr(item, "columns", {})))
+
+
+def _prompt(prompt: Any) -> str | list[int] | Chat:
+    """Raises Unfit for what is no prompt."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Chat):
+        if not isinstance(prompt.messages, list) or not all(isinstance(each, dict) for each in prompt.messages):
+            raise Unfit("prompt", "the messages of a chat are a list of dicts")
+        return prompt
+    if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | dict):
+        return [_index(each) for each in prompt]
+    raise Unfit("prompt", f"a prompt is text, token ids or a Chat, not {type(prompt).__name__}")
 
 
 def _score(call: int, score: Any) -> ScoreIs:
@@ -180,11 +189,12 @@ def _number(value: Any) -> float:
 
 def _index(value: Any) -> int:
     if not hasattr(type(value), "__index__"):
-        raise Unfit("no number", f"a step ends with a token's index, not {type(value).__name__}")
+        raise Unfit("no number", f"a token's id or index is a whole number, not {type(value).__name__}")
     return int(value)
 
 
 def _token_ids(values: Iterable[Any]) -> list[int]:
+    """Ids of a prompt. Raises Unfit; ids beyond the vocabulary are the generator's to refuse."""
     ids = [_index(value) for value in values]
     if any(each < 0 for each in ids):
         raise Unfit("token ids", "a token's id is 0 or more")

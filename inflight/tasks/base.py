@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from inflight.prompts import Chat, Prompt
 from inflight.types import Turn
+
+__all__ = ["Chat", "HeldOut", "Item", "Prompt", "Score", "Task", "TurnScorer", "plain_score", "turn_score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +18,11 @@ class Item:
     """One question. `key` names it for good (the same key is the same question)."""
 
     key: str
-    prompt: str
-    answer: Any
+    prompt: Prompt
+    answer: Any = None
     """For the task's own use. It travels to another process: text, numbers, booleans, None, lists, dicts."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """What else is known of the question, by name, for rewards; it travels like `answer`."""
 
 
 class Task(Protocol):
@@ -28,6 +33,17 @@ class Task(Protocol):
 
     def score(self, item: Item, completion: str) -> float | Awaitable[float]:
         """Reward of a completion, 0 to 1. A plain function may block, an asynchronous one waits."""
+
+
+@runtime_checkable
+class HeldOut(Protocol):
+    """A task that keeps questions back: they are asked to evaluate, and never trained on."""
+
+    def held_out_size(self) -> int:
+        """How many; 0 for none."""
+
+    def held_out(self, index: int) -> Item:
+        """The index-th of them, in an order that is always the same. Raises IndexError from the size on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from inflight.actor.foreign import Foreign
 from inflight.actor.hosts import TaskHost, TextHost
 from inflight.actor.worker import answered
 from inflight.actor.worker_process import Failed
+from inflight.tasks.course import Course
 
 
 class _Caller:
@@ -26,5 +27,5 @@ class _Caller:
 
 def in_process(task, tokens, limit_s=30.0):
     """A Foreign whose task and tokenizer run here; what blocks, blocks."""
-    host = TaskHost(task)
+    host = TaskHost(task, Course(task))
     return Foreign(_Caller(host, limit_s), _Caller(host, limit_s), _Caller(TextHost(tokens), limit_s), limit_s)

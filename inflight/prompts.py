@@ -1,0 +1,73 @@
+"""What a model is asked, as token ids: text, a chat, or the ids themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from inflight.models import prepare
+from inflight.vocabulary import decode_every_id
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation; the model's chat template makes the prompt of it."""
+
+    messages: list[dict[str, Any]]
+    """As `apply_chat_template` of transformers takes them. Where the last one is the assistant's, the model continues
+    it; otherwise the prompt ends with what begins an answer (the generation prompt)."""
+    tools: list[dict[str, Any]] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """For the template, such as `enable_thinking`; `chat_template` replaces the model's own one."""
+
+
+Prompt = str | Sequence[int] | Chat
+"""Text gets the special tokens that the tokenizer puts before a text, once. Token ids stay as they are."""
+
+
+class ModelTokens:
+    """A model's own tokenizer."""
+
+    def __init__(self, model: str) -> None:
+        """`model` is a name or a directory, for models.prepare. Raises ModelError, or what transformers does."""
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepare(model))
+        decode_every_id(self._tokenizer)
+        self.size = len(self._tokenizer)
+        """Tokens in the vocabulary."""
+
+    def encode(self, prompt: str | Chat) -> Iterable[Any]:
+        """Token ids of a prompt. Raises what the tokenizer or the template does."""
+        return self._text(prompt) if isinstance(prompt, str) else self._chat(prompt)
+
+    def decode(self, token_ids: list[int]) -> Any:
+        """Text of a completion, without special tokens."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _text(self, text: str) -> list[int]:
+        """What the tokenizer puts before a text (BOS) stands there once, also where the text itself begins with it;
+        what it puts after a text (EOS) is left out, since the model shall continue it."""
+        plain = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        whole = self._tokenizer(text)["input_ids"]
+        added = len(whole) - len(plain)
+        front = next((at for at in range(added + 1) if whole[at : at + len(plain)] == plain), None)
+        if front is None:  # its pieces depend on what stands before them
+            return list(whole)
+        before = whole[:front]
+        return list(plain if plain[:front] == before else before + plain)
+
+    def _chat(self, chat: Chat) -> list[int]:
+        """The template writes all special tokens itself: none is added to its text."""
+        continues = bool(chat.messages) and chat.messages[-1].get("role") == "assistant"
+        ids = self._tokenizer.apply_chat_template(
+            chat.messages,
+            tools=chat.tools,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            tokenize=True,
+            return_dict=False,
+            **chat.arguments,
+        )
+        return list(ids)

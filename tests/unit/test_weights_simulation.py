@@ -8,6 +8,7 @@ ranks fail in each phase; versions are published all the while. Whatever happens
 * a rank's live weights are one version, whole, and are the version that it claims;
 * an engine commits a version only when all its ranks hold it, and stamps none that they don't hold;
 * nothing is claimed for a generator, nor routed to it, that is not so;
+* a generator whose version is pinned is told to commit no other one, and may be sent newer ones;
 * no transition but the legal ones happens (both sides raise AssertionError);
 * each version has an outcome at each generator, and once the network behaves all generators get the newest.
 """
@@ -29,7 +30,7 @@ from inflight.messages import Abort, Commit, EngineHello, RankHello, Ready
 from inflight.types import ParamMeta
 from inflight.weights.pack import checksums
 from inflight.weights.plan import plan
-from inflight.weights.publish.events import Failure, Swap
+from inflight.weights.publish.events import Failure, Superseded, Swap
 from inflight.weights.publish.outbox import Outbox
 from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.routes import routes
@@ -270,6 +271,7 @@ class World:
         self.publishers.append(self.session.publisher)
         self.protocol = PublishProtocol(self.session, RANKS, self._offer(version))
         self.replicas = self.protocol.membership.replicas
+        self.pin = None
 
     def _offer(self, version):
         return Offer(len(self.publishers) - 1, version)
@@ -284,6 +286,16 @@ class World:
     def publish(self):
         if self.protocol.withdraw(supersede=True):
             self.protocol.release(self._offer(self.protocol.version + 1))
+
+    def keep(self, ago, timeout_s, *, routed=True):
+        """Pins one of the newest versions, unless one is pinned."""
+        if self.pin is None or self.pin.ended:
+            self.pin = self.protocol.pin(max(0, self.protocol.version - ago), timeout_s, routed=routed)
+        return self.pin
+
+    def unpin(self):
+        if self.pin is not None:
+            self.protocol.unpin(self.pin, "done")
 
     def restart(self, name):
         if name in self.generators and self.generators[name].alive:
@@ -329,6 +341,10 @@ class World:
                 self.drain(60)
             case "publish":
                 self.publish()
+            case "pin":
+                self.keep(index // 3, (4, 30)[index % 2], routed=index % 3 > 0)
+            case "unpin":
+                self.unpin()
             case "time":
                 self.now += (0.5, 2.0, 6.0, 11.0)[index % 4]
                 self.protocol.expire()
@@ -373,8 +389,9 @@ class World:
             generator.take(peer, message)
 
     def _committing(self, engine, version):
-        """Commit is sent only when every rank has said of this very attempt that it is ready."""
+        """Commit is sent only when every rank has said of this very attempt that it is ready, and not over a pin."""
         replica = self.replicas[engine.partition(".")[0]]
+        assert replica.pin is None
         attempt = replica.attempt
         ready = {(rank, version, attempt.number, attempt.digest) for rank in replica.members.ranks}
         assert ready <= self.net.said_ready
@@ -395,8 +412,22 @@ class World:
                 assert held == {value_of(len(self.publishers) - 1, claimed)}, (name, vars(replica), held)
             bounded = replica.state.name not in ("IDLE", "POISONED")
             assert replica.due is not None or not bounded  # nothing waits for ever
-        for route in routes(self.protocol.version, self.replicas.values(), 2).generators.values():
-            assert self.protocol.version - route.version <= 2
+        self._check_pin()
+        for name, route in routes(self.protocol.version, self.replicas.values(), 2).generators.items():
+            pin = self.replicas[name].pin
+            assert pin.routed if pin is not None else self.protocol.version - route.version <= 2
+
+    def _check_pin(self):
+        """One generator at the most has it, and stamps its version."""
+        holders = [replica for replica in self.replicas.values() if replica.pin is not None]
+        pinned = self.pin is not None and self.pin.generator and not self.pin.ended
+        assert [replica.generator for replica in holders] == ([self.pin.generator] if pinned else [])
+        for replica in holders:
+            assert replica.pin is self.pin
+            assert replica.committed == self.pin.version
+            generator = self.generators[replica.generator]
+            if generator.alive and generator.incarnation == replica.members.incarnation:
+                assert generator.stamped == self.pin.version
 
     def _claimed(self, receiver):
         if receiver.version is None:
@@ -440,7 +471,7 @@ class World:
 
 MOVES = [
     *["up"] * 30, *["down"] * 40, *["job"] * 15, *["publish"] * 3, *["time"] * 5, *["heal"] * 3,
-    *["all is well for a while"] * 8,
+    *["all is well for a while"] * 8, *["pin"] * 3, "unpin",
     "up, out of order", "up, twice", "up, lost", "down, out of order", "down, twice", "down, lost",
     "another publisher", "cut off", "heal", "heal", "kill", *["restart"] * 3, "rank fails", "rank recovers", "corrupt",
     "transport breaks",
@@ -530,3 +561,186 @@ def test_an_answer_to_an_earlier_attempt_counts_for_nothing():
     assert replica.state.name == "SENDING"
     world.protocol.hear(*early[0])
     assert replica.attempt.ready == {}
+
+
+# --- a version that is pinned ------------------------------------------------------------------------------------------
+
+
+def pinned_world(timeout_s=30.0, **options):
+    """A world in which version 1 is live everywhere, and g0 keeps it."""
+    world = World()
+    world.calm()
+    world.publish()
+    world.drain(200)
+    world.keep(0, timeout_s, **options)
+    assert (world.pin.generator, world.pin.version) == ("g0", 1)
+    return world
+
+
+def states(world):
+    return {name: (replica.state.name, replica.committed) for name, replica in world.replicas.items()}
+
+
+def of_g0(world, kind):
+    return [event.version for event in world.session.events.since(0) if event.generator == "g0" and type(event) is kind]
+
+
+def test_a_pinned_generator_is_sent_the_next_version_and_commits_it_afterwards():
+    world = pinned_world()
+    world.publish()
+    world.drain(200)
+    assert states(world) == {"g0": ("READY", 1), "g1": ("IDLE", 2)}
+    assert world.protocol.settled()
+    assert [receiver.state for receiver in world.generators["g0"].receivers] == [State.READY] * 2
+    world.now += 7
+    world.unpin()
+    world.drain(200)
+    assert states(world) == {"g0": ("IDLE", 2), "g1": ("IDLE", 2)}
+    (swap,) = [e for e in world.session.events.since(0) if (e.generator, e.version) == ("g0", 2)]
+    assert (swap.pinned_s, swap.ready_s, swap.commit_s) == (7.0, 0.0, 0.0)
+
+
+def test_a_version_that_waits_for_the_end_of_a_pin_does_not_keep_the_send_buffer_and_is_superseded():
+    world = pinned_world()
+    for newest in (2, 3, 4):
+        assert world.protocol.withdraw(supersede=False)  # at once: what waits was delivered
+        world.protocol.release(world._offer(newest))
+        world.drain(200)
+        assert states(world) == {"g0": ("READY", 1), "g1": ("IDLE", newest)}
+    world.unpin()
+    world.drain(200)
+    assert states(world) == {"g0": ("IDLE", 4), "g1": ("IDLE", 4)}
+    assert of_g0(world, Superseded) == [2, 3]
+    assert of_g0(world, Swap) == [0, 1, 4]
+
+
+def test_a_pin_that_ends_while_the_newest_version_is_sent_ends_with_that_one():
+    world = pinned_world()
+    world.publish()
+    world.drain(200)
+    world.publish()  # takes the place of the one that waits
+    assert world.replicas["g0"].state.name == "ABORTING"
+    world.unpin()
+    world.drain(200)
+    assert states(world) == {"g0": ("IDLE", 3), "g1": ("IDLE", 3)}
+    assert of_g0(world, Swap) == [0, 1, 3]
+
+
+def test_a_pin_that_is_asked_for_before_its_version_is_live_goes_to_the_first_generator_that_gets_it():
+    world = World()
+    world.calm()
+    world.publish()
+    pin = world.keep(0, 30)
+    assert pin.wanted
+    for _ in range(100):
+        world.drain(1)
+        if not pin.wanted:
+            break
+    assert world.replicas[pin.generator].committed == 1
+    assert pin.route.incarnation == world.generators[pin.generator].incarnation
+
+
+def test_a_generator_that_is_told_to_commit_the_next_version_can_not_keep_the_one_before():
+    world = World()
+    world.calm()
+    world.publish()
+    for _ in range(100):
+        world.drain(1)
+        if world.replicas["g0"].state.name == "COMMITTING":
+            break
+    assert world.replicas["g0"].committed == 0
+    assert world.replicas["g1"].committed == 0
+    pin = world.keep(1, 30)
+    assert pin.generator == "g1"
+
+
+def test_a_pin_that_nobody_can_have_any_more_ends_with_its_reason():
+    world = World()
+    world.calm()
+    world.publish()
+    world.drain(200)
+    pin = world.keep(1, 30)  # version 0, which both have left
+    world.protocol.expire()
+    assert pin.ended == "no generator has got version 0 before version 1"
+    pin = world.keep(-5, 3)
+    world.now += 2
+    world.protocol.expire()
+    assert pin.wanted
+    world.now += 1
+    world.protocol.expire()
+    assert pin.ended == "no generator has got version 6 in time"
+
+
+def test_a_pin_is_bounded_and_the_version_that_waits_is_then_committed():
+    world = pinned_world(timeout_s=5.0)
+    world.publish()
+    world.drain(200)
+    world.now += 4.9
+    world.protocol.expire()
+    assert world.replicas["g0"].state.name == "READY"
+    world.now += 0.1
+    world.protocol.expire()
+    world.drain(200)
+    assert world.pin.ended == "it was not released in time"
+    assert states(world) == {"g0": ("IDLE", 2), "g1": ("IDLE", 2)}
+    world.protocol.unpin(world.pin, "too late")  # changes nothing
+    assert world.pin.ended == "it was not released in time"
+
+
+def test_a_pin_ends_with_the_death_of_its_generator_and_not_with_that_of_another():
+    world = pinned_world()
+    world.publish()
+    world.drain(200)
+    world.restart("g1")
+    world.drain(400)
+    assert world.replicas["g0"].pin is world.pin
+    world.step("kill", 0)
+    assert world.pin.ended == "g0: g0.r0 was lost"
+    assert of_g0(world, Failure) == [2]
+    world.restart("g0")
+    world.drain(400)
+    assert states(world) == {"g0": ("IDLE", 2), "g1": ("IDLE", 2)}
+    assert world.keep(0, 5).generator == "g0"  # another one may be asked for
+
+
+def test_a_transport_that_breaks_while_a_version_waits_is_replaced_after_the_commit():
+    world = pinned_world()
+    world.publish()
+    world.drain(200)
+    world.step("transport breaks", 0)
+    world.protocol.expire()
+    assert world.replicas["g0"].state.name == "READY"
+    world.unpin()
+    world.drain(200)
+    assert states(world)["g0"] == ("IDLE", 2)
+    world.publish()
+    world.drain(200)
+    assert states(world) == {"g0": ("IDLE", 3), "g1": ("IDLE", 3)}
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_the_pin_says_whether_its_generator_gets_requests_however_far_it_is_behind(routed):
+    world = pinned_world(routed=routed)
+    for _ in range(5):
+        world.publish()
+        world.drain(200)
+    served = routes(world.protocol.version, world.replicas.values(), 2)
+    assert set(served.generators) == ({"g0", "g1"} if routed else {"g1"})
+    world.unpin()
+    world.drain(200)
+    served = routes(world.protocol.version, world.replicas.values(), 2)
+    assert {name: route.version for name, route in served.generators.items()} == {"g0": 6, "g1": 6}
+
+
+def test_one_version_is_pinned_at_a_time():
+    world = pinned_world()
+    with pytest.raises(ValueError, match="version 1 is pinned already"):
+        world.protocol.pin(1, 5, routed=True)
+
+
+def test_a_publisher_that_closes_lets_go_of_a_version_that_waits():
+    world = pinned_world()
+    world.publish()
+    world.drain(200)
+    world.replicas["g0"].close()
+    assert any(isinstance(message, Abort) for message in world.net.to_peer["g0.r0"])

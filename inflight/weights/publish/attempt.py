@@ -26,6 +26,8 @@ class Attempt:
         self.offer, self.version, self.number = offer, offer.version, next(session.attempts)
         self._session, self._ranks = session, ranks
         self.started = session.clock()
+        self.ready_at: float | None = None
+        """When the last rank was ready."""
         self.commit_started: float | None = None
         self.due = self.started + session.config.transfer_timeout_s
         """When all ranks must be ready; counted anew from the Prepare."""
@@ -93,15 +95,22 @@ class Attempt:
         answered = self.let_go if ending else self.ready
         return [peer for peer in self._ranks if peer not in answered]
 
+    def hear(self, peer: str, answer: Ready) -> None:
+        """A rank holds the version."""
+        self.ready[peer] = answer
+        self.ready_at = self._session.clock()
+
     def swap(self, generator: str, gap_s: float, running: int, now: float) -> Swap:
         """The record of the version, which was just committed."""
         committing = now if self.commit_started is None else self.commit_started
+        ready = committing if self.ready_at is None else self.ready_at
         return Swap(
             generator=generator,
             version=self.version,
             transfer_s=max(answer.receive_s for answer in self.ready.values()),
             build_s=max(answer.build_s for answer in self.ready.values()),
-            ready_s=committing - self.started,
+            ready_s=ready - self.started,
+            pinned_s=committing - ready,
             commit_s=now - committing,
             gap_s=gap_s,
             running=running,

@@ -26,6 +26,8 @@ class Swap:
     """The longest stall of a rank's step loop."""
     running: int
     """Sequences that were unfinished at the swap."""
+    pinned_s: float = 0.0
+    """The last rank's Ready to Commit sent: longer than a moment where the version before was pinned."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from inflight.messages import AnyMessage, EngineHello, RankHello
 from inflight.weights.publish.finite import NotFinite
 from inflight.weights.publish.membership import Membership
 from inflight.weights.publish.offer import Offer
+from inflight.weights.publish.pin import Pin
 from inflight.weights.publish.replica import Replica
 from inflight.weights.publish.session import Session
 from inflight.weights.publish.states import State
@@ -31,6 +32,8 @@ class PublishProtocol:
         self._session = session
         self._offer: Offer | None = offer
         """None while the trainer writes into the buffer."""
+        self._pin: Pin | None = None
+        """The last one that was asked for."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -62,6 +65,35 @@ class PublishProtocol:
             replica.release(offer.version)
         self._send()
 
+    def pin(self, version: int, timeout_s: float, *, routed: bool) -> Pin:
+        """The first generator that stamps `version` keeps it until `unpin`, for no longer than `timeout_s` from now.
+
+        Raises ValueError while another pin is not over: one generator alone must not be all that is pinned.
+        """
+        if self._pin is not None and not self._pin.ended:
+            raise ValueError(f"version {self._pin.version} is pinned already")
+        self._pin = Pin(version, self._session.clock() + timeout_s, routed)
+        self._place()
+        return self._pin
+
+    def unpin(self, pin: Pin, reason: str) -> None:
+        """Ends a pin: its generator commits the newest version that it was sent. One that is over is left alone."""
+        pin.end(reason)
+        for replica in self.replicas:
+            if replica.pin is pin:
+                replica.unpin(reason)
+        self._send()
+
+    def _place(self) -> None:
+        """Gives a pin that is wanted to a generator; ends it when none will stamp its version any more."""
+        pin = self._pin
+        if pin is None or not pin.wanted or any(replica.keep(pin) for replica in self.replicas):
+            return
+        if self._session.clock() >= pin.due:
+            pin.end(f"no generator has got version {pin.version} in time")
+        elif self.version > pin.version and not any(replica.has(pin.version) for replica in self.replicas):
+            pin.end(f"no generator has got version {pin.version} before version {self.version}")
+
     def lost(self, peer: str, *, asked: bool = False) -> None:
         """The bus does not hear a peer any more; `asked`: since it was asked to end."""
         self.membership.lost(peer, asked=asked)
@@ -74,6 +106,7 @@ class PublishProtocol:
             replica.hear(peer, message)
         else:
             self._session.outbox.ignore(peer, message, "not a member")
+        self._place()  # before anything is sent that would be committed over it
         self._send()
 
     def expire(self) -> NotFinite | None:
@@ -86,6 +119,7 @@ class PublishProtocol:
         for replica in self.replicas:
             replica.expire()
         self.membership.expire()
+        self._place()
         self._send()
         return unsound
 

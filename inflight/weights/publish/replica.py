@@ -5,70 +5,32 @@ Not thread-safe: the loop calls in under its lock.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 from inflight.messages import Aborted, AnyMessage, Committed, Failed, Ready
+from inflight.types import Route
 from inflight.weights.publish.attempt import Attempt
-from inflight.weights.publish.channel import Channel
-from inflight.weights.publish.members import Members
 from inflight.weights.publish.offer import Offer
-from inflight.weights.publish.retry import Retry
-from inflight.weights.publish.session import Session
-from inflight.weights.publish.standing import Standing
+from inflight.weights.publish.pin import Pin
+from inflight.weights.publish.presence import Presence
 from inflight.weights.publish.states import State
-from inflight.weights.transport.base import TransportError
 
-log = logging.getLogger(__name__)
 ABORT_S = 2.0
 """What ranks get to answer an Abort before the generator is STALLED; the interval of repeated Aborts and Commits."""
 
 
-class Replica:
+class Replica(Presence):
     """What the publisher knows of one generator, and what it does about it. See State."""
-
-    def __init__(self, generator: str, world_size: int, session: Session) -> None:
-        self.generator, self.members = generator, Members(generator, world_size)
-        self.caught_up = False
-        """Since it joined it has once held what was the newest version then."""
-        self.standing = Standing(generator, session.events, session.clock())
-        self.retry = Retry()
-        self.attempt: Attempt | None = None
-        """The version that is out, until it is decided and all ranks have let go."""
-        self.channel: Channel | None = None
-        self._session = session
-
-    @property
-    def state(self) -> State:
-        """How it stands to the versions that are published."""
-        return self.standing.state
-
-    @property
-    def committed(self) -> int | None:
-        """The version of this publisher that its engine stamps; None when it has none, or that is not certain."""
-        return self.members.version if self.state.certain else None
-
-    @property
-    def reason(self) -> str:
-        """Why it does not hold the newest version, for people; empty when nothing is known to prevent it."""
-        return self.standing.why or self.retry.trouble
-
-    @property
-    def due(self) -> float | None:
-        """When the state's next step must be taken if nothing happens; None: there is none."""
-        return self.attempt.due if self.attempt is not None and self.state is State.SENDING else self.standing.due
-
-    def has(self, version: int) -> bool:
-        """Whether it holds a version, or was told to commit it."""
-        told = self.attempt is not None and self.attempt.version == version
-        return self.committed == version or (told and self.state in (State.COMMITTING, State.UNSURE))
 
     # --- what the trainer wants ---------------------------------------------------------------------------------------
 
     def release(self, version: int) -> None:
-        """A new version is in the send buffer, and is owed to this generator."""
+        """A new version is in the send buffer, and is owed to this generator; it takes the place of one that waits for
+        the end of a pin."""
         self.standing.owe(version, self.attempt.version if self.attempt is not None else None)
         self.retry.at_once()
+        if self.state is State.READY:
+            self._abort("superseded", broken=False)
 
     def send(self, offer: Offer) -> None:
         """Begins to send what lies in the buffer, unless it is held, or this is not the time."""
@@ -91,72 +53,30 @@ class Replica:
         if self.state is State.SENDING and self.attempt is not None and self.attempt.offer is offer:
             self._fail("finite", reason, broken=False)
 
-    def close(self) -> None:
-        """Aborts what is being sent, and closes the channel."""
-        if self.state is State.SENDING and self.attempt is not None:
-            self.attempt.cancel("the publisher closes")
-        self._drop_channel()
-
-    # --- membership: called by Membership ----------------------------------------------------------------------------
-
-    def join(self, newest: int) -> bool:
-        """→ IDLE, with a transport to all its members. False, leaving ABSENT, when none can be opened."""
-        if not self.reopen():
+    def keep(self, pin: Pin) -> bool:
+        """Begins a pin. False when the generator does not stamp its version, or is told to commit another one."""
+        if self.pin is not None or self.committed != pin.version or self.state is State.COMMITTING:
             return False
-        self.standing.enter(State.IDLE, self._session.clock())
-        self.caught_up, self.standing.asked_to_end = self.members.version == newest, False
-        self.retry.clear()
+        if not self.state.routed or not self.caught_up:
+            return False
+        self.pin = pin
+        pin.begin(self.generator, Route(url=self.members.url, version=pin.version, incarnation=self.members.incarnation or ""))
         return True
 
-    def reopen(self) -> bool:
-        """A new transport, and a Welcome to it for every rank. False, leaving ABSENT, when it can't be opened."""
-        self._drop_channel()
-        try:
-            self.channel = self._session.connect(self.generator, self.members.ranks)
-        except TransportError as error:
-            self.leave(str(error))
-        return self.channel is not None
-
-    def leave(self, reason: str, *, asked: bool = False) -> None:
-        """→ ABSENT: all its members must say hello (again), until then nothing is claimed. `asked`: it is to end."""
-        self.standing.asked_to_end = asked
-        self._end_attempt("receive", reason)
-        self._stop_claiming(State.ABSENT, reason, due=self._session.clock())
-
-    def give_up(self, phase: str, reason: str, *, end: bool = False) -> None:
-        """→ INCOMPATIBLE: neither waiting nor another version helps, only its restart or another publisher.
-
-        `end`: it is of no use to this publisher in any case, so its engine is to be refused, and ends.
-        """
-        if self.state not in (State.POISONED, State.INCOMPATIBLE):
-            log.error("%s is of no use until it is restarted: %s", self.generator, reason)
-            self._end_attempt(phase, reason)
-            self._stop_claiming(State.INCOMPATIBLE, reason, due=self._session.clock() if end else None)
-
-    def _poison(self, peer: str, version: int, reason: str) -> None:
-        """→ POISONED: only a restart brings it back. Its engine is refused, and ends."""
-        if self.state is not State.POISONED:
-            self.standing.fail(version, "commit", f"poisoned, {peer}: {reason}")
-            self._stop_claiming(State.POISONED, f"{peer}: {reason}", due=None)
-            self._session.outbox.send_refusal(self.members.engine, f"{peer} may hold a torn version")
-
-    def _end_attempt(self, phase: str, reason: str) -> None:
-        attempt = self.attempt
-        if attempt is None or self.state not in (State.SENDING, State.COMMITTING):
+    def unpin(self, reason: str) -> None:
+        """Ends its pin, if it has one; a version that waited for that is committed."""
+        if self.pin is None:
             return
-        self.standing.fail(attempt.version, "commit" if self.state is State.COMMITTING else phase, reason)
-        if self.state is State.SENDING:
-            attempt.cancel(reason)
+        self.pin.end(reason)
+        self.pin = None
+        if self.state is State.READY and self.attempt is not None:
+            self._commit(self.attempt)
 
-    def _stop_claiming(self, state: State, reason: str, *, due: float | None) -> None:
+    def close(self) -> None:
+        """Aborts what is being sent, or waits, and closes the channel."""
+        if self.state in (State.SENDING, State.READY) and self.attempt is not None:
+            self.attempt.cancel("the publisher closes")
         self._drop_channel()
-        if self.attempt is not None:
-            self.attempt.end()
-            self.attempt = None
-        self.members.forget()
-        self.caught_up = False
-        self.standing.enter(state, self._session.clock(), reason, due=due)
-        self.standing.miss()
 
     # --- what its members answer --------------------------------------------------------------------------------------
 
@@ -195,9 +115,9 @@ class Replica:
         elif answer.digest != attempt.digest:
             self._fail("verify", f"{peer} is ready with other bytes than were sent", broken=False)
         else:
-            attempt.ready[peer] = answer
+            attempt.hear(peer, answer)
             if not attempt.silent(ending=False):
-                self._commit(attempt)
+                self._delivered(attempt)
 
     def _outcome(self, peer: str, outcome: Committed | Failed) -> None:
         """The engine's answer to Commit, in time or late."""
@@ -220,6 +140,8 @@ class Replica:
         if self.channel is not None and self.channel.error is not None:
             self._channel_ended(str(self.channel.error))
         now, attempt = self._session.clock(), self.attempt
+        if self.pin is not None and now >= self.pin.due:
+            self.unpin("it was not released in time")
         if attempt is None or self.due is None or now < self.due:
             return  # Membership asks those that take no part
         if self.state is State.SENDING:
@@ -257,8 +179,16 @@ class Replica:
         self.standing.due = now + ABORT_S
         attempt.commit(self.members.engine)
 
+    def _delivered(self, attempt: Attempt) -> None:
+        """Every rank holds the version in its shadow, verified: it is committed, at once or after the pin."""
+        if self.pin is None:
+            self._commit(attempt)
+        else:
+            why = f"version {attempt.version} waits in the shadow, version {self.pin.version} is pinned"
+            self.standing.enter(State.READY, self._session.clock(), why, due=self.pin.due)
+
     def _commit(self, attempt: Attempt) -> None:
-        """SENDING → COMMITTING: every rank holds the version in its shadow, verified."""
+        """→ COMMITTING."""
         now = self._session.clock()
         due = now + self._session.config.commit_timeout_s
         self.standing.enter(State.COMMITTING, now, f"version {attempt.version} is being committed", due=due)
@@ -293,8 +223,3 @@ class Replica:
         self.attempt = None
         if not attempt.broken or self.reopen():
             self.standing.enter(State.IDLE, self._session.clock())
-
-    def _drop_channel(self) -> None:
-        if self.channel is not None:
-            self._session.channels.close(self.channel)
-            self.channel = None

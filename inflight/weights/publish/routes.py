@@ -16,14 +16,15 @@ log = logging.getLogger(__name__)
 
 
 def routes(newest: int, replicas: Iterable[Replica], max_behind: int) -> Routes:
-    """Those that take part, have held a version that was the newest at its time, and are not too far behind."""
+    """Those that take part, have held a version that was the newest at its time, and are not too far behind. One whose
+    version is pinned is not behind by that; whether it gets requests the pin says."""
     routed = {
         each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
         for each in replicas
         if each.state.routed
         and each.caught_up
         and (version := each.committed) is not None
-        and newest - version <= max_behind
+        and (each.pin.routed if each.pin is not None else newest - version <= max_behind)
     }
     return Routes(version=newest, generators=routed)
 

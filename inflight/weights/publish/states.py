@@ -12,6 +12,9 @@ class State(enum.Enum):
                              publisher, or none: what another publisher sent them does not count
     IDLE       → SENDING     it does not hold the newest version: one was published, it has joined, or failed before
     SENDING    → COMMITTING  every rank is Ready; Commit was sent
+    SENDING    → READY       every rank is Ready, but the generator's version is pinned (pin.py)
+    READY      → COMMITTING  the pin has ended; Commit was sent
+    READY      → ABORTING    a newer version was published, which is sent in its place
     SENDING    → ABORTING    a rank failed, the transport broke, a rank did not answer in time, or a newer version is
                              waiting; Abort was sent
     ABORTING   → IDLE        every rank has let go; a broken transport was replaced
@@ -31,6 +34,7 @@ class State(enum.Enum):
     ABSENT = enum.auto()
     IDLE = enum.auto()
     SENDING = enum.auto()
+    READY = enum.auto()
     ABORTING = enum.auto()
     STALLED = enum.auto()
     COMMITTING = enum.auto()
@@ -40,7 +44,8 @@ class State(enum.Enum):
 
     @property
     def settled(self) -> bool:
-        """Whether no version is out whose outcome a deadline will decide."""
+        """Whether no version is out whose outcome a deadline of the delivery will decide. One that waits for the end of
+        a pin was delivered."""
         return self not in (State.SENDING, State.ABORTING, State.COMMITTING)
 
     @property
@@ -64,7 +69,8 @@ _OUT = {State.ABSENT, State.POISONED, State.INCOMPATIBLE}
 LEGAL = {
     State.ABSENT: _OUT | {State.IDLE},
     State.IDLE: _OUT | {State.SENDING},
-    State.SENDING: _OUT | {State.COMMITTING, State.ABORTING},
+    State.SENDING: _OUT | {State.READY, State.COMMITTING, State.ABORTING},
+    State.READY: _OUT | {State.COMMITTING, State.ABORTING},
     State.ABORTING: _OUT | {State.IDLE, State.STALLED},
     State.STALLED: _OUT | {State.IDLE},
     State.COMMITTING: _OUT | {State.IDLE, State.ABORTING, State.UNSURE},

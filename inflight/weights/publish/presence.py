@@ -1,0 +1,129 @@
+"""Whether one generator takes part: who it is, what is known of it, and how it joins and leaves.
+
+Not thread-safe: the loop calls in under its lock.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from inflight.weights.publish.attempt import Attempt
+from inflight.weights.publish.channel import Channel
+from inflight.weights.publish.members import Members
+from inflight.weights.publish.pin import Pin
+from inflight.weights.publish.retry import Retry
+from inflight.weights.publish.session import Session
+from inflight.weights.publish.standing import Standing
+from inflight.weights.publish.states import State
+from inflight.weights.transport.base import TransportError
+
+log = logging.getLogger(__name__)
+
+
+class Presence:
+    """The part of a Replica that Membership works with: all that is known of the generator, without the delivery."""
+
+    def __init__(self, generator: str, world_size: int, session: Session) -> None:
+        self.generator, self.members = generator, Members(generator, world_size)
+        self.caught_up = False
+        """Since it joined it has once held what was the newest version then."""
+        self.standing = Standing(generator, session.events, session.clock())
+        self.retry = Retry()
+        self.attempt: Attempt | None = None
+        """The version that is out, until it is decided and all ranks have let go."""
+        self.pin: Pin | None = None
+        """The version that it is to keep stamping; while there is one, nothing is committed."""
+        self.channel: Channel | None = None
+        self._session = session
+
+    @property
+    def state(self) -> State:
+        """How it stands to the versions that are published."""
+        return self.standing.state
+
+    @property
+    def committed(self) -> int | None:
+        """The version of this publisher that its engine stamps; None when it has none, or that is not certain."""
+        return self.members.version if self.state.certain else None
+
+    @property
+    def reason(self) -> str:
+        """Why it does not hold the newest version, for people; empty when nothing is known to prevent it."""
+        return self.standing.why or self.retry.trouble
+
+    @property
+    def due(self) -> float | None:
+        """When the state's next step must be taken if nothing happens; None: there is none."""
+        return self.attempt.due if self.attempt is not None and self.state is State.SENDING else self.standing.due
+
+    def has(self, version: int) -> bool:
+        """Whether it holds a version, or was told to commit it."""
+        told = self.attempt is not None and self.attempt.version == version
+        return self.committed == version or (told and self.state in (State.COMMITTING, State.UNSURE))
+
+    def join(self, newest: int) -> bool:
+        """→ IDLE, with a transport to all its members. False, leaving ABSENT, when none can be opened."""
+        if not self.reopen():
+            return False
+        self.standing.enter(State.IDLE, self._session.clock())
+        self.caught_up, self.standing.asked_to_end = self.members.version == newest, False
+        self.retry.clear()
+        return True
+
+    def reopen(self) -> bool:
+        """A new transport, and a Welcome to it for every rank. False, leaving ABSENT, when it can't be opened."""
+        self._drop_channel()
+        try:
+            self.channel = self._session.connect(self.generator, self.members.ranks)
+        except TransportError as error:
+            self.leave(str(error))
+        return self.channel is not None
+
+    def leave(self, reason: str, *, asked: bool = False) -> None:
+        """→ ABSENT: all its members must say hello (again), until then nothing is claimed. `asked`: it is to end."""
+        self.standing.asked_to_end = asked
+        self._end_attempt("receive", reason)
+        self._stop_claiming(State.ABSENT, reason, due=self._session.clock())
+
+    def give_up(self, phase: str, reason: str, *, end: bool = False) -> None:
+        """→ INCOMPATIBLE: neither waiting nor another version helps, only its restart or another publisher.
+
+        `end`: it is of no use to this publisher in any case, so its engine is to be refused, and ends.
+        """
+        if self.state not in (State.POISONED, State.INCOMPATIBLE):
+            log.error("%s is of no use until it is restarted: %s", self.generator, reason)
+            self._end_attempt(phase, reason)
+            self._stop_claiming(State.INCOMPATIBLE, reason, due=self._session.clock() if end else None)
+
+    def _poison(self, peer: str, version: int, reason: str) -> None:
+        """→ POISONED: only a restart brings it back. Its engine is refused, and ends."""
+        if self.state is not State.POISONED:
+            self.standing.fail(version, "commit", f"poisoned, {peer}: {reason}")
+            self._stop_claiming(State.POISONED, f"{peer}: {reason}", due=None)
+            self._session.outbox.send_refusal(self.members.engine, f"{peer} may hold a torn version")
+
+    def _end_attempt(self, phase: str, reason: str) -> None:
+        attempt = self.attempt
+        if attempt is None or self.state not in (State.SENDING, State.READY, State.COMMITTING):
+            return
+        self.standing.fail(attempt.version, "commit" if self.state is State.COMMITTING else phase, reason)
+        if self.state is not State.COMMITTING:
+            attempt.cancel(reason)
+
+    def _stop_claiming(self, state: State, reason: str, *, due: float | None) -> None:
+        self._drop_channel()
+        if self.pin is not None:
+            self.pin.end(f"{self.generator}: {reason}")
+            self.pin = None
+        if self.attempt is not None:
+            self.attempt.end()
+            self.attempt = None
+        self.members.forget()
+        self.caught_up = False
+        self.standing.enter(state, self._session.clock(), reason, due=due)
+        self.standing.miss()
+
+    def _drop_channel(self) -> None:
+        if self.channel is not None:
+            self._session.channels.close(self.channel)
+            self.channel = None

@@ -908,3 +908,26 @@ def test_who_waits_for_a_generator_finds_its_route_when_it_has_joined(tmp_path, 
         assert routed == ["g0"]
         generator.close()
         publisher.close()
+
+
+def test_a_pinned_generator_gets_the_bytes_of_newer_versions_and_makes_the_newest_live_afterwards(run):
+    with run() as run:
+        (g0,) = run.joined("g0")
+        run.publish(1)
+        pin = run.publisher.pin(1, 60, routed=False)
+        assert run.publisher.wait_pinned(pin, 20)
+        assert (pin.generator, pin.route.url, pin.route.incarnation) == ("g0", g0.url, g0.incarnation)
+        assert run.routed() == set()
+        for version in (2, 3):
+            run.publish(version)  # would wait for a commit that does not come, if a pin kept the buffer
+            why = {"g0": f"READY: version {version} waits in the shadow, version 1 is pinned"}
+            eventually(lambda version=version, why=why: run.publisher.flush(20) == why)
+        assert g0.commits == [1]
+        assert run.publisher.committed == {"g0": 1}
+        run.publisher.unpin(pin, "done")
+        eventually(lambda: run.publisher.committed == {"g0": 3})
+        assert g0.commits == [1, 3]
+        assert {float(tensor.flatten()[0]) for tensor in g0.shadows[0].live.values()} == {3.5}
+        assert run.routed() == {"g0"}
+        assert [type(event) for event in run.events] == [Swap, Superseded, Swap]
+        assert not run.publisher.wait_pinned(pin, 20)  # over

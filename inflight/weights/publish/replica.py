@@ -60,7 +60,9 @@ class Replica(Presence):
         if not self.state.routed or not self.caught_up:
             return False
         self.pin = pin
-        pin.begin(self.generator, Route(url=self.members.url, version=pin.version, incarnation=self.members.incarnation or ""))
+        pin.begin(
+            self.generator, Route(url=self.members.url, version=pin.version, incarnation=self.members.incarnation or "")
+        )
         return True
 
     def unpin(self, reason: str) -> None:

@@ -1,5 +1,5 @@
-"""The generators that serve a publisher's versions: who they are, whether they compute what the trainer does, and the
-end of one that does not."""
+"""The generators that serve a publisher's versions: who they are, whether they compute what the trainer does, the end of
+one that does not, and the pin of one that is to keep its version."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from inflight.messages import Manifest
 from inflight.types import Route
 from inflight.weights.publish.comparison import ANSWER_S, Comparison, Score, compare, require
 from inflight.weights.publish.loop import PublisherLoop
+from inflight.weights.publish.pin import Pin
 
 _COARSER = ("float32", "float16", "bfloat16")
 """Dtypes, each with larger roundings than the one before."""
@@ -73,4 +74,28 @@ class Served:
         """Does without the present start of a generator, and tells it to end; one that is another already stays."""
         with self._loop.changed:
             self._loop.protocol.membership.dismiss(generator, incarnation, reason)
+            self._loop.changed.notify_all()
+
+    def pin(self, version: int, timeout_s: float, *, routed: bool) -> Pin:
+        """Lets the first generator that stamps `version` keep it until `unpin`, at most `timeout_s` from now. Later
+        versions are still sent to it, and the newest one is committed afterwards; `publish` does not wait for that.
+
+        To be called between the publication of `version` and the next one. `routed` says whether the routes file names
+        the generator meanwhile. Raises ValueError while another pin is not over.
+        """
+        with self._loop.changed:
+            pin = self._loop.protocol.pin(version, timeout_s, routed=routed)
+            self._loop.changed.notify_all()
+            return pin
+
+    def wait_pinned(self, pin: Pin, timeout_s: float) -> bool:
+        """Whether a generator has begun to keep the pin's version, within `timeout_s`; False at once when it is over,
+        or when publishing has ended."""
+        came = self._loop.wait(lambda _: not pin.wanted, timeout_s)
+        return came and bool(pin.generator) and not pin.ended
+
+    def unpin(self, pin: Pin, reason: str) -> None:
+        """Ends a pin; one that is over already keeps its reason."""
+        with self._loop.changed:
+            self._loop.protocol.unpin(pin, reason)
             self._loop.changed.notify_all()

@@ -563,7 +563,7 @@ def test_an_answer_to_an_earlier_attempt_counts_for_nothing():
     assert replica.attempt.ready == {}
 
 
-# --- a version that is pinned ------------------------------------------------------------------------------------------
+# --- a version that is pinned -----------------------------------------------------------------------------------------
 
 
 def pinned_world(timeout_s=30.0, **options):

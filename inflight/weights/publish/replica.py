@@ -54,7 +54,7 @@ class Replica(Presence):
             self._fail("finite", reason, broken=False)
 
     def keep(self, pin: Pin) -> bool:
-        """Begins a pin. False when the generator does not stamp its version, or is told to commit another one."""
+        """Begins a pin. False when the generator does not stamp its version, or was sent the Commit of another one."""
         if self.pin is not None or self.committed != pin.version or self.state is State.COMMITTING:
             return False
         if not self.state.routed or not self.caught_up:

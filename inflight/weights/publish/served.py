@@ -1,5 +1,5 @@
-"""The generators that serve a publisher's versions: who they are, whether they compute what the trainer does, the end of
-one that does not, and the pin of one that is to keep its version."""
+"""The generators that serve a publisher's versions: who they are, whether they compute what the trainer does, the end
+of one that does not, and the pin of one that is to keep its version."""
 
 from __future__ import annotations
 

@@ -65,6 +65,12 @@ def _report(arguments: list[str]) -> int:
     return 0
 
 
+def _show(arguments: list[str]) -> int:
+    from inflight.report import show
+
+    return show.main(arguments)
+
+
 def _patch(arguments: list[str]) -> int:
     from inflight import patching
 
@@ -95,6 +101,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
     "audit": ("replay a run's rollouts and check every version tag", _audit),
     "report": ("what a run came to, and what age did to its tokens", _report),
+    "show": ("a run's rollouts, and which version sampled which token", _show),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),
     "model": ("prepare a model and print its directory", _model),
     "version": ("print the version", _version),

@@ -117,8 +117,8 @@ class Buffer:
                     raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))
                 self._changed.wait(left)
 
-    def reject(self, groups: int, reason: str) -> None:
-        """Counts so many groups of the last batch as dropped: they could not be trained on."""
+    def reject(self, groups: Sequence[GatedGroup], reason: str) -> None:
+        """Counts groups of the last batch as dropped: they could not be trained on."""
         with self._changed:
             self._ledger.reject(groups, reason)
             self._grant()
@@ -150,6 +150,11 @@ class Buffer:
         batch before."""
         with self._changed:
             return self._ledger.judged.of_batch
+
+    def dropped(self) -> dict[str, str]:
+        """Group → why it was dropped, of those since the last call."""
+        with self._changed:
+            return self._ledger.judged.reasons()
 
     @property
     def refused(self) -> Counter[str]:

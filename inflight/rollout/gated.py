@@ -74,6 +74,12 @@ class GatedGroup:
         return incomplete and not AGED.isdisjoint(self.members_dropped)
 
     @property
+    def left_out(self) -> list[Rollout]:
+        """The members that are not trained on."""
+        kept = {member.rollout.rollout_id for member in self.rollouts}
+        return [rollout for rollout in self.group.rollouts if rollout.rollout_id not in kept]
+
+    @property
     def rewards(self) -> list[float]:
         """[G] rewards of all members, dropped ones included: what the baseline is computed over."""
         return [rollout.reward for rollout in self.group.rollouts]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.config import GateConfig, RunConfig
@@ -25,7 +25,7 @@ from inflight.messages.reasons import ACTOR_LOST, NO_GENERATOR
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
-from inflight.rollout.judged import JudgedRewards
+from inflight.rollout.judged import Judged
 from inflight.rollout.lengths import Lengths
 from inflight.rollout.questions import Questions
 from inflight.rollout.waiting import StoredGroup, Waiting, most_bytes
@@ -80,7 +80,7 @@ class Ledger:
         self._tries: collections.Counter[int] = collections.Counter()
         self._too_old = collections.Counter(books.too_old)
         """Of questions that are not settled: how often an answer was too old."""
-        self.judged = JudgedRewards()
+        self.judged = Judged()
         self._trained = books.trained
         self._dropped = collections.Counter(books.dropped)
         self._failed = collections.Counter(books.failed)
@@ -198,10 +198,11 @@ class Ledger:
             if gated.dropped is None:
                 usable.append(gated)
                 continue
-            self.judged.leave_out(gated)
             index = self._leaves(len(usable), gated)
             retried = gated.stale and gate.on_stale == "retry" and self._too_old[index] < gate.stale_retries
-            self._dropped[GroupDrop.RETRIED.value if retried else str(gated.dropped)] += 1
+            reason = GroupDrop.RETRIED.value if retried else str(gated.dropped)
+            self._dropped[reason] += 1
+            self.judged.leave_out(gated, reason)
             if retried:
                 self._too_old[index] += 1
                 self._questions.give_back(index)
@@ -215,10 +216,11 @@ class Ledger:
         self._trained += len(usable)
         self.judged.train(usable)
 
-    def reject(self, groups: int, reason: str) -> None:
-        """So many groups that the trainer took could not be trained on; others will be asked in their place."""
-        self._trained -= groups
-        self._dropped[reason] += groups
+    def reject(self, groups: Sequence[GatedGroup], reason: str) -> None:
+        """Groups that the trainer took could not be trained on; others will be asked in their place."""
+        self._trained -= len(groups)
+        self._dropped[reason] += len(groups)
+        self.judged.reject(groups, reason)
 
     def close(self) -> None:
         """Counts what is still in flight as failed."""

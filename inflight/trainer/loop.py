@@ -136,7 +136,7 @@ class Trainer:
         """
         if lost_groups:
             self._require_sound()
-            self._buffer.reject(len(lost_groups), GroupDrop.NOT_FINITE)
+            self._buffer.reject(lost_groups, GroupDrop.NOT_FINITE)
             text += f"; not trained on: {', '.join(group.group.group_id for group in lost_groups)}"
         self._reporter.warn(text)
 
@@ -156,6 +156,7 @@ class Trainer:
         refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
         learned |= self._comparing.told() | self._baseline.judge() | self._skips.told()
         delivered = delivery(self._publisher, report, self._buffer.counts()) | self._buffer.lengths()
+        delivered["dropped"] = self._buffer.dropped()
         self._reporter.line(now | learned | rates | delivered | refused)
 
     def _checkpoint_when_due(self) -> None:

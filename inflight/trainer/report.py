@@ -13,7 +13,8 @@ of the batch by the time since the last step ended; `length_asked`, `length_fini
 `length_trained` are mean completion tokens: of all samples that were asked for since the process began, as far as they
 came; of those whose group came; and of those in this step. A last one well below the first tells that long answers
 are lost. `first_tokens_masked` is the share of this step's sequences whose first token was too old to be trained on;
-`questions` are the indices of those that were trained on;
+`questions` are the indices of those that were trained on, `left_out` names their rollouts that the gate has left out;
+`dropped` names the groups that were dropped since the line before, with the reason;
 `compared` and `lag_0` are told in docs/operations.md.
 """
 
@@ -87,6 +88,7 @@ def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batc
     members = [member for group in groups for member in group.rollouts]
     return {
         "questions": [index_of(group.group.group_id) for group in groups],
+        "left_out": [rollout.rollout_id for group in groups for rollout in group.left_out],
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "reward_all": statistics.fmean(judged),

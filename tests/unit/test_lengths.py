@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from openai_server import chunk
-from rollout_samples import make_config, make_group
+from rollout_samples import make_config, make_group, make_rollout
 from test_actor import play, quick  # noqa: F401 - fixtures
 
 from inflight.messages import GroupDone, GroupFailed
@@ -51,3 +52,12 @@ def test_the_share_of_first_tokens_that_were_too_old(tmp_path):
     batch = collate(groups, advantage=group_mean, normalise="token", max_tokens=64)
     told = rewards_and_lags(groups, [0.5], batch)
     assert (told["first_tokens_masked"], told["length_trained"]) == (0.75, 7.0)
+    assert told["left_out"] == []
+
+
+def test_rollouts_that_the_gate_left_out_are_named(tmp_path):
+    config = make_config(tmp_path, max_token_lag=2)
+    fresh, stale = make_group("q0", spans=[(0, 5)], size=3), make_rollout("q0", 2, spans=[(0, 0)])
+    group = gate_group(msgspec.structs.replace(fresh, rollouts=[*fresh.rollouts[:2], stale]), 5, config.gate)
+    batch = collate([group], advantage=group_mean, normalise="token", max_tokens=64)
+    assert rewards_and_lags([group], [0.5], batch)["left_out"] == ["q0/2"]

@@ -467,6 +467,8 @@ def test_the_reward_of_all_is_not_that_of_what_was_trained_on():
         ledger.train(usable)
         found.append((usable[0].rewards, ledger.judged.of_batch))
     assert found == [([0.0, 1.0], [0.0, 0.0, 0.0, 1.0]), ([1.0, 0.0], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0])]
+    assert ledger.judged.reasons() == dict.fromkeys(["q0", "q2", "q3"], "all rewards equal")
+    assert ledger.judged.reasons() == {}, "each reason is reported once"
 
 
 def answers(ledger, version, **kwargs):
@@ -566,7 +568,8 @@ def test_groups_that_could_not_be_trained_on_are_replaced():
     ledger.judge(usable, 2, 0, config.gate)
     ledger.train(usable)
     assert ledger.grants() == {}, "the run has but one step"
-    ledger.reject(2, GroupDrop.NOT_FINITE)
+    ledger.reject(usable, GroupDrop.NOT_FINITE)
+    assert ledger.judged.reasons() == dict.fromkeys(["q0", "q1"], "gradient not finite")
     counts = ledger.counts()
     counts.check()
     assert (counts.trained, counts.dropped) == (0, {"gradient not finite": 2})

@@ -565,6 +565,8 @@ def test_a_batch_with_a_gradient_that_is_not_finite_is_skipped(make_run, poisone
     assert [line["questions"] for line in lines] == batches[:done] + batches[done + 1 :]
     assert [line["updates_skipped"] for line in lines] == [int(n == done) for n in range(3)]
     dropped = {"gradient not finite": 2}
+    named = {f"q{index}": "gradient not finite" for index in batches[done]}
+    assert [line["dropped"] for line in lines] == [named if n == done else {} for n in range(3)]
     assert [line["groups_dropped"] for line in lines] == [dropped if n >= done else {} for n in range(3)]
     moments = load_file(index.newest(run.folder) / "trainer" / "optimizer.safetensors")
     assert moments["model.norm.weight.step"] == 3

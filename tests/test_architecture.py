@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "patching": {"resources"},
     "prompts": {"models", "vocabulary"},
     "tasks": {"config", "models", "prompts", "types"},
+    "rewards": {"config"},
     "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
     "rollout": {"types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.
@@ -53,6 +54,7 @@ MAY_IMPORT = {
         "messages",
         "bus",
         "tasks",
+        "rewards",
         "models",
         "named",
         "metrics",

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from inflight.config.checks import MAX_PROCESSES, ConfigError, require, require_fields
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
+from inflight.config.rewards import RewardConfig, require_rewards
 from inflight.config.rollout import GateConfig, RolloutConfig, Sampling, TaskConfig
 from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
 
@@ -33,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "PublishConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "Sampling",
@@ -114,6 +116,8 @@ class RunConfig:
     """Dotted names of the values that the user has set, on the command line or in a file of their own; all others are
     defaults. Set by the launcher (launcher/chosen.py); None: nobody knows, as where this is made in Python."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """How answers are scored, added up by weight; empty: by the task's own score alone (docs/rewards.md)."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -130,6 +134,7 @@ class RunConfig:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
+        require_rewards(self.rewards)
         self._require_scores()
         sequences = self.trainer.groups_per_step * self.rollout.group_size
         ranks, parts = self.trainer.processes, self.trainer.updates_per_batch

@@ -1,0 +1,171 @@
+"""Rewards by name: built in, `package.module:function`, or `path/to/file.py:function`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from inflight.config import ConfigError, RewardConfig
+from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Sample
+
+__all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Sample", "make", "make_all"]
+
+REWARDS = {
+    "exact_match": "inflight.rewards.match:ExactMatch",
+    "format": "inflight.rewards.structure:Format",
+    "judge": "inflight.rewards.judge:Judge",
+    "length": "inflight.rewards.structure:Length",
+    "math": "inflight.rewards.mathematics:Math",
+    "numeric_match": "inflight.rewards.match:NumericMatch",
+    "overlong": "inflight.rewards.structure:Overlong",
+    "regex": "inflight.rewards.match:Regex",
+}
+
+
+def make_all(configs: Sequence[RewardConfig]) -> list[Reward]:
+    """The rewards of a run, without the task's own score. Raises ConfigError naming what can't be used and why."""
+    return [make(config, f"rewards[{index}]") for index, config in enumerate(configs) if not config.is_task]
+
+
+def make(config: RewardConfig, place: str) -> Reward:
+    """A reward by its configuration, at `place`; its module is imported only now.
+
+    A class is constructed with the options; a function gets them as keyword arguments. Raises ConfigError.
+    """
+    found = _find(config.name, place)
+    if inspect.isclass(found):
+        function = _constructed(found, config, place)
+        parameters = _parameters(function.__call__, place)
+        asynchronous = inspect.iscoroutinefunction(function.__call__)
+        given: Mapping[str, Any] = {}
+    else:
+        function, given = found, config.options
+        parameters = _parameters(found, place)
+        asynchronous = inspect.iscoroutinefunction(found)
+        _check_options(parameters, given, place)
+    return _bound(config.known_as, function, parameters, given, asynchronous)
+
+
+def _bound(
+    label: str, function: RewardFunction, parameters: Any, given: Mapping[str, Any], asynchronous: bool
+) -> Reward:
+    free = [each for each in parameters if each.name not in given]
+    catches_all = any(each.kind is each.VAR_KEYWORD for each in free)
+    named = {each.name for each in free if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    required = {each.name for each in free if each.default is each.empty and each.name in named}
+    column = getattr(function, "column", None)
+    needs = required | ({column} if isinstance(column, str) else set()) | getattr(function, "needs", frozenset())
+    return Reward(
+        label=label,
+        function=(lambda **arguments: function(**{**arguments, **given})) if given else function,
+        takes=None if catches_all else frozenset(named),
+        needs=frozenset(needs) - set(RESERVED),
+        asynchronous=asynchronous,
+    )
+
+
+def _find(name: str, place: str) -> Callable[..., Any]:
+    module, _, attribute = (name if ":" in name else REWARDS.get(name, "")).rpartition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            f"{place}.name={name!r} is not known: {', '.join((*REWARDS, 'task'))}, package.module:function or"
+            " path/to/file.py:function"
+        )
+    try:
+        found = getattr(_module(module), attribute)
+    except ConfigError:
+        raise
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{place}.name={name!r} can't be imported: {error}") from None
+    except Exception as error:  # foreign code
+        raise ConfigError(f"{place}.name={name!r} can't be imported: {_told(error)}") from error
+    if not callable(found):
+        raise ConfigError(f"{place}.name={name!r} is no function")
+    return found  # type: ignore[no-any-return]
+
+
+def _module(name: str) -> ModuleType:
+    """A module by its name, or by the path of its file."""
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name)
+    if not path.is_file():
+        raise ImportError(f"{path} is not a file")
+    own = f"inflight_reward_{blake2b(str(path.resolve()).encode(), digest_size=8).hexdigest()}"
+    if own in sys.modules:
+        return sys.modules[own]
+    spec = importlib.util.spec_from_file_location(own, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[own] = module  # before it runs: dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[own]
+        raise
+    return module
+
+
+def _parameters(function: Callable[..., Any], place: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (ValueError, TypeError):
+        raise ConfigError(f"{place}.name: its parameters can't be read: write a function in Python") from None
+
+
+def _check_options(parameters: Sequence[inspect.Parameter], options: Mapping[str, Any], place: str) -> None:
+    """Of a function: an option is one of its named parameters, and none that every question has."""
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    known = [name for name in named if name not in RESERVED]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{place}.options.{name} is not an option: {', '.join(known) or 'it has none'}")
+    for each in parameters:
+        if each.kind is each.POSITIONAL_ONLY:
+            raise ConfigError(f"{place}.name: its parameter {each.name} can't be given by name")
+
+
+def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
+    if not dataclasses.is_dataclass(kind) or "__call__" not in dir(kind):
+        raise ConfigError(f"{place}.name={config.name!r} is a class, but no dataclass with __call__")
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    for name, value in config.options.items():
+        if name not in fields:
+            raise ConfigError(f"{place}.options.{name} is not an option: {', '.join(fields) or 'it has none'}")
+        _check_type(fields[name].default, value, f"{place}.options.{name}")
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in config.options:
+            raise ConfigError(f"{place}.options.{name} is missing: {config.name} needs it")
+    try:
+        return kind(**config.options)
+    except ConfigError as error:
+        raise ConfigError(f"{place} ({config.name}): {error}") from None
+    except Exception as error:  # foreign code
+        raise ConfigError(f"{place}.name={config.name!r} can't be made: {_told(error)}") from error
+
+
+def _check_type(default: object, value: object, place: str) -> None:
+    wanted = type(default)
+    if wanted not in (int, float, str, bool) or type(value) is wanted:
+        return
+    if wanted is float and type(value) is int:  # YAML writes 1.0 as 1
+        return
+    raise ConfigError(f"{place}={value!r} is not allowed: it takes {wanted.__name__}")
+
+
+def _told(error: Exception) -> str:
+    """An exception of foreign code in one line, with the file and line that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

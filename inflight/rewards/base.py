@@ -1,0 +1,100 @@
+"""What a reward function is given, and what it gives back.
+
+A reward function is `f(completions, prompts, completion_ids, **columns) -> list[float | None]`, plain or asynchronous.
+It is called with one completion at a time, so that each list has one entry; the result has one entry, too. None says
+that the reward does not apply to the completion.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardError(ValueError):
+    """What a reward function gave, or was to be given, can't be used; `kind` is what it is counted by."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion, as it is scored."""
+
+    completion: str
+    """Text without special tokens."""
+    completion_ids: list[int]
+    prompt: str | list[Any]
+    """Text, token ids, or the messages of a chat."""
+    finish_reason: str = ""
+    """`stop`, or `length` where the sequence was cut off."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Of the question: `answer`, `key`, and the columns of a data set."""
+
+    def arguments(self) -> dict[str, list[Any]]:
+        """All that a reward function may ask for, as lists of one entry."""
+        own = {
+            "completions": self.completion,
+            "prompts": self.prompt,
+            "completion_ids": self.completion_ids,
+            "completion_messages": [{"role": "assistant", "content": self.completion}],
+            "finish_reasons": self.finish_reason,
+        }
+        return {name: [value] for name, value in (dict(self.columns) | own).items()}
+
+
+def text_of(prompt: str | list[Any]) -> str:
+    """A prompt as text: of a chat with one message its content, of a longer one a paragraph for each message."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = [each for each in prompt if isinstance(each, Mapping)]
+    if len(messages) == 1:
+        return str(messages[0].get("content") or "")
+    return "\n\n".join(f"{each.get('role', '')}: {each.get('content') or ''}" for each in messages)
+
+
+RESERVED = tuple(Sample("", [], "").arguments())
+"""Names of arguments that every question has, which no column may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function with its options, ready to be called."""
+
+    label: str
+    function: RewardFunction
+    takes: frozenset[str] | None
+    """Names of the arguments that it takes; None: whatever there is."""
+    needs: frozenset[str]
+    """Names of columns without which it can't be called."""
+    asynchronous: bool
+
+    async def value(self, sample: Sample) -> float | None:
+        """Raises RewardError for a missing column or a result of another kind, or what the function does."""
+        arguments = sample.arguments()
+        if missing := sorted(self.needs - arguments.keys()):
+            raise RewardError("column", f"the question has no column {missing[0]}: {', '.join(sorted(sample.columns))}")
+        if self.takes is not None:
+            arguments = {name: value for name, value in arguments.items() if name in self.takes}
+        given = self.function(**arguments)
+        return _one(await given if inspect.isawaitable(given) else given)
+
+
+def _one(given: Any) -> float | None:
+    """The only entry of a result, as a plain number. Raises RewardError for a result of another shape or type."""
+    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
+        raise RewardError("no list", f"a reward function gives a list, not {type(given).__name__}")
+    if len(given) != 1:
+        raise RewardError("length", f"a reward function gives one value for each completion: {len(given)} for 1")
+    value = given[0]
+    if value is None:
+        return None
+    if not hasattr(type(value), "__float__"):
+        raise RewardError("no number", f"a reward is a number or None, not {type(value).__name__}")
+    return float(value)

@@ -1,0 +1,325 @@
+"""Rewards by name: which function, with which options and columns; and the values of those that are built in."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from rollout_samples import make_config
+
+from inflight.config import ConfigError, RewardConfig
+from inflight.rewards import RewardError, Sample, make
+from inflight.rewards.base import text_of
+from inflight.rewards.match import last_number
+
+HERE = Path(__file__).parent
+
+
+def reward(name, **options):
+    return make(RewardConfig(name, options=options), "rewards[0]")
+
+
+def sample(completion, *, ids=(), prompt="?", **columns):
+    return Sample(completion, list(ids), prompt, columns=columns)
+
+
+def value(given, completion, **more):
+    return asyncio.run(given.value(sample(completion, **more)))
+
+
+# --- which function, with what ---------------------------------------------------------------------------------------
+
+
+def test_a_function_gets_what_it_asks_for():
+    assert value(reward("reward_samples:columns_seen"), "text", answer="4", other=[1]) == 1.0
+    assert value(reward("reward_samples:share", letter="b"), "abb", answer="1234", unused=1) == 0.5
+    found = reward("reward_samples:soon")
+    assert found.asynchronous
+    assert value(found, "abc") == 3.0
+    assert value(found, "none") is None
+
+
+def test_a_file_and_a_class_of_ones_own():
+    path = str(HERE / "reward_samples.py")
+    assert value(reward(f"{path}:share"), "aa", answer="1") == 2.0
+    found = reward("reward_samples:Own", factor=2)
+    assert found.needs == {"answer"}
+    assert value(found, "", answer="3") == 6.0
+    assert value(reward(f"{path}:Own", factor=2.0, column="x"), "", x=1) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "kind"), [("float", "no list"), ("text", "no list"), ("texts", "no number"), ("two", "length")]
+)
+def test_a_result_of_another_kind_is_told(completion, kind):
+    with pytest.raises(RewardError) as raised:
+        value(reward("reward_samples:odd"), completion)
+    assert raised.value.kind == kind
+
+
+def test_a_column_that_is_not_there_is_named():
+    with pytest.raises(RewardError, match="no column solution: answer, x"):
+        value(reward("exact_match", column="solution"), "4", answer="4", x=1)
+    with pytest.raises(RewardError, match="no column answer"):
+        value(reward("reward_samples:share"), "4")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("exact", {}, r"rewards\[0\]\.name='exact' is not known: exact_match, .*, task, package\.module:function"),
+        ("no_such_module:f", {}, "can't be imported: No module named"),
+        ("reward_samples:absent", {}, "can't be imported: module 'reward_samples' has no attribute"),
+        ("/nowhere/r.py:f", {}, "/nowhere/r.py is not a file"),
+        ("reward_samples:NO_FUNCTION", {}, "is no function"),
+        ("reward_samples:Failing", {}, "can't be made: OSError: no disk .*reward_samples.py, line"),
+        ("reward_samples:share", {"leter": "b"}, r"rewards\[0\]\.options\.leter is not an option: answer, letter"),
+        ("reward_samples:share", {"completions": []}, "options.completions is not an option"),
+        ("reward_samples:Own", {}, r"options\.factor is missing"),
+        ("exact_match", {"colum": "x"}, "options.colum is not an option: column, pattern"),
+        ("exact_match", {"strip": 1}, r"options\.strip=1 is not allowed: it takes bool"),
+        ("exact_match", {"pattern": "("}, r"rewards\[0\] \(exact_match\): options\.pattern='\(' is not a regular expr"),
+        ("numeric_match", {"tolerance": -1.0}, "tolerance=-1.0 is not allowed: 0 or more"),
+        ("regex", {}, "options.pattern is missing"),
+        ("regex", {"pattern": "a", "flags": "iq"}, "flags='iq' is not allowed: letters of imsx"),
+        ("format", {}, "either tags, or json"),
+        ("format", {"tags": ["a"], "json": []}, "either tags, or json"),
+        ("format", {"tags": ["a b"]}, "names of tags"),
+        ("length", {"target": 0}, "target=0 is not allowed: 1 token or more"),
+        ("overlong", {"longest": 10, "buffer": 11}, "buffer=11 is not allowed: 1 token up to options.longest"),
+        ("math", {"precision": 31}, "0 to 30"),
+        ("judge", {"url": "127.0.0.1", "model": "m"}, "url='127.0.0.1' is not allowed: http://"),
+        ("judge", {"url": "http://u:p@h", "model": "m"}, r"options\.url='…@…' is not allowed"),
+        ("judge", {"url": "http://h", "model": "m", "prompt": "{prompt}"}, "a text with {completion}"),
+        ("judge", {"url": "http://h", "model": "m", "prompt": "{completion"}, "malformed"),
+        ("judge", {"url": "http://h", "model": "m", "prompt": "{completion.x}"}, "plain names in braces"),
+        ("judge", {"url": "http://h", "model": "m", "pattern": "score"}, "whose first group is the score"),
+        ("judge", {"url": "http://h", "model": "m", "out_of": 0.0}, "other than 0"),
+        ("judge", {"url": "http://h", "model": "m", "api_key_env": "NOT_THERE_7"}, "'NOT_THERE_7' .*variable that is"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(name, options, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        reward(name, **options)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_key_in_place_of_its_variables_name_is_not_repeated():
+    with pytest.raises(ConfigError) as raised:
+        reward("judge", url="http://h", model="m", api_key_env="sk-secret-7")
+    assert "secret" not in str(raised.value)
+
+
+# --- the built-in ones -----------------------------------------------------------------------------------------------
+
+
+def test_exact_match():
+    plain = reward("exact_match")
+    assert [value(plain, text, answer="Paris") for text in (" Paris\n", "paris", "Paris!")] == [1.0, 0.0, 0.0]
+    assert value(plain, "b", answer=["a", "b"]) == 1.0
+    assert value(plain, "7", answer=7) == 1.0
+    assert value(plain, "x", answer=None) is None
+    loose = reward("exact_match", column="city", ignore_case=True, pattern=r"<answer>(.*?)</answer>")
+    assert value(loose, "<answer>Rome</answer> no: <answer>PARIS</answer>", city="Paris") == 1.0
+    assert value(loose, "Paris", city="Paris") == 0.0
+    assert value(reward("exact_match", strip=False), "a ", answer="a") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("It is 1,234,567.5 in all.", 1234567.5),
+        ("between 3 and -4", -4.0),
+        ("#### 42", 42.0),
+        ("1e3", 1000.0),
+        ("x = .5", 0.5),
+        ("5.", 5.0),
+        ("1,2,3", 3.0),
+        ("12,34", 34.0),
+        ("$1,000", 1000.0),
+        ("2.5%", 2.5),
+        ("1e999", None),
+        ("none, - . ,", None),
+        ("", None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert last_number(text) == number
+
+
+def test_numeric_match():
+    plain = reward("numeric_match")
+    assert value(plain, "so 40 + 2 = 42.", answer="6 * 7 = 42 #### 42") == 1.0
+    assert value(plain, "41", answer=42) == 0.0
+    assert value(plain, "no idea", answer=42) == 0.0
+    assert value(plain, "42", answer=None) is None
+    assert value(reward("numeric_match", tolerance=0.01), "3.14", answer=math.pi) == 1.0
+    assert value(plain, "3.14", answer=math.pi) == 0.0
+    assert value(reward("numeric_match", pattern=r"answer: (\S+)"), "answer: 7, of 9", answer=7) == 1.0
+    with pytest.raises(ValueError, match="column answer holds no number: 'abc'"):
+        value(plain, "7", answer="abc")
+
+
+def test_regex():
+    assert value(reward("regex", pattern="b+"), "abbc") == 1.0
+    assert value(reward("regex", pattern="B+", whole=True), "abbc") == 0.0
+    assert value(reward("regex", pattern="^A.C$", flags="is"), "a\nc") == 1.0
+
+
+def test_format_of_tags():
+    both = reward("format", tags=["think", "answer"])
+    fine = "<think>a\nb</think>\n<answer>c</answer>\n"
+    wrong = [
+        "<answer>c</answer><think>a</think>",
+        f"{fine} and more",
+        "<think>a<answer>c</answer></think>",
+        "<think>a</think><think>b</think><answer>c</answer>",
+        "<think>a</think><answer>c",
+        "",
+    ]
+    assert value(both, fine) == 1.0
+    assert [value(both, text) for text in wrong] == [0.0] * len(wrong)
+    opened = reward("format", tags=["think", "answer"], opened=True)
+    assert value(opened, fine.removeprefix("<think>")) == 1.0
+    assert value(opened, fine) == 0.0
+
+
+def test_format_of_json():
+    keys = reward("format", json=["name"])
+    texts = ('{"name": 1, "x": 2}', '{"x": 2}', "[1]", "{", "[" * 100_000)
+    assert [value(keys, text) for text in texts] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert value(reward("format", json=[]), "{}") == 1.0
+
+
+def test_length():
+    assert value(reward("length", target=4), "", ids=[1]) == 0.25
+    assert value(reward("length", target=4), "", ids=range(9)) == 1.0
+    assert value(reward("length", target=4, shorter=True), "", ids=[1]) == 0.75
+
+
+def test_overlong_is_dapos():
+    """Equation 13 of arXiv 2503.14476 with its own numbers: L_max 20480, L_cache 4096."""
+    found = reward("overlong", longest=20480, buffer=4096)
+    lengths = (0, 16384, 16385, 18432, 20480, 20481, 30000)
+    assert [value(found, "", ids=range(each)) for each in lengths] == [0.0, 0.0, -1 / 4096, -0.5, -1.0, -1.0, -1.0]
+
+
+def test_math():
+    found = reward("math")
+    right = ["\\boxed{\\frac{1}{2}}", "so the answer is $0.5$", "1/2", "thus \\boxed{\\frac{2}{4}}."]
+    assert [value(found, text, answer="\\frac{1}{2}") for text in right] == [1.0] * 4
+    assert value(found, "\\boxed{\\frac{1}{3}}", answer="\\frac{1}{2}") == 0.0
+    assert value(found, "I do not know", answer="$x^2+1$") == 0.0
+    assert value(found, "$\\{1, 2\\}$", answer="\\{2,1\\}") == 1.0
+    assert value(found, "$1 + x^2$", answer="$x^2+1$") == 1.0
+    assert value(found, "7", answer=7) == 1.0
+    assert value(found, "7", answer=None) is None
+    assert value(found, "7", answer="") is None
+    boxed = reward("math", boxed=True)
+    assert value(boxed, "it is 7", answer="7") == 0.0
+    assert value(boxed, "it is \\boxed{7}", answer="7") == 1.0
+
+
+# --- the judge -------------------------------------------------------------------------------------------------------
+
+
+class JudgeServer:
+    """A chat endpoint that says `text` with `status`, and notes what it was asked."""
+
+    def __init__(self, text="Score: 8", status=200, wait_s=0.0):
+        self.text, self.status, self.wait_s, self.asked, self.keys = text, status, wait_s, [], []
+
+    async def answer(self, request):
+        self.asked.append(await request.json())
+        self.keys.append(request.headers.get("Authorization"))
+        await asyncio.sleep(self.wait_s)
+        body = {"choices": [{"message": {"role": "assistant", "content": self.text}}]} if self.status == 200 else None
+        return web.Response(status=self.status, body=json.dumps(body or {"refused": self.keys[-1]}))
+
+    def ask(self, given, **options):
+        """The reward's value, or what it raises."""
+
+        async def main():
+            app = web.Application()
+            app.router.add_post("/v1/chat/completions", self.answer)
+            runner = web.AppRunner(app, shutdown_timeout=0.1)
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = site._server.sockets[0].getsockname()[1]
+            try:
+                found = reward("judge", url=f"http://127.0.0.1:{port}/v1/", model="j", **options)
+                assert found.asynchronous
+                return await found.value(given)
+            finally:
+                await runner.cleanup()
+
+        return asyncio.run(main())
+
+
+def test_a_judge_is_asked_and_its_score_found(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY_7", "sk-7")
+    server = JudgeServer("First I thought score: 2. Score: 7.5")
+    given = sample("Paris {x}", prompt=[{"role": "user", "content": "Capital?"}], answer="Paris")
+    options = {"prompt": "{prompt} {completion} {answer} {{}}", "system": "Be fair.", "api_key_env": "JUDGE_KEY_7"}
+    assert server.ask(given, **options) == 0.75
+    assert server.keys == ["Bearer sk-7"]
+    (asked,) = server.asked
+    assert asked["model"] == "j"
+    assert [each["content"] for each in asked["messages"]] == ["Be fair.", "Capital? Paris {x} Paris {}"]
+
+
+def test_a_judge_without_a_score_or_an_answer_says_so(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY_7", "sk-secret-7")
+    with pytest.raises(RuntimeError, match="no score in the judge's answer: 'fine'"):
+        JudgeServer("fine").ask(sample("x"))
+    with pytest.raises(RuntimeError, match="http 401") as raised:
+        JudgeServer(status=401).ask(sample("x"), api_key_env="JUDGE_KEY_7")
+    assert "secret" not in str(raised.value), "the server repeated the key"
+    with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
+        JudgeServer(wait_s=5.0).ask(sample("x"), timeout_s=0.2)
+    with pytest.raises(RuntimeError, match="ClientConnectorError"):
+        value(reward("judge", url="http://127.0.0.1:1", model="j"), "x")
+
+
+def test_a_judges_prompt_names_columns():
+    assert reward("judge", url="http://h", model="m", prompt="{completion} {gold}").needs == {"gold"}
+
+
+def test_a_prompt_as_text():
+    chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    assert text_of(chat) == "system: S\n\nuser: U"
+    assert text_of([3, 4]) == ""
+    assert text_of("plain") == "plain"
+
+
+# --- configuration ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ([RewardConfig("regex"), RewardConfig("regex")], r"rewards\[1\]: regex is there already"),
+        ([RewardConfig("regex", weight=0.0)], "all weights are 0"),
+        ([RewardConfig("length")] * 65, "at most 64"),
+    ],
+)
+def test_rewards_that_do_not_go_together_are_refused(tmp_path, entries, says):
+    with pytest.raises(ConfigError, match=says):
+        dataclasses.replace(make_config(tmp_path), rewards=entries)
+
+
+def test_a_reward_is_checked_by_itself():
+    assert RewardConfig("a.b:f").known_as == "f"
+    assert RewardConfig("dir/x.py:g").known_as == "g"
+    with pytest.raises(ConfigError, match=r"rewards \(regex\): weight=nan is not allowed"):
+        RewardConfig("regex", weight=math.nan)
+    with pytest.raises(ConfigError, match=r"label='a b' is not allowed"):
+        RewardConfig("regex", label="a b")
+    with pytest.raises(ConfigError, match=r"rewards \(task\): options are not allowed"):
+        RewardConfig("task", options={"x": 1})

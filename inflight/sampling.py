@@ -33,13 +33,14 @@ class Recorded:
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling, recorded: Recorded | None = None) -> torch.Tensor:
-    """[N, V] float32 log-probabilities of what vLLM draws from; tokens that are cut off get minus infinity.
+    """[N, V] log-probabilities of what vLLM draws from, in float32 (float64 for logits in float64); tokens that are cut
+    off get minus infinity.
 
     Where the kept set was recorded it is used as it is: the generator's, not what these weights would keep. Elsewhere
     it is computed anew: top-k keeps ties of the k-th; top-p keeps the smallest set of most probable tokens whose mass
     exceeds p, at least one (vllm/v1/sample/ops/topk_topp_sampler.py).
     """
-    logits = logits.float()
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.penalises:
         logits = _penalised(logits, sampling, recorded)
     if sampling.temperature != 1:

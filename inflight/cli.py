@@ -81,10 +81,13 @@ def _model(arguments: list[str]) -> int:
     from inflight import models
 
     parser = argparse.ArgumentParser(prog="inflight model", description="Prepare a model and print its directory.")
-    parser.add_argument("name", help="smollm2, tiny, tiny-untied or a directory")
-    name = parser.parse_args(arguments).name
+    parser.add_argument("name", help="OWNER/NAME of the Hugging Face hub, a directory, or smollm2, tiny, tiny-untied")
+    parser.add_argument("--revision", default="", help="branch, tag or commit of the hub (default: its main branch)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="the model's own Python code, too")
+    given = parser.parse_args(arguments)
     try:
-        print(models.prepare(name))
+        commit = models.fetch(given.name, given.revision, trust_remote_code=given.trust_remote_code)
+        print(models.prepare(given.name, revision=commit))
     except models.ModelError as error:
         print(f"inflight model: {error}", file=sys.stderr)
         return 2

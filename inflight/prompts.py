@@ -29,11 +29,11 @@ Prompt = str | Sequence[int] | Chat
 class ModelTokens:
     """A model's own tokenizer."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, *, trust_remote_code: bool = False) -> None:
         """`model` is a name or a directory, for models.prepare. Raises ModelError, or what transformers does."""
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepare(model))
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepare(model), trust_remote_code=trust_remote_code)
         decode_every_id(self._tokenizer)
         self.size = len(self._tokenizer)
         """Tokens in the vocabulary."""

@@ -34,7 +34,9 @@ MAY_IMPORT = {
     "processes": {"lifeline", "surroundings"},
     "exits": set(),
     "descendants": {"processes"},
-    "models": set(),
+    "hub": set(),
+    "remote_code": set(),
+    "models": {"hub", "remote_code"},
     "groups": {"types"},
     "messages": {"types"},
     "bus": {"config", "messages"},
@@ -106,6 +108,7 @@ WEIGHTS_ABOVE = {"publish", "receive"}
 BELONGS_TO = {
     "zmq": r"bus(\..*)?",
     "vllm": r"generator\..*",
+    "huggingface_hub": r"hub",
     "hydra": r"launcher\.(compose|chosen)",
     "psutil": r"processes|descendants|launcher\.run_lock|generator\..*",
 }

@@ -59,6 +59,8 @@ class MakeTokenizer(_Message, tag=True, kw_only=True):
     """The first message: which model's tokenizer to load."""
 
     model: str
+    """Its directory."""
+    trust_remote_code: bool = False
 
 
 class AskItem(_Message, tag=True):

@@ -18,8 +18,9 @@ from inflight.actor import calls
 from inflight.actor.calls import Answer, Ask, CallError, ItemIs, MakeTask, MakeTokenizer, Question, Ready
 from inflight.actor.crew import Crew
 from inflight.actor.worker_process import Bounds, Failed, Lost, NotMade
-from inflight.config import ConfigError, RolloutConfig, RunConfig
+from inflight.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from inflight.groups import is_usable
+from inflight.models import ModelError, prepare
 from inflight.prompts import Chat
 from inflight.tasks.base import Score
 from inflight.tasks.course import DataEnded
@@ -162,7 +163,7 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
     items = Crew(make, bounds, 1)
     scoring = replace(bounds, concurrency=rollout.reward_concurrency)
     scores = Crew(msgspec.structs.replace(make, scores_only=True), scoring, _workers(rollout))
-    text = Crew(MakeTokenizer(model=config.model.name), bounds, 1)
+    text = Crew(_make_tokenizer(config.model), bounds, 1)
     async with contextlib.AsyncExitStack() as stack:
         for crew in (items, scores, text):  # all at once: each takes a while
             stack.push_async_callback(crew.close)
@@ -177,6 +178,15 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
             except NotMade as error:
                 raise ConfigError(str(error) if error.bad_input else f"{place} can't be used: {error}") from None
         yield Foreign(items, scores, text, bounds.limit_s)
+
+
+def _make_tokenizer(model: ModelConfig) -> MakeTokenizer:
+    """Raises ConfigError when the model is not on this machine."""
+    try:
+        directory = prepare(model.name, revision=model.revision)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
+    return MakeTokenizer(model=str(directory), trust_remote_code=model.trust_remote_code)
 
 
 def _workers(config: RolloutConfig) -> int:

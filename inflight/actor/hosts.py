@@ -59,7 +59,7 @@ def host(message: Make) -> Host:
     if isinstance(message, MakeTask):
         task = make(TaskConfig(message.name, message.options), message.seed)
         return TaskHost(task, None if message.scores_only else Course(task, message.epochs))
-    return TextHost(ModelTokens(message.model))
+    return TextHost(ModelTokens(message.model, trust_remote_code=message.trust_remote_code))
 
 
 class TaskHost:

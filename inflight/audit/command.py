@@ -127,7 +127,9 @@ def run(
     sampling = Sampling.of(config.rollout)
     if sampling.penalises:
         raise AuditError("the run was sampled with penalties, which a replay does not know of")
-    model_dir = prepare(config.model.name)
+    if config.model.trust_remote_code:
+        raise AuditError("the run's model has code of its own (model.trust_remote_code), which a replay does not load")
+    model_dir = prepare(config.model.name, revision=config.model.revision)
     stories = _alternatives(alternatives, exact, model_dir)
     replayer: Replayer
     if through == "engine":

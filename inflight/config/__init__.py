@@ -49,9 +49,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model all parties start from. `name` is `smollm2`, `tiny`, `tiny-untied` (see models.py) or a directory."""
+    """The model all parties start from. `name` is a directory, a model of the Hugging Face hub (`OWNER/NAME`), or one
+    of `smollm2`, `tiny`, `tiny-untied` (see models.py)."""
 
     name: str
+    revision: str = ""
+    """Branch, tag or commit of a model of the hub; empty: the default branch. The launcher writes the commit here, so
+    that every process, and a run that is resumed, has the same files."""
+    trust_remote_code: bool = False
+    """Run the Python code that the model brings, with the rights of whoever has started the run."""
     dtype: str = "bfloat16"
     """Dtype on the wire and in the generators; the trainer's master weights are float32."""
     served_name: str = ""
@@ -60,6 +66,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         dtypes = ("bfloat16", "float16", "float32")
         require(self.dtype in dtypes, "model.dtype", self.dtype, ", ".join(dtypes))
+        fits = re.fullmatch(r"[\w./+-]{0,255}", self.revision) is not None
+        require(fits, "model.revision", self.revision, "a branch, a tag or a commit")
 
 
 SWAPS = {"CPU": ("rebind",), "CUDA": ("graphs", "remap", "copy", "host")}

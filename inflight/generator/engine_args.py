@@ -35,6 +35,7 @@ OWN = {
     "model": "model.name",
     "served_model_name": "model.served_name",
     "dtype": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
     "load_format": "",
     "seed": "seed",
     "tensor_parallel_size": "generator.tensor_parallel_size",
@@ -93,7 +94,7 @@ def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
 def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but those of OWN."""
     generator = config.generator
-    model = str(prepare(config.start_model))
+    model = str(prepare(config.start_model, revision=config.model.revision))
     settings = Settings(
         endpoint=config.endpoint("weights"),
         generator=name,
@@ -112,6 +113,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "model": model,
         "served_model_name": [config.model.served_name or config.model.name],
         "dtype": config.model.dtype,
+        "trust_remote_code": config.model.trust_remote_code,
         "load_format": "auto",  # "dummy" would begin with weights that the start version does not have
         "seed": config.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,

@@ -29,7 +29,8 @@ CHECK_S = 120.0
 
 
 def ready_to_start(config: RunConfig) -> RunConfig:
-    """Checks GPUs, what is named and the patch, and prepares the model; the result names the model by its directory.
+    """Checks GPUs, what is named and the patch, and prepares the model; the result names the model by its directory or,
+    of the hub, with its commit.
 
     Raises ConfigError for what does not exist, LaunchError when the patch or the model is not there.
     """
@@ -44,18 +45,25 @@ def ready_to_start(config: RunConfig) -> RunConfig:
         print(f"inflight launch: {line}", file=sys.stderr, flush=True)
     try:
         state = patching.check()
-        directory = models.prepare(config.model.name)
+        model = _placed(config.model)
     except (patching.PatchError, models.ModelError) as error:
         raise LaunchError(str(error)) from None
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
-    return replace(config, model=_placed(config.model, directory))
+    return replace(config, model=model)
 
 
-def _placed(model: ModelConfig, directory: Path) -> ModelConfig:
-    """The model by its directory; requests still call it by the name that it was given."""
-    return replace(model, name=str(directory), served_name=model.served_name or model.name)
+def _placed(model: ModelConfig) -> ModelConfig:
+    """A model of the hub with its commit, any other one by its directory; requests still call it by the name that it
+    was given. Raises ModelError."""
+    from inflight import models
+
+    commit = models.fetch(model.name, model.revision, trust_remote_code=model.trust_remote_code)
+    if commit:
+        print(f"model {model.name}, commit {commit}", flush=True)
+        return replace(model, revision=commit)
+    return replace(model, name=str(models.prepare(model.name)), served_name=model.served_name or model.name)
 
 
 def _require_own_task(config: RunConfig) -> None:

@@ -33,6 +33,7 @@ LOCK_WAIT_S = 30.0
 """How long a resumed run waits for the launcher of its last start, which may be stopping, to end."""
 FIXED = (
     "model.name",
+    "model.revision",
     "model.dtype",
     "task",
     "seed",

@@ -85,11 +85,12 @@ def _run(config: RunConfig) -> int:
         accelerator = Accelerator(cpu=not torch.cuda.is_available())
         coordinator = stack.enter_context(assembled(config, accelerator.device))
         set_seed(config.seed)
-        model_dir = prepare(config.model.name)
+        model_dir = prepare(config.model.name, revision=config.model.revision)
         settings = config.trainer
         policy = load_policy(
-            prepare(config.start_model), bfloat16=settings.autocast, device=accelerator.device,
-            sharded=settings.processes > 1, packing=settings.packing,
+            prepare(config.start_model, revision=config.model.revision), bfloat16=settings.autocast,
+            device=accelerator.device, sharded=settings.processes > 1, packing=settings.packing,
+            trust_remote_code=config.model.trust_remote_code,
         )  # fmt: skip
         source = CoordinatedSource(policy.master, config.model.dtype, coordinator)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))

@@ -93,9 +93,10 @@ class Follower:
         """Loads and shards the model, together with the other ranks."""
         device, bfloat16 = accelerator.device, config.trainer.autocast
         policy = load_policy(
-            prepare(config.start_model), bfloat16=bfloat16, device=device, sharded=True, packing=config.trainer.packing
-        )
-        start = reference(config, prepare(config.model.name), device)
+            prepare(config.start_model, revision=config.model.revision), bfloat16=bfloat16, device=device,
+            sharded=True, packing=config.trainer.packing, trust_remote_code=config.model.trust_remote_code,
+        )  # fmt: skip
+        start = reference(config, prepare(config.model.name, revision=config.model.revision), device)
         self._learner = Learner(policy, config, accelerator, start, step=config.start_version)
         if config.checkpoint:
             load_optimizer(Path(config.checkpoint), policy.master, self._learner.optimizer)

@@ -10,6 +10,7 @@ reduces gradients in float32, which comes to the same.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any, cast
 
@@ -87,18 +88,25 @@ class Policy:
 
 
 def load_policy(
-    directory: Path, *, bfloat16: bool, device: torch.device, sharded: bool = False, packing: bool = False
+    directory: Path,
+    *,
+    bfloat16: bool,
+    device: torch.device,
+    sharded: bool = False,
+    packing: bool = False,
+    trust_remote_code: bool = False,
 ) -> Policy:
     """The model of a directory, whole or `sharded` over the ranks of the process group; for `packing` if so asked.
 
     Raises OSError or ValueError when it can't be loaded, its logits are not plain, or it can't be given packed rows.
     """
+    load = functools.partial(load_model, directory, trust_remote_code=trust_remote_code)
     if not sharded:
-        master = load_model(directory, torch.float32, device, packing=packing)
-        return Policy(master, load_model(directory, torch.bfloat16, device) if bfloat16 else None)
+        master = load(torch.float32, device, packing=packing)
+        return Policy(master, load(torch.bfloat16, device) if bfloat16 else None)
     from inflight.trainer.sharding import shard
 
-    policy = Policy(load_model(directory, torch.float32, torch.device("cpu"), attention_on=device, packing=packing))
+    policy = Policy(load(torch.float32, torch.device("cpu"), attention_on=device, packing=packing))
     shard(policy.scorer, policy.master, bfloat16=bfloat16, device=device)
     return policy
 
@@ -110,6 +118,7 @@ def load_model(
     *,
     attention_on: torch.device | None = None,
     packing: bool = False,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A model to compute with, there or `attention_on` another device, where it is moved to.
 
@@ -128,6 +137,7 @@ def load_model(
                 attn_implementation=attention,
                 ignore_mismatched_sizes=True,  # refused below, with a name
                 output_loading_info=True,
+                trust_remote_code=trust_remote_code,
             ),
         )
     except SafetensorError as error:
@@ -148,4 +158,5 @@ def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTr
     if not objective.kl or objective.kl_reference != "start":
         return None
     dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
-    return load_model(directory, dtype, device).requires_grad_(False)
+    trusted = config.model.trust_remote_code
+    return load_model(directory, dtype, device, trust_remote_code=trusted).requires_grad_(False)

@@ -1,0 +1,143 @@
+"""Models of the Hugging Face hub: which commit a revision is, and its files in the hub's own cache.
+
+What is downloaded is what transformers and vLLM load: safetensors, JSON, tokenizer files and chat templates, of the
+repository's top folder; Python files where the user trusts them. A commit whose files are all there is not asked for
+again. Where the cache is, which endpoint, token and proxy are used: huggingface_hub's own environment variables.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+CODE = "*.py"
+# The hub's patterns take "*" across folders; of folders only additional_chat_templates/ is read by transformers.
+OTHER = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*.safetensors", "adapter_model*.safetensors")
+"""Weights in formats of other programs, mostly: as large as the model itself."""
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubError(ValueError):
+    """A model of the hub that can't be had; one line that says why and what to do."""
+
+
+def is_id(name: str) -> bool:
+    """Whether it has the form OWNER/NAME."""
+    return ID.fullmatch(name) is not None
+
+
+def fetch(model_id: str, revision: str = "", *, code: bool = False) -> str:
+    """Downloads what a run needs of a model and is not in the cache yet; the commit of the revision, 40 hex digits.
+
+    An empty revision is the default branch. Where the hub can't be reached, or HF_HUB_OFFLINE is set, the cache's
+    latest copy of the revision is taken. Raises HubError for a model or revision that does not exist, is gated, has no
+    safetensors, or is neither reachable nor cached.
+    """
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    folder = _snapshot(model_id, revision, allow_patterns=[*FILES, *([CODE] if code else [])])
+    _require_whole(model_id, folder)
+    if COMMIT.fullmatch(folder.name) is None:
+        raise HubError(f"model {model_id!r}: the hub gives {folder.name!r} for its revision, which is no commit")
+    return folder.name
+
+
+def snapshot(model_id: str, commit: str) -> Path:
+    """The directory of a commit that was fetched before; nothing is downloaded. Raises HubError when it is not there."""
+    if COMMIT.fullmatch(commit) is None:
+        raise HubError(
+            f"model {model_id!r} is of the hub: fetch it first (inflight model {model_id}), and give the directory that"
+            " this prints"
+        )
+    folder = _snapshot(model_id, commit, allow_patterns=list(FILES), local_files_only=True)
+    _require_whole(model_id, folder)
+    return folder
+
+
+def _snapshot(model_id: str, revision: str, **settings: Any) -> Path:
+    """huggingface_hub's `snapshot_download`, its errors in one line."""
+    from huggingface_hub import errors, snapshot_download
+
+    what = f"model {model_id!r}" + (f", revision {revision!r}," if revision else "")
+    try:
+        return Path(snapshot_download(model_id, revision=revision or None, ignore_patterns=list(OTHER), **settings))
+    except errors.GatedRepoError:
+        page = f"{_endpoint()}/{model_id}"
+        raise HubError(
+            f"model {model_id!r} is gated: accept its terms at {page}, then give a token of that account (hf auth"
+            " login, or HF_TOKEN)"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"model {model_id!r} is neither a directory here nor a model of {_endpoint()}; a private one needs a token"
+            " (hf auth login, or HF_TOKEN)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise HubError(f"model {model_id!r} has no revision {revision!r} (model.revision) at {_endpoint()}") from None
+    except errors.LocalEntryNotFoundError as error:
+        raise HubError(f"{what} {_not_cached(model_id, revision, error, settings)}") from None
+    except errors.HfHubHTTPError as error:
+        raise HubError(
+            f"{what} can't be downloaded: {_endpoint()} answers {error.response.status_code}: {_line(error)}"
+        ) from None
+    except (errors.HFValidationError, OSError, ValueError, RuntimeError) as error:
+        raise HubError(f"{what} can't be downloaded: {_line(error)}") from None
+    except Exception as error:
+        if not type(error).__module__.startswith("httpx"):  # which of its versions the hub's client uses is its own
+            raise
+        raise HubError(f"{what} can't be downloaded from {_endpoint()}: {type(error).__name__} {_line(error)}") from None
+
+
+def _not_cached(model_id: str, revision: str, error: Exception, settings: dict[str, Any]) -> str:
+    from huggingface_hub import constants
+
+    command = f"inflight model {model_id}" + (f" --revision {revision}" if revision else "")
+    lacking = f"is not in the cache, {constants.HF_HUB_CACHE}, or not whole"
+    if settings.get("local_files_only"):
+        return f"{lacking}; download it: {command}"
+    if constants.HF_HUB_OFFLINE:
+        return (
+            f"{lacking}, and HF_HUB_OFFLINE forbids to download it: unset that, or run `{command}` where the hub can be"
+            " reached and copy the cache (HF_HOME), or give a directory as model.name"
+        )
+    cause = error.__cause__
+    return f"{lacking}, and {_endpoint()} can't be reached: {_line(cause or error)}; or give a directory as model.name"
+
+
+def _require_whole(model_id: str, folder: Path) -> None:
+    """Raises HubError unless the directory has a configuration and all of its weights, as safetensors."""
+    if not (folder / "config.json").is_file():
+        raise HubError(f"model {model_id!r} has no config.json: it is no model that transformers loads")
+    if (folder / WHOLE).is_file():
+        return
+    if not (folder / INDEX).is_file():
+        raise HubError(
+            f"model {model_id!r} has no safetensors ({WHOLE} or {INDEX}); other formats are not loaded: convert it with"
+            " transformers' save_pretrained, and give that directory as model.name"
+        )
+    try:
+        files = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise HubError(f"model {model_id!r}: its {INDEX} can't be read: {_line(error)}") from None
+    lacking = sorted(str(name) for name in files if not (folder / str(name)).is_file())
+    if lacking:
+        raise HubError(f"model {model_id!r}: {len(lacking)} of {len(files)} files with weights are missing: {lacking[0]}")
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _line(error: BaseException) -> str:
+    """An error's text in one line of bounded length."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]

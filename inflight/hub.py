@@ -33,7 +33,7 @@ def is_id(name: str) -> bool:
 
 
 def fetch(model_id: str, revision: str = "", *, code: bool = False) -> str:
-    """Downloads what a run needs of a model and is not in the cache yet; the commit of the revision, 40 hex digits.
+    """Downloads what a run needs of a model and the cache does not hold; the commit of the revision, 40 hex digits.
 
     An empty revision is the default branch. Where the hub can't be reached, or HF_HUB_OFFLINE is set, the cache's
     latest copy of the revision is taken. Raises HubError for a model or revision that does not exist, is gated, has no
@@ -51,11 +51,14 @@ def fetch(model_id: str, revision: str = "", *, code: bool = False) -> str:
 
 
 def snapshot(model_id: str, commit: str) -> Path:
-    """The directory of a commit that was fetched before; nothing is downloaded. Raises HubError when it is not there."""
+    """The directory of a commit that was fetched before; nothing is downloaded.
+
+    Raises HubError when it is not in the cache.
+    """
     if COMMIT.fullmatch(commit) is None:
         raise HubError(
-            f"model {model_id!r} is of the hub: fetch it first (inflight model {model_id}), and give the directory that"
-            " this prints"
+            f"model {model_id!r} is a model of the hub: download it (inflight model {model_id}) and give the directory"
+            " that this prints"
         )
     folder = _snapshot(model_id, commit, allow_patterns=list(FILES), local_files_only=True)
     _require_whole(model_id, folder)
@@ -93,23 +96,24 @@ def _snapshot(model_id: str, revision: str, **settings: Any) -> Path:
     except Exception as error:
         if not type(error).__module__.startswith("httpx"):  # which of its versions the hub's client uses is its own
             raise
-        raise HubError(f"{what} can't be downloaded from {_endpoint()}: {type(error).__name__} {_line(error)}") from None
+        reason = f"{type(error).__name__} {_line(error)}"
+        raise HubError(f"{what} can't be downloaded from {_endpoint()}: {reason}") from None
 
 
 def _not_cached(model_id: str, revision: str, error: Exception, settings: dict[str, Any]) -> str:
     from huggingface_hub import constants
 
     command = f"inflight model {model_id}" + (f" --revision {revision}" if revision else "")
-    lacking = f"is not in the cache, {constants.HF_HUB_CACHE}, or not whole"
+    state = f"is not in the cache, {constants.HF_HUB_CACHE}, or not completely"
     if settings.get("local_files_only"):
-        return f"{lacking}; download it: {command}"
+        return f"{state}; download it: {command}"
     if constants.HF_HUB_OFFLINE:
         return (
-            f"{lacking}, and HF_HUB_OFFLINE forbids to download it: unset that, or run `{command}` where the hub can be"
+            f"{state}, and HF_HUB_OFFLINE forbids to download it: unset that, or run `{command}` where the hub can be"
             " reached and copy the cache (HF_HOME), or give a directory as model.name"
         )
     cause = error.__cause__
-    return f"{lacking}, and {_endpoint()} can't be reached: {_line(cause or error)}; or give a directory as model.name"
+    return f"{state}, and {_endpoint()} can't be reached: {_line(cause or error)}; or give a directory as model.name"
 
 
 def _require_whole(model_id: str, folder: Path) -> None:
@@ -127,9 +131,10 @@ def _require_whole(model_id: str, folder: Path) -> None:
         files = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise HubError(f"model {model_id!r}: its {INDEX} can't be read: {_line(error)}") from None
-    lacking = sorted(str(name) for name in files if not (folder / str(name)).is_file())
-    if lacking:
-        raise HubError(f"model {model_id!r}: {len(lacking)} of {len(files)} files with weights are missing: {lacking[0]}")
+    missing = sorted(str(name) for name in files if not (folder / str(name)).is_file())
+    if missing:
+        count = f"{len(missing)} of {len(files)}"
+        raise HubError(f"model {model_id!r}: {count} files with weights are missing: {missing[0]}")
 
 
 def _endpoint() -> str:

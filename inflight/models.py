@@ -107,7 +107,8 @@ def _existing(name: str) -> Path:
         return path.resolve()
     if path.is_dir():
         raise ModelError(f"model {name!r}: the directory has no config.json")
-    raise ModelError(f"model {name!r} is neither one of {', '.join(_BUILDERS)}, nor a directory, nor of the hub (OWNER/NAME)")
+    known = ", ".join(_BUILDERS)
+    raise ModelError(f"model {name!r} is neither one of {known}, nor a directory, nor a model of the hub (OWNER/NAME)")
 
 
 def _build_whole(target: Path, build: Callable[[Path], None]) -> None:

@@ -37,8 +37,8 @@ def require_code(model: str, directory: Path, *, trusted: bool) -> None:
     needed = next((file for file, named in found.items() if named and not _known(directory / file)), None)
     if needed is not None:
         raise RemoteCodeError(
-            f"model {model!r} needs code of its own, {found[needed][0]} ({needed}): read it and, if it may run here as"
-            " you, set model.trust_remote_code=true"
+            f"model {model!r} needs code of its own, {found[needed][0]} ({needed}), which is not run by default: read"
+            " it and, if you trust it, set model.trust_remote_code=true"
         )
 
 

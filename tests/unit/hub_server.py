@@ -70,17 +70,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self._answer()
 
-    def do_GET(self) -> None:  # noqa: N802
+    def do_GET(self) -> None:
         self._answer()
 
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
         self.server_state.asked.append(f"{self.command} {path}")
         found = re.fullmatch(
-            r"/(api/models/)?(?P<id>[^/]+/[^/]+)/(?P<what>revision|tree|resolve|lfs)/(?P<at>[^/]+)(/(?P<file>.*))?", path
+            r"/(api/models/)?(?P<id>[^/]+/[^/]+)/(?P<what>revision|tree|resolve|lfs)/(?P<at>[^/]+)(/(?P<file>.*))?",
+            path,
         )
         repository = self.server_state.repositories.get(found["id"]) if found else None
         if found is None or repository is None:

@@ -9,6 +9,7 @@ from test_trainer_run import Run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight.config import ModelConfig
+from inflight.trainer.checkpoint.companions import copy_companions, plain_generation
 
 INVALID = {"do_sample": False, "temperature": 0.6, "top_p": 0.9}
 """What transformers reads and refuses to write."""
@@ -60,3 +61,18 @@ def test_a_checkpoint_has_all_companions_as_they_are(run):
         assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
         assert AutoModelForCausalLM.from_pretrained(folder).generation_config.temperature == 0.6
         assert AutoTokenizer.from_pretrained(folder)("1+2=")["input_ids"]
+
+
+def test_end_tokens_of_a_model_without_generation_settings_stay_those_of_its_configuration(tmp_path, tiny_model):
+    """vLLM reads generation_config.json first: one that save_pretrained has made up would hide the list."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    shutil.copytree(tiny_model, source)
+    (source / "generation_config.json").unlink()
+    values = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(values | {"eos_token_id": [1, 5]}))
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with plain_generation(model):
+        model.save_pretrained(target)
+    copy_companions(source, target)
+    assert not (target / "generation_config.json").exists()
+    assert json.loads((target / "config.json").read_text())["eos_token_id"] == [1, 5]

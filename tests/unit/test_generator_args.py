@@ -78,7 +78,7 @@ def test_settings_refuse_what_they_do_not_know() -> None:
 
 
 def test_extra_reaches_vllm_but_not_over_what_inflight_sets(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_args, "prepare", lambda name: Path(name))
+    monkeypatch.setattr(engine_args, "prepare", lambda name, revision: Path(name))
     values = engine_values(config(model, extra={"block_size": 32} | dict.fromkeys(OWN, "other")), "g0", CPU_WORKER)
     arguments = server_arguments(parser(), values)
     assert arguments.block_size == 32
@@ -89,7 +89,7 @@ def test_extra_reaches_vllm_but_not_over_what_inflight_sets(model: str, monkeypa
 
 
 def test_an_unknown_extra_is_refused_by_name(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_args, "prepare", lambda name: Path(name))
+    monkeypatch.setattr(engine_args, "prepare", lambda name, revision: Path(name))
     values = engine_values(config(model, extra={"blocksize": 32}), "g0", CPU_WORKER)
     with pytest.raises(ConfigError, match=r"generator\.extra\.blocksize is not an argument of this vLLM"):
         server_arguments(parser(), values)

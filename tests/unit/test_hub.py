@@ -17,7 +17,7 @@ from inflight import config as configuration
 from inflight.config import ConfigError, ModelConfig
 from inflight.launcher import preflight
 from inflight.launcher.compose import compose
-from inflight.launcher.going_on import going_on
+from inflight.launcher.resume import resumed_config
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.models import ModelError, fetch, prepare
 
@@ -157,7 +157,7 @@ def test_code_of_a_model_is_fetched_and_run_where_it_is_trusted_alone(hub):
     assert fetch("owner/own") == FIRST  # its type is one of transformers' own
     _edit(folder / "config.json", model_type="own")
     hub.repositories["owner/own"] = Repository({SECOND: folder}, {"main": SECOND})
-    needs = "needs code of its own, configuration_own.OwnConfig (config.json): read it and, if it may run here as you"
+    needs = "needs code of its own, configuration_own.OwnConfig (config.json), which is not run by default"
     assert needs in _line("owner/own")
     assert not (prepare("owner/own", revision=SECOND) / "modeling_own.py").exists()
     assert fetch("owner/own", trust_remote_code=True) == SECOND
@@ -186,10 +186,10 @@ def test_a_run_and_its_resume_have_the_commit_that_it_began_with(hub, tmp_path, 
 
     hub.repositories[MODEL].branches["main"] = SECOND
     again = [f"model.name={MODEL}", f"run_dir={tmp_path}/run", "resume=true"]
-    resumed = preflight.ready_to_start(going_on(compose("tiny", again)))
+    resumed = preflight.ready_to_start(resumed_config(compose("tiny", again)))
     with RunFolder(resumed) as folder:
         assert folder.config.model.revision == FIRST
-    other = preflight.ready_to_start(going_on(compose("tiny", [*again, "model.revision=main"])))
+    other = preflight.ready_to_start(resumed_config(compose("tiny", [*again, "model.revision=main"])))
     with pytest.raises(ConfigError, match=f"model.revision={SECOND} is not allowed: the run in .* began with {FIRST}"):
         RunFolder(other)
 
@@ -213,7 +213,7 @@ def test_the_tokenizer_of_a_run_is_that_of_the_commit(hub):
 
 @pytest.mark.parametrize("revision", ["v 1", "a\nb", "x" * 256])
 def test_a_revision_is_a_word(revision):
-    with pytest.raises(ConfigError, match="model.revision"):
+    with pytest.raises(ConfigError, match=r"model\.revision"):
         replace(ModelConfig(name=MODEL), revision=revision)
 
 

@@ -104,7 +104,7 @@ def test_kv_outside_the_engine_is_refused_before_anything_starts(tmp_path, capsy
 
 
 @pytest.mark.parametrize(("served", "expected"), [("", "tiny"), ("mine", "mine")])
-def test_requests_call_the_model_by_the_name_that_it_was_given(tmp_path, served, expected):
+def test_requests_call_the_model_by_the_name_that_it_was_given(tiny_model, served, expected):
     given = compose("tiny", []).model
-    placed = preflight._placed(replace(given, served_name=served), tmp_path)
-    assert (placed.name, placed.served_name) == (str(tmp_path), expected)
+    placed = preflight._placed(replace(given, served_name=served))
+    assert (placed.name, placed.served_name) == (str(tiny_model), expected)

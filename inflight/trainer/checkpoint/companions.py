@@ -15,6 +15,8 @@ WEIGHTS = (
     "*.index.json",
 )  # fmt: skip
 """Names of what holds weights, or says which file does: a checkpoint has its own."""
+GENERATION = "generation_config.json"
+"""What `plain_generation` writes is none of the model's: without one, the end tokens are those of config.json."""
 CONFIG = "config.json"
 """A checkpoint's own, too: its dtype is another."""
 LARGEST = 256 << 20
@@ -23,7 +25,9 @@ LARGEST = 256 << 20
 
 def copy_companions(source: Path, target: Path) -> None:
     """Copies all that is not weights, by content: files of a cache are links. Folders are not looked into, except for
-    chat templates, and hidden files are left. Raises OSError."""
+    chat templates, and hidden files are left. Generation settings in `target` that `source` has none of are removed.
+    Raises OSError."""
+    (target / GENERATION).unlink(missing_ok=True)
     files = [*source.iterdir(), *source.glob("additional_chat_templates/*")]
     for file in files:
         name = file.relative_to(source)

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from inflight.actor.hosts import _ModelTokens
+from inflight.prompts import ModelTokens
 from inflight.remote_code import RemoteCodeError, require_code
 from inflight.trainer.policy import load_policy
 
@@ -59,7 +59,7 @@ def test_it_is_run_where_it_is_trusted_and_computes_as_before(directory, tiny_mo
     assert type(own).__name__ == "OwnForCausalLM"
     plain = load_policy(tiny_model, bfloat16=False, device=cpu).master
     assert torch.equal(own(ids).logits, plain(ids).logits)
-    tokens = _ModelTokens(str(directory), trust_remote_code=True)
+    tokens = ModelTokens(str(directory), trust_remote_code=True)
     assert tokens.decode(list(tokens.encode("1+2="))) == "1+2="
 
 
@@ -72,6 +72,6 @@ def test_without_trust_it_is_refused_and_nothing_of_it_runs(directory, tiny_mode
     with pytest.raises(RemoteCodeError, match=rf"needs code of its own, .*\({needs}\)"):
         require_code("own", directory, trusted=False)
     with pytest.raises(ValueError):
-        load_policy(directory, bfloat16=False, device=torch.device("cpu")) if needs == "config.json" else _ModelTokens(
+        load_policy(directory, bfloat16=False, device=torch.device("cpu")) if needs == "config.json" else ModelTokens(
             str(directory)
         )

@@ -70,7 +70,7 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.checkpoint.rewind import begin
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
-    from inflight.trainer.policy import load_policy, reference
+    from inflight.trainer.policy import policy_of, reference
     from inflight.trainer.report import Reporter
     from inflight.trainer.sharding import CoordinatedSource, assembled
     from inflight.weights.publish.read_fence import ReadFence
@@ -86,12 +86,8 @@ def _run(config: RunConfig) -> int:
         coordinator = stack.enter_context(assembled(config, accelerator.device))
         set_seed(config.seed)
         model_dir = prepare(config.model.name, revision=config.model.revision)
-        settings = config.trainer
-        policy = load_policy(
-            prepare(config.start_model, revision=config.model.revision), bfloat16=settings.autocast,
-            device=accelerator.device, sharded=settings.processes > 1, packing=settings.packing,
-            trust_remote_code=config.model.trust_remote_code,
-        )  # fmt: skip
+        start_model = prepare(config.start_model, revision=config.model.revision)
+        policy = policy_of(config, start_model, accelerator.device)
         source = CoordinatedSource(policy.master, config.model.dtype, coordinator)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         fence = ReadFence(source.device)

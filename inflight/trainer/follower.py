@@ -22,7 +22,7 @@ from inflight.trainer.checkpoint.io import load_optimizer, model_tensors, optimi
 from inflight.trainer.comparison import batch_of
 from inflight.trainer.learner import Learner
 from inflight.trainer.pieces import Assembly
-from inflight.trainer.policy import load_policy, reference
+from inflight.trainer.policy import policy_of, reference
 from inflight.trainer.sharding import form_group
 from inflight.trainer.watchdog import bounded
 from inflight.trainer.wire import tensor_to_wire, to_wire
@@ -91,12 +91,9 @@ class Follower:
 
     def __init__(self, config: RunConfig, accelerator: Accelerator) -> None:
         """Loads and shards the model, together with the other ranks."""
-        device, bfloat16 = accelerator.device, config.trainer.autocast
-        policy = load_policy(
-            prepare(config.start_model, revision=config.model.revision), bfloat16=bfloat16, device=device,
-            sharded=True, packing=config.trainer.packing, trust_remote_code=config.model.trust_remote_code,
-        )  # fmt: skip
-        start = reference(config, prepare(config.model.name, revision=config.model.revision), device)
+        device, revision = accelerator.device, config.model.revision
+        policy = policy_of(config, prepare(config.start_model, revision=revision), device)
+        start = reference(config, prepare(config.model.name, revision=revision), device)
         self._learner = Learner(policy, config, accelerator, start, step=config.start_version)
         if config.checkpoint:
             load_optimizer(Path(config.checkpoint), policy.master, self._learner.optimizer)

@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 from inflight.config import RunConfig
 from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
 from inflight.trainer.packing import require_apart
+from inflight.trainer.recompute import recompute_layers
 
 
 class Scorer(nn.Module):
@@ -95,20 +96,39 @@ def load_policy(
     sharded: bool = False,
     packing: bool = False,
     trust_remote_code: bool = False,
+    gradient_checkpointing: bool = False,
 ) -> Policy:
     """The model of a directory, whole or `sharded` over the ranks of the process group; for `packing` if so asked.
 
-    Raises OSError or ValueError when it can't be loaded, its logits are not plain, or it can't be given packed rows.
+    Raises OSError or ValueError when it can't be loaded, its logits are not plain, its layers can't be recomputed for
+    `gradient_checkpointing`, or it can't be given packed rows.
     """
     load = functools.partial(load_model, directory, trust_remote_code=trust_remote_code)
-    if not sharded:
-        master = load(torch.float32, device, packing=packing)
-        return Policy(master, load(torch.bfloat16, device) if bfloat16 else None)
-    from inflight.trainer.sharding import shard
+    if sharded:
+        from inflight.trainer.sharding import shard
 
-    policy = Policy(load(torch.float32, torch.device("cpu"), attention_on=device, packing=packing))
-    shard(policy.scorer, policy.master, bfloat16=bfloat16, device=device)
+        policy = Policy(load(torch.float32, torch.device("cpu"), attention_on=device, packing=packing))
+        shard(policy.scorer, policy.master, bfloat16=bfloat16, device=device)
+    else:
+        master = load(torch.float32, device, packing=packing)
+        policy = Policy(master, load(torch.bfloat16, device) if bfloat16 else None)
+    if gradient_checkpointing:
+        recompute_layers(policy.compute)
     return policy
+
+
+def policy_of(config: RunConfig, directory: Path, device: torch.device) -> Policy:
+    """The policy of a run on this rank. Raises OSError or ValueError as `load_policy` does."""
+    settings = config.trainer
+    return load_policy(
+        directory,
+        bfloat16=settings.autocast,
+        device=device,
+        sharded=settings.processes > 1,
+        packing=settings.packing,
+        trust_remote_code=config.model.trust_remote_code,
+        gradient_checkpointing=settings.gradient_checkpointing,
+    )
 
 
 def load_model(

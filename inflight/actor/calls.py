@@ -64,7 +64,7 @@ class MakeTokenizer(_Message, tag=True, kw_only=True):
 
 
 class AskItem(_Message, tag=True):
-    """`task.item(index)`, or `task.held_out(index)`."""
+    """`task.item(index)`, or `task.held_out_item(index)`."""
 
     call: Call
     index: int

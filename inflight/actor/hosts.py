@@ -102,7 +102,7 @@ class TaskHost:
         if index >= self._held_out_size():
             raise DataEnded(self._held_out_size())
         assert isinstance(self._task, HeldOut)
-        return self._task.held_out(index)
+        return self._task.held_out_item(index)
 
     async def _score(self, ask: AskScore) -> Any:
         question = ask.question

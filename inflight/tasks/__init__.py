@@ -14,6 +14,7 @@ __all__ = ["Item", "Score", "Task", "TurnScorer", "make"]
 
 TASKS = {
     "addition": "inflight.tasks.addition:Addition",
+    "dataset": "inflight.tasks.dataset:Dataset",
     "distillation": "inflight.tasks.distillation:Distillation",
     "gym": "inflight.tasks.gym:Gym",
     "progression": "inflight.tasks.progression:Progression",

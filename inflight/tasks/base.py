@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 from inflight.prompts import Chat, Prompt
 from inflight.types import Turn
 
-__all__ = ["Chat", "HeldOut", "Item", "Prompt", "Score", "Task", "TurnScorer", "plain_score", "turn_score"]
+__all__ = ["Chat", "HeldOut", "Item", "OfFiles", "Prompt", "Reordered", "Score", "Task", "TurnScorer", "plain_score", "turn_score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,27 @@ class HeldOut(Protocol):
     def held_out_size(self) -> int:
         """How many; 0 for none."""
 
-    def held_out(self, index: int) -> Item:
+    def held_out_item(self, index: int) -> Item:
         """The index-th of them, in an order that is always the same. Raises IndexError from the size on."""
+
+
+@runtime_checkable
+class Reordered(Protocol):
+    """A task whose epochs have an order each. It has `__len__` as well."""
+
+    def item_of_epoch(self, epoch: int, index: int) -> Item:
+        """The index-th question of an epoch, both from 0; equal for equal arguments and seed, on every machine."""
+
+
+@runtime_checkable
+class OfFiles(Protocol):
+    """A task whose questions depend on files that its options name."""
+
+    def contents(self) -> Mapping[str, str]:
+        """What these files hold, by dotted name of the option: equal for equal data. A run resumes with no other."""
+
+    def settled(self) -> Mapping[str, Any]:
+        """Options to keep in place of those that were given: absolute paths, commits in place of branches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A task's questions, numbered on over its epochs, and where they end.
 
-A task ends where its `__len__` says; without one, where `item` raises IndexError or StopIteration, as a sequence or an
+A task ends where its `__len__` says; without one, or while that raises TypeError (a stream does not know yet), where `item` raises IndexError or StopIteration, as a sequence or an
 iterator does. One such error between questions that can be had is an error of that question.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from inflight.tasks.base import Item, Task
+from inflight.tasks.base import Item, Reordered, Task
 
 ENDS = (IndexError, StopIteration)
 
@@ -28,7 +28,7 @@ class Course:
         """Raises what the task's `__len__` does."""
         self._task = task
         self._epochs = epochs
-        self._length: int | None = len(cast(Any, task)) if hasattr(task, "__len__") else None
+        self._length = self._said()
         self._told = -1
         """The highest index that the task has told."""
 
@@ -38,15 +38,29 @@ class Course:
             try:
                 item = self._task.item(index)
             except ENDS:
-                if self._is_there(index + 1):
-                    raise
-                self._length = self._first_missing(index)
+                self._length = self._said()
+                if self._length is None:
+                    if self._is_there(index + 1):
+                        raise
+                    self._length = self._first_missing(index)
             else:
                 self._told = max(self._told, index)
                 return item
         if index >= self._length * self._epochs:
             raise DataEnded(self._length * self._epochs)
-        return self._task.item(index % self._length)
+        epoch, index = divmod(index, self._length)
+        if isinstance(self._task, Reordered):
+            return self._task.item_of_epoch(epoch, index)
+        return self._task.item(index)
+
+    def _said(self) -> int | None:
+        """The length that the task says it has; None where it says none."""
+        if not hasattr(self._task, "__len__"):
+            return None
+        try:
+            return len(cast(Any, self._task))
+        except TypeError:
+            return None
 
     def _is_there(self, index: int) -> bool:
         try:

@@ -1,0 +1,41 @@
+"""A data set of the Hugging Face hub, at one commit, memory-mapped from the cache of `datasets`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from inflight.config import ConfigError
+from inflight.tasks.data.rows import one_line, own_fields, quiet, within
+
+
+class HubRows:
+    """Rows of one split."""
+
+    def __init__(self, name: str, *, subset: str, split: str, revision: str) -> None:
+        """Downloads what the cache does not have. Raises ConfigError when that can't be had."""
+        datasets = quiet()
+        try:
+            builder = datasets.load_dataset_builder(name, subset or None, revision=revision or None)
+            builder.download_and_prepare()
+            table = builder.as_dataset(split=split)
+        except Exception as error:  # noqa: BLE001 - of many libraries
+            where = f"task.options.path={name!r}, split={split!r}" + (f", revision={revision!r}" if revision else "")
+            offline = "; the hub is not asked, for HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
+            raise ConfigError(f"{where} can't be had: {one_line(error)}{offline}") from None
+        self._name, self._split, self._table = name, split, table
+        self.commit = str(builder.hash)
+        """The hub's commit that the rows are of."""
+        if not len(table):
+            raise ConfigError(f"task.options.path={name!r}, split={split!r} is empty: it has no row")
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """As Rows.row."""
+        return own_fields(within(self._table, index))
+
+    def place(self, index: int) -> str:
+        """Data set, split and row."""
+        return f"{self._name}, {self._split}, row {index + 1}"

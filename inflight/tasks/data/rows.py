@@ -1,0 +1,207 @@
+"""Rows of a data set by number, memory-mapped through `datasets`: lines of JSON, parquet files, or one of the hub.
+
+Lines are stored as the text that they are and parsed when one is asked for. So each row keeps its own types and fields,
+where a table would give all rows the same ones, and a line that is no JSON costs itself alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import glob
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from inflight.config import ConfigError
+
+LINES = (".jsonl", ".ndjson", ".json")
+TABLES = (".parquet",)
+LINE_COLUMN = "line"
+
+
+class BadRow(ValueError):
+    """A row that no question can be made of; the text says which and why."""
+
+
+class NotJson(BadRow):
+    """A line that is no JSON object."""
+
+
+class Rows(Protocol):
+    """Numbered rows."""
+
+    def __len__(self) -> int:
+        """How many. Raises TypeError while that is not known."""
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """Values by column. Raises IndexError from the end on, BadRow for one that can't be read."""
+
+    def place(self, index: int) -> str:
+        """Where it stands, for messages."""
+
+
+def matching(path: str, option: str) -> list[Path]:
+    """The files that a path or a pattern such as `data/*.parquet` names, absolute, sorted by name; at least one.
+
+    Raises ConfigError for none, or for files that are not of one of the known kinds, all the same.
+    """
+    files = [Path(each).absolute() for each in sorted(glob.glob(str(Path(path).expanduser()), recursive=True))]
+    if not files:
+        raise ConfigError(f"{option}={path!r} does not exist: no file has that name")
+    allowed = f"a file, or a pattern for files, that ends in {', '.join((*LINES, *TABLES))}"
+    kinds = {_kind(file) for file in files}
+    if len(kinds) > 1 or kinds & {None} or not all(file.is_file() for file in files):
+        raise ConfigError(f"{option}={path!r} is not allowed: {allowed}")
+    return files
+
+
+def is_of_files(path: str) -> bool:
+    """Whether a path names files rather than a data set of the hub."""
+    return _kind(Path(path)) is not None or "*" in path or Path(path).expanduser().exists()
+
+
+def _kind(file: Path) -> str | None:
+    """How a file is read: `lines` or `table`; None for neither."""
+    suffix = file.suffix.lower()
+    return "lines" if suffix in LINES else "table" if suffix in TABLES else None
+
+
+def open_files(files: Sequence[Path], option: str) -> Rows:
+    """Rows of files, one file after the other. Raises ConfigError when one can't be read, or all are empty."""
+    datasets = quiet()
+    tables = [_read(file, option) for file in files]
+    try:
+        table = datasets.concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{option}: the files do not have the same columns: {one_line(error)}") from None
+    if not len(table):
+        raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
+    kind = LineRows if _kind(files[0]) == "lines" else TableRows
+    return kind(table, Places(files, [len(each) for each in tables]))
+
+
+def _read(file: Path, option: str) -> Any:
+    """A file as a Dataset of `datasets`, from its cache where it has not changed since. Raises ConfigError."""
+    datasets = quiet()
+    try:
+        if _kind(file) == "lines":
+            features = datasets.Features({LINE_COLUMN: datasets.Value("string")})
+            return datasets.load_dataset(
+                "text", data_files=str(file), split="train", features=features, encoding="utf-8-sig"
+            )
+        return datasets.load_dataset("parquet", data_files=str(file), split="train")
+    except Exception as error:  # noqa: BLE001 - of many libraries
+        cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise ConfigError(f"{option}={str(file)!r}, line {_undecodable(file)}: it is not UTF-8") from None
+        raise ConfigError(f"{option}={str(file)!r} can't be read: {one_line(cause)}") from None
+
+
+def _undecodable(file: Path) -> int:
+    """Number of the first line that is not UTF-8."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                return number
+    return 0
+
+
+class Places:
+    """Which file and line a row is in."""
+
+    def __init__(self, files: Sequence[Path], lengths: Sequence[int]) -> None:
+        self._files = files
+        self._ends = list(itertools.accumulate(lengths))
+
+    def of(self, index: int) -> tuple[str, int]:
+        """File and row in it, from 1."""
+        number = bisect.bisect_right(self._ends, index)
+        before = self._ends[number - 1] if number else 0
+        return str(self._files[number]), index - before + 1
+
+
+class LineRows:
+    """Rows of a table of lines."""
+
+    def __init__(self, lines: Any, places: Places) -> None:
+        self._lines, self._places = lines, places
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """The JSON object of a line."""
+        return parse(within(self._lines, index)[LINE_COLUMN], self.place(index))
+
+    def place(self, index: int) -> str:
+        """File and line."""
+        return "{}, line {}".format(*self._places.of(index))
+
+
+class TableRows:
+    """Rows of a table with columns."""
+
+    def __init__(self, table: Any, places: Places) -> None:
+        self._table, self._places = table, places
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row(self, index: int) -> Mapping[str, Any]:
+        """A row without the fields that only other rows have."""
+        return own_fields(within(self._table, index))
+
+    def place(self, index: int) -> str:
+        """File and row."""
+        return "{}, row {}".format(*self._places.of(index))
+
+
+def within(table: Any, index: int) -> Mapping[str, Any]:
+    """A table's row; IndexError from its end on, and for what counts from the end."""
+    if not 0 <= index < len(table):
+        raise IndexError(index)
+    return table[index]  # type: ignore[no-any-return]
+
+
+def parse(line: str, place: str) -> Mapping[str, Any]:
+    """The object of a JSON line. Raises NotJson."""
+    try:
+        row = msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise NotJson(f"{place}: it is not JSON: {one_line(error)}") from None
+    if not isinstance(row, dict):
+        raise NotJson(f"{place}: it is {type(row).__name__}, not a JSON object")
+    return row
+
+
+def own_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A table gives all its rows the same nested fields, None where a row has none: those are left out again, so that
+    a message has no `tool_calls` because another one has. Columns themselves stay."""
+    return {name: _without_none(value) for name, value in row.items()}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
+
+
+def quiet() -> Any:
+    """The library `datasets`, without progress bars. Raises ConfigError where it is not installed."""
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError("task.name='dataset' needs the library datasets: pip install 'inflight[data]'") from None
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity_error()
+    return datasets
+
+
+def one_line(error: BaseException) -> str:
+    """An exception in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -10,7 +10,19 @@ from typing import Any, Protocol, runtime_checkable
 from inflight.prompts import Chat, Prompt
 from inflight.types import Turn
 
-__all__ = ["Chat", "HeldOut", "Item", "OfFiles", "Prompt", "Reordered", "Score", "Task", "TurnScorer", "plain_score", "turn_score"]
+__all__ = [
+    "Chat",
+    "HeldOut",
+    "Item",
+    "OfFiles",
+    "Prompt",
+    "Reordered",
+    "Score",
+    "Task",
+    "TurnScorer",
+    "plain_score",
+    "turn_score",
+]
 
 
 @dataclass(frozen=True, slots=True)

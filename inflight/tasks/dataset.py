@@ -197,7 +197,8 @@ class Dataset:
 
     def _of_hub(self, split: str) -> HubRows:
         if "/" not in self.path:
-            raise ConfigError(f"task.options.path={self.path!r} is neither a file nor a data set of the hub: owner/name")
+            allowed = "neither a file nor a data set of the hub: owner/name"
+            raise ConfigError(f"task.options.path={self.path!r} is {allowed}")
         return HubRows(self.path, subset=self.subset, split=split, revision=self.revision)
 
     @cached_property

@@ -158,7 +158,7 @@ def test_make_gives_seed_and_options():
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("chess", {}, "addition, distillation, gym, progression"),
+        ("chess", {}, "addition, dataset, distillation, gym, progression"),
         ("no.such:Thing", {}, "can't be imported"),
         (f"{__name__}:Absent", {}, "can't be imported"),
         (f"{__name__}:NoTask", {}, "not a dataclass"),
@@ -185,4 +185,4 @@ def test_tasks_are_imported_only_when_made():
     code = "import sys, inflight.tasks; print([m for m in sys.modules if m.startswith('inflight.tasks.')])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "['inflight.tasks.base']"
-    assert set(TASKS) == {"addition", "distillation", "gym", "progression"}
+    assert set(TASKS) == {"addition", "dataset", "distillation", "gym", "progression"}

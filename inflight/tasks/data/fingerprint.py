@@ -13,7 +13,7 @@ first byte to its last. A change between them that keeps the size is not seen.""
 
 
 def of_files(files: Sequence[Path]) -> str:
-    """`12 rows …`-like text with number of files, bytes, and a hash. Raises OSError."""
+    """Number of files, if several, bytes and a hash. Raises OSError."""
     total, hashed = 0, blake2b(digest_size=12)
     for file in files:
         size = file.stat().st_size

@@ -72,21 +72,24 @@ def _kind(file: Path) -> str | None:
 def open_files(files: Sequence[Path], option: str) -> Rows:
     """Rows of files, one file after the other. Raises ConfigError when one can't be read, or all are empty."""
     datasets = quiet()
-    tables = [_read(file, option) for file in files]
+    tables = {file: table for file in files if (table := _read(file, option)) is not None}
+    if not tables:
+        raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
     try:
-        table = datasets.concatenate_datasets(tables) if len(tables) > 1 else tables[0]
+        table = datasets.concatenate_datasets(list(tables.values()))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{option}: the files do not have the same columns: {one_line(error)}") from None
-    if not len(table):
-        raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
     kind = LineRows if _kind(files[0]) == "lines" else TableRows
-    return kind(table, Places(files, [len(each) for each in tables]))
+    return kind(table, Places(list(tables), [len(each) for each in tables.values()]))
 
 
 def _read(file: Path, option: str) -> Any:
-    """A file as a Dataset of `datasets`, from its cache where it has not changed since. Raises ConfigError."""
+    """A file as a Dataset of `datasets`, from its cache where it has not changed since; None for one without a row,
+    which the library does not read. Raises ConfigError."""
     datasets = quiet()
     try:
+        if _is_empty(file):
+            return None
         if _kind(file) == "lines":
             features = datasets.Features({LINE_COLUMN: datasets.Value("string")})
             return datasets.load_dataset(
@@ -98,6 +101,15 @@ def _read(file: Path, option: str) -> Any:
         if isinstance(cause, UnicodeDecodeError):
             raise ConfigError(f"{option}={str(file)!r}, line {_undecodable(file)}: it is not UTF-8") from None
         raise ConfigError(f"{option}={str(file)!r} can't be read: {one_line(cause)}") from None
+
+
+def _is_empty(file: Path) -> bool:
+    """Raises what pyarrow does for what is no parquet file."""
+    if _kind(file) == "lines":
+        return file.stat().st_size == 0
+    from pyarrow import parquet  # a part of `datasets`
+
+    return bool(parquet.read_metadata(file).num_rows == 0)
 
 
 def _undecodable(file: Path) -> int:

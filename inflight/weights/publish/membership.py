@@ -77,10 +77,10 @@ class Membership:
         """→ IDLE when all members are there and agree."""
         members = replica.members
         if members.missing:
-            replica.standing.why = f"no hello from {', '.join(members.missing)}"
+            replica.incomplete(f"no hello from {', '.join(members.missing)}")
         elif len(set(members.held.values())) > 1:
-            replica.standing.why = f"its members hold different versions: {members.held}"
-            log.warning("%s: %s", replica.generator, replica.standing.why)
+            replica.incomplete(f"its members hold different versions: {members.held}")
+            log.warning("%s: %s", replica.generator, replica.reason)
         elif replica.join(newest):
             holds = "no version yet" if members.version is None else f"version {members.version}"
             log.info("%s has joined with %s, the newest is %d", replica.generator, holds, newest)
@@ -110,9 +110,9 @@ class Membership:
         """Does what is due for those that take no part; to be called often."""
         now = self._session.clock()
         for replica in self.replicas.values():
-            if replica.state.present or replica.standing.due is None or now < replica.standing.due:
+            if replica.state.present or replica.due is None or now < replica.due:
                 continue
-            replica.standing.due = now + ENQUIRE_S
+            replica.postpone(now + ENQUIRE_S)
             if replica.state is State.ABSENT:
                 self.enquire(replica)
             else:  # INCOMPATIBLE: repeated while it is still connected
@@ -125,7 +125,7 @@ class Membership:
         This is how a disconnected member rejoins, also if its hello was lost. A generator whose engine is there but not
         its ranks is broken inside; it is told to end once it has had the time of a transfer.
         """
-        members, since = replica.members, self._session.clock() - replica.standing.since
+        members, since = replica.members, self._session.clock() - replica.since
         connected = self._session.outbox.peers()
         gone = [peer for peer in members.ranks if peer not in connected]
         if gone and members.engine in connected and since > self._session.config.transfer_timeout_s:

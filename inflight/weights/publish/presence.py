@@ -52,6 +52,11 @@ class Presence:
         return self.standing.why or self.retry.trouble
 
     @property
+    def since(self) -> float:
+        """When it entered its state, in the clock's seconds."""
+        return self.standing.since
+
+    @property
     def due(self) -> float | None:
         """When the state's next step must be taken if nothing happens; None: there is none."""
         return self.attempt.due if self.attempt is not None and self.state is State.SENDING else self.standing.due
@@ -69,6 +74,14 @@ class Presence:
         self.caught_up, self.standing.asked_to_end = self.members.version == newest, False
         self.retry.clear()
         return True
+
+    def incomplete(self, why: str) -> None:
+        """Stays ABSENT although a member said hello; `why`, for people."""
+        self.standing.why = why
+
+    def postpone(self, due: float) -> None:
+        """The state's next step is taken at `due`, in the clock's seconds."""
+        self.standing.due = due
 
     def reopen(self) -> bool:
         """A new transport, and a Welcome to it for every rank. False, leaving ABSENT, when it can't be opened."""

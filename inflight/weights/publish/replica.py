@@ -168,7 +168,7 @@ class Replica(Presence):
         if self.state is State.ABORTING:
             self.standing.enter(State.STALLED, now, reason)
             self.standing.miss()
-        self.standing.due = now + ABORT_S
+        self.postpone(now + ABORT_S)
         attempt.abort(silent, reason)
 
     def _repeat_commit(self, attempt: Attempt, now: float) -> None:
@@ -178,7 +178,7 @@ class Replica(Presence):
             self.standing.fail(attempt.version, "commit", reason)
             self.standing.enter(State.UNSURE, now, reason)
             self.standing.miss()
-        self.standing.due = now + ABORT_S
+        self.postpone(now + ABORT_S)
         attempt.commit(self.members.engine)
 
     def _delivered(self, attempt: Attempt) -> None:

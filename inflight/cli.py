@@ -71,6 +71,12 @@ def _show(arguments: list[str]) -> int:
     return show.main(arguments)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from inflight.doctor import command
+
+    return command.main(arguments)
+
+
 def _patch(arguments: list[str]) -> int:
     from inflight import patching
 
@@ -105,6 +111,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "audit": ("replay a run's rollouts and check every version tag", _audit),
     "report": ("what a run came to, and what age did to its tokens", _report),
     "show": ("a run's rollouts, and which version sampled which token", _show),
+    "doctor": ("check this machine, and say what to do", _doctor),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),
     "model": ("prepare a model and print its directory", _model),
     "version": ("print the version", _version),

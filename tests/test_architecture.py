@@ -98,6 +98,7 @@ MAY_IMPORT = {
         "tasks",
     },
     "audit": {"agreement", "groups", "types", "config", "models", "metrics", "rollout", "sampling", "generator"},
+    "doctor": {"config", "exits", "launcher", "models", "patching", "surroundings", "weights"},
     "report": {"types", "config", "groups", "metrics", "rollout"},
 }
 UNBOUND = {"launcher", "cli"}
@@ -107,7 +108,7 @@ WEIGHTS_ABOVE = {"publish", "receive"}
 # Libraries that belong to one place alone.
 BELONGS_TO = {
     "zmq": r"bus(\..*)?",
-    "vllm": r"generator\..*",
+    "vllm": r"generator\..*|doctor\.probes",
     "huggingface_hub": r"hub",
     "hydra": r"launcher\.(compose|chosen)",
     "psutil": r"processes|descendants|launcher\.run_lock|generator\..*",

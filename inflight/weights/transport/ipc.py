@@ -138,9 +138,7 @@ class IpcReceiver:
     def _address(self, offer: bytes) -> int:
         offset, _, handle = _HEADER.unpack(offer)
         if handle not in self._open:
-            opened = driver.CUipcMemHandle()
-            opened.reserved = handle
-            self._open[handle] = int(cuda.check("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(opened, _LAZY_PEER)))
+            self._open[handle] = _mapped(handle)
         return self._open[handle] + offset
 
 
@@ -157,3 +155,15 @@ def export(buffer: torch.Tensor) -> bytes:
             "torch's expandable segments do not allow it"
         ) from None
     return _HEADER.pack(address - int(found[0]), buffer.numel(), handle.reserved)
+
+
+def opened(offer: bytes) -> int:
+    """Where this process finds what `export` has offered in another one; mapped anew by each call. Raises CudaError."""
+    offset, _, handle = _HEADER.unpack(offer)
+    return _mapped(handle) + int(offset)
+
+
+def _mapped(handle: bytes) -> int:
+    struct_of_handle = driver.CUipcMemHandle()
+    struct_of_handle.reserved = handle
+    return int(cuda.check("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(struct_of_handle, _LAZY_PEER)))

@@ -1,0 +1,42 @@
+"""What a check found, and what a person should do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """How serious a finding is."""
+
+    OK = "ok"
+    WARN = "warn"
+    """A run can start, but may be slower or fail later."""
+    FAIL = "fail"
+    """A run can't start, or will fail."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line."""
+
+    state: State
+    name: str
+    text: str
+    todo: str = ""
+    """What to do; empty where all is well."""
+
+
+def ok(name: str, text: str) -> Finding:
+    """All is well."""
+    return Finding(State.OK, name, text)
+
+
+def warn(name: str, text: str, todo: str) -> Finding:
+    """A run may be slower or fail later."""
+    return Finding(State.WARN, name, text, todo)
+
+
+def fail(name: str, text: str, todo: str) -> Finding:
+    """A run will fail."""
+    return Finding(State.FAIL, name, text, todo)

@@ -142,6 +142,9 @@ class RunConfig:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
+        budget = self.trainer.micro_batch_tokens
+        allowed = f"0, or {limit + 1} (generator.max_model_len) or more: a sequence has to fit"
+        require(not 0 < budget <= limit, "trainer.micro_batch_tokens", budget, allowed)
         require_rewards(self.rewards)
         self._require_scores()
         sequences = self.trainer.groups_per_step * self.rollout.group_size

@@ -24,6 +24,8 @@ class Idle:
 IDLE = (
     Idle("trainer.objective.kl_cap trainer.objective.kl_estimator trainer.objective.kl_reference",
          lambda run: not run.trainer.objective.kl, "trainer.objective.kl is 0"),
+    Idle("trainer.micro_batch", lambda run: run.trainer.micro_batch_tokens > 0,
+         "trainer.micro_batch_tokens says how large a micro-batch is"),
     Idle("trainer.rank_timeout_s", lambda run: run.trainer.processes == 1, "trainer.processes is 1"),
     Idle("rollout.kept_tokens", lambda run: not run.rollout.cuts,
          "rollout.top_p, top_k and min_p cut nothing off"),

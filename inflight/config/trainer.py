@@ -83,6 +83,9 @@ class TrainerConfig:
     """Passes over a batch, each dealt out anew."""
     micro_batch: int = 8
     """Sequences per forward pass."""
+    micro_batch_tokens: int = 0
+    """Above 0: tokens per forward pass in place of sequences, padding included, and as many sequences as fit. Bounds
+    the memory of activations, whatever the lengths in a step; at least generator.max_model_len."""
     packing: bool = False
     """Lay short sequences of a micro-batch end to end, instead of padding each to the longest (trainer/packing.py).
     Micro-batches then mix long and short ones; without, they are of similar lengths, so that small ones waste little:
@@ -129,7 +132,7 @@ class TrainerConfig:
         require_fields(self, "trainer", "updates_per_batch epochs_per_batch", least=1, most=MAX_UPDATES)
         require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
         require_fields(self, "trainer", "learning_rate weight_decay", least=0, most=LARGEST_REAL)
-        require_fields(self, "trainer", "warmup_steps checkpoint_every checkpoints_kept", least=0)
+        require_fields(self, "trainer", "warmup_steps checkpoint_every checkpoints_kept micro_batch_tokens", least=0)
         for name, allowed in (("compare_start", COMPARE_START), ("compare_lag_0", COMPARE_LAG_0)):
             require(getattr(self, name) in allowed, f"trainer.{name}", getattr(self, name), ", ".join(allowed))
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")

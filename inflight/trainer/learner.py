@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -107,8 +108,7 @@ class Learner:
                 found.append(self.score(own))
             found += [tensor_from_wire("logprobs", each) for each in self.coordinator.scored()]
         filled = torch.zeros_like(batch.behaviour_logprobs)
-        settings = self.settings
-        cut = shares(batch, settings.micro_batch, settings.processes, mixed=settings.packing)
+        cut = shares(batch, **self._cut)
         for rows, logprobs in zip(cut, found, strict=False):  # beyond are ranks that had nothing left
             filled[rows, : logprobs.shape[1]] = logprobs
         return dataclasses.replace(batch, proximal_logprobs=filled)
@@ -138,8 +138,13 @@ class Learner:
         return sum(loss for loss, _ in done), combine([stats for _, stats in done])
 
     def _rounds(self, batch: Batch) -> list[list[Batch]]:
-        settings = self.settings
-        return rounds(batch, settings.micro_batch, settings.processes, mixed=settings.packing)
+        return rounds(batch, **self._cut)
+
+    @property
+    def _cut(self) -> dict[str, Any]:
+        """How `split` is to cut a batch."""
+        by, ranks = self.settings, self.settings.processes
+        return {"size": by.micro_batch, "ranks": ranks, "mixed": by.packing, "tokens": by.micro_batch_tokens}
 
     def learn(self, batch: Batch) -> tuple[float, Stats]:
         """Adds the gradient of a micro-batch; its share of the step's loss, and what happened."""

@@ -48,6 +48,11 @@ def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
     return Rows(laid, positions, row, start)
 
 
+def packed_tokens(lengths: Sequence[int]) -> int:
+    """Tokens that a model is given for sequences of these lengths by `packed`, with what is left over in rows."""
+    return (max(row for row, _ in _best_fit(lengths)) + 1) * max(lengths)
+
+
 @torch.no_grad()
 def require_apart(model: PreTrainedModel) -> None:
     """Raises ValueError for a model in which a token of one sequence reaches another one of the same row."""

@@ -31,7 +31,7 @@ def pieces(number: int, batch: Batch) -> Iterator[Piece]:
     if len(parcel) > MAX_PARCEL_BYTES:
         raise PieceError(
             f"a micro-batch of {len(batch.input_ids)} sequences and {len(parcel)} bytes exceeds the limit of "
-            f"{MAX_PARCEL_BYTES}: lower trainer.micro_batch"
+            f"{MAX_PARCEL_BYTES}: lower trainer.micro_batch or trainer.micro_batch_tokens"
         )
     for offset in range(0, len(parcel), PIECE_BYTES):
         yield Piece(number=number, offset=offset, total=len(parcel), data=parcel[offset : offset + PIECE_BYTES])

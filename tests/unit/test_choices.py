@@ -89,6 +89,7 @@ def idle_with(idle):
     other = {
         "gate.max_token_lag": {"trainer": {"synchronous": True}, "gate": {"max_lag": 0}},
         "generator.share_prefix_across_versions": {"generator": {"prefix_caching": False}},
+        "trainer.micro_batch": {"trainer": {"micro_batch_tokens": 256}},
         "gate.stale_retries": {"gate": {"on_stale": "drop"}},
         "launch.restart_delay_s": {"launch": {"restarts": 0}},
     }

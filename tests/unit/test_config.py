@@ -212,6 +212,12 @@ def test_an_answer_must_fit_into_the_context():
         compose("tiny", ["rollout.max_tokens=256", "generator.max_model_len=256"])
 
 
+def test_the_longest_sequence_must_fit_into_a_micro_batch():
+    with pytest.raises(ConfigError, match=r"trainer\.micro_batch_tokens=255 is not allowed: 0, or 256 \("):
+        compose("tiny", ["trainer.micro_batch_tokens=255", "generator.max_model_len=256"])
+    assert compose("tiny", ["trainer.micro_batch_tokens=256"]).trainer.micro_batch_tokens == 256
+
+
 def test_a_synchronous_run_looks_no_step_ahead():
     with pytest.raises(ConfigError, match=r"gate\.max_lag=2 is not allowed: 0 with trainer\.synchronous"):
         compose("tiny", ["trainer.synchronous=true"])

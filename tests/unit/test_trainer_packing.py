@@ -121,13 +121,25 @@ def computed(*models):
     return shapes
 
 
+SHAPES = {
+    (7,): [(7, 12)],
+    (7, True): [(5, 12)],
+    (3, True): [(2, 12), (2, 11), (2, 9)],
+    (24,): [(2, 12), (2, 9), (3, 5)],
+    (24, True): [(2, 11), (2, 9), (1, 12), (2, 6)],
+}
+"""What the model is given, by how the batch is cut."""
+
+
 @pytest.mark.parametrize("settings", [{}, {"name": "gspo"}, {"name": "reinforce", "kl": 0.3, "entropy": 0.1}], ids=str)
 def test_a_learner_comes_to_the_same(tiny_model, tmp_path, settings):
     """Losses, gradients and stats, in micro-batches of several sizes; the divergence's reference is packed as well."""
     found = []
-    for micro_batch, packing in ((7, False), (7, True), (3, True)):
+    cuts = ({"micro_batch": 7}, {"micro_batch": 7, "packing": True}, {"micro_batch": 3, "packing": True})
+    for cut in (*cuts, {"micro_batch_tokens": 24}, {"micro_batch_tokens": 24, "packing": True}):
+        packing = cut.get("packing", False)
         config = make_config(tmp_path)
-        trainer = TrainerConfig(micro_batch=micro_batch, packing=packing, objective=ObjectiveConfig(**settings))
+        trainer = TrainerConfig(**cut, objective=ObjectiveConfig(**settings))
         object.__setattr__(config, "trainer", trainer)
         policy, start = (
             load_policy(tiny_model, bfloat16=False, device=torch.device("cpu"), packing=packing) for _ in range(2)
@@ -138,9 +150,8 @@ def test_a_learner_comes_to_the_same(tiny_model, tmp_path, settings):
         learner = Learner(policy, config, Accelerator(cpu=True), start.master.requires_grad_(False))
         shapes = computed(policy.master.base_model, start.master.base_model)
         loss, stats = learner.backward(sequences(kept=False), lambda: False)
-        wanted = {(7, False): [(7, 12)], (7, True): [(5, 12)], (3, True): [(2, 12), (2, 11), (2, 9)]}
         models = 2 if "kl" in settings else 1
-        assert shapes == [shape for shape in wanted[micro_batch, packing] for _ in range(models)]
+        assert shapes == [shape for shape in SHAPES[tuple(cut.values())] for _ in range(models)]
         gradient = torch.cat([p.grad.flatten() for p in policy.master.parameters()])
         found.append((loss, gradient, stats.values()["entropy"], stats.values()["log_ratio_std"]))
     padded, *others = found

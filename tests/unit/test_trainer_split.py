@@ -10,6 +10,8 @@ from dataclasses import fields, replace
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_samples import make_config
 
 from inflight.bus import Link, Listener
@@ -24,8 +26,10 @@ from inflight.messages.ranks import (
     Took,
     TrainerHello,
 )
+from inflight.trainer import budget
 from inflight.trainer.batch import Batch
 from inflight.trainer.coordinator import Coordinator, CoordinatorError
+from inflight.trainer.packing import packed_tokens
 from inflight.trainer.pieces import WINDOW, Assembly, PieceError, pieces
 from inflight.trainer.split import rounds
 from inflight.trainer.stats import COLUMNS, LAGS, Stats
@@ -53,6 +57,48 @@ def test_every_sequence_is_trained_on_once_and_every_rank_takes_part_in_every_ro
     trained = [part for each in found for part in each if part.trained_tokens]
     assert sorted(int(n) for part in trained for n in part.input_ids[:, 0]) == list(range(sequences))
     assert sum(part.trained_tokens for part in trained) == batch.trained_tokens
+
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+@given(lengths=LENGTHS, tokens=st.sampled_from([40, 64, 200]), ranks=st.sampled_from([1, 2, 3]), packing=st.booleans())
+def test_micro_batches_by_tokens(lengths, tokens, ranks, packing):
+    """Every sequence once, none above the budget, and as many as make full rounds if there are sequences to divide."""
+    if packing:
+        parts = budget.mixed(lengths, tokens, ranks, packed_tokens)
+        cost = packed_tokens
+    else:
+        parts, cost = budget.alike(lengths, tokens, ranks), budget.padded_tokens
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    costs = [cost([lengths[index] for index in part]) for part in parts]
+    assert max(costs) <= tokens
+    assert len(parts) % ranks == 0 or len(parts) == len(lengths)
+    if not packing:
+        assert costs == sorted(costs, reverse=True)
+
+
+def test_no_more_micro_batches_than_are_needed():
+    lengths = [8, 1, 5, 4, 2, 3, 8, 1]
+    assert budget.alike(lengths, 16, 1) == [[0, 6], [2, 3, 5], [4, 1, 7]]
+    packed = budget.mixed(lengths, 16, 1, packed_tokens)
+    assert [sorted(lengths[index] for index in part) for part in packed] == [[1, 2, 5, 8], [1, 3, 4, 8]]
+    assert budget.alike([5, 5, 5, 5], 20, 2) == [[0, 1], [2, 3]], "a rank has nothing to do beside one full one"
+    assert budget.mixed([5, 5, 5, 5], 20, 2, packed_tokens) == [[0, 2], [1, 3]]
+
+
+def test_a_sequence_above_the_budget_is_alone():
+    assert budget.alike([9, 3, 2], 6, 1) == [[0], [1, 2]]
+    assert budget.mixed([9, 3, 2], 6, 1, packed_tokens) == [[0], [1], [2]]
+
+
+def test_rounds_by_tokens_are_what_the_ranks_get():
+    batch = make_batch(9)  # of 3, 4, 5, 6, 3, … tokens with their prompts
+    found = rounds(batch, 8, 2, tokens=12)
+    assert [[part.lengths().tolist() for part in each] for each in found] == [
+        [[6, 6], [4, 4, 3]],
+        [[5, 5], [3, 3]],
+    ]
 
 
 def test_the_work_is_shared_evenly():

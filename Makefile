@@ -5,6 +5,7 @@ PY := .venv/bin/python
 READY := .venv/ready
 # As scripts/setup.sh finds it: the tool alone, as in some images, makes no GPU.
 MACHINE := $(or $(INFLIGHT_DEVICE),$(if $(shell nvidia-smi -L 2>/dev/null | grep GPU),gpu,cpu))
+WORKERS ?= 2
 DEMO := $(if $(filter gpu,$(MACHINE)),demo_gpu,demo)
 # Torch, OpenMP and vLLM's workers must not each take every core.
 export OMP_NUM_THREADS ?= 1
@@ -32,8 +33,10 @@ setup: $(READY)
 demo: $(READY)
 	@$(PY) -m inflight.launcher --config-name $(DEMO) machine=$(MACHINE) $(ARGS)
 
+# Two worker processes: tests wait for engines and timeouts more than they compute. A file stays in one worker, since
+# its tests share an engine.
 test: $(READY)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)

@@ -244,9 +244,10 @@ def schema() -> DictConfig:
     for key in root:
         if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
             OmegaConf.set_readonly(root[key], False)
-    for nested in (root.trainer.objective, root.trainer.advantage):
+    for nested in (root.trainer.objective, root.trainer.schedule, root.trainer.advantage):
         OmegaConf.set_readonly(nested, False)
-    options = (root.task.options, root.trainer.objective.options, root.trainer.advantage.options)
+    options = (root.task.options, root.trainer.objective.options, root.trainer.schedule.options,
+               root.trainer.advantage.options)  # fmt: skip
     for free in (*options, root.generator.extra, root.launch.affinity):
         OmegaConf.set_struct(free, False)  # these take any key
     return root

@@ -8,6 +8,13 @@ from typing import Any
 from inflight.config.checks import LARGEST_REAL, MAX_PROCESSES, require, require_fields
 
 NORMALISATIONS = ("token", "sequence", "constant")
+SCHEDULES = (
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay",
+)  # fmt: skip
+"""Of the learning rate, as transformers names them."""
+NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Further ones of transformers, whose learning rate at a step does not follow from the step."""
 MAX_UPDATES = 1024
 """Of one kind, for one batch."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
@@ -67,6 +74,27 @@ class AdvantageConfig:
 
 
 @dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate after the warm-up (see docs/objectives.md)."""
+
+    name: str = "constant"
+    """As transformers names its schedules; over `trainer.steps` steps."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Given to it: `num_cycles`, `min_lr_rate`, `num_decay_steps` and so on, by schedule."""
+
+    def __post_init__(self) -> None:
+        allowed = ", ".join(SCHEDULES)
+        if self.name in NEED_A_METRIC:
+            allowed += f"; {self.name} follows a validation loss, which a run does not have"
+        require(self.name in SCHEDULES, "trainer.schedule.name", self.name, allowed)
+
+    @property
+    def constant(self) -> bool:
+        """Whether the learning rate stays, after the warm-up."""
+        return self.name in ("constant", "constant_with_warmup")
+
+
+@dataclass(frozen=True)
 class TrainerConfig:
     """Optimization."""
 
@@ -95,7 +123,13 @@ class TrainerConfig:
     Without it a model of 7B in bfloat16 keeps 6 MiB a token."""
     learning_rate: float = 1e-5
     weight_decay: float = 0.0
+    """Decoupled decay of matrices; biases and the weights of norms do not decay."""
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
     warmup_steps: int = 0
+    """Steps over which the learning rate rises evenly, from 1 / warmup_steps of it in the first one."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grad_clip: float = 1.0
@@ -133,6 +167,10 @@ class TrainerConfig:
         require_fields(self, "trainer", "processes", least=1, most=MAX_PROCESSES)
         require_fields(self, "trainer", "learning_rate weight_decay", least=0, most=LARGEST_REAL)
         require_fields(self, "trainer", "warmup_steps checkpoint_every checkpoints_kept micro_batch_tokens", least=0)
+        require_fields(self, "trainer", "adam_epsilon", most=LARGEST_REAL)
+        for name in ("adam_beta1", "adam_beta2"):
+            value = getattr(self, name)
+            require(0 <= value < 1, f"trainer.{name}", value, "0 or more, below 1")
         for name, allowed in (("compare_start", COMPARE_START), ("compare_lag_0", COMPARE_LAG_0)):
             require(getattr(self, name) in allowed, f"trainer.{name}", getattr(self, name), ", ".join(allowed))
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")

@@ -101,17 +101,19 @@ def _require_task(config: RunConfig) -> None:
 
 
 def _require_named(config: RunConfig) -> None:
-    """Raises ConfigError for an objective, advantage or rule that does not exist or does not take its options.
+    """Raises ConfigError for an objective, advantage, rule or schedule that does not exist or take its options.
 
     The trainer looks, in a process of its own: it takes torch to know options, and the user's modules to know theirs.
     """
     trainer, gate = config.trainer, config.gate
     chosen = (gate.rules, gate.ratio_rules, trainer.objective.options, trainer.advantage.options)
-    if not any(chosen) and trainer.objective.name in OBJECTIVES and trainer.advantage.name in ADVANTAGES:
+    usual = trainer.schedule.constant and not trainer.schedule.options
+    usual = usual and trainer.objective.name in OBJECTIVES and trainer.advantage.name in ADVANTAGES
+    if usual and not any(chosen):
         return  # the usual case: nothing that could be wrong is worth some seconds
     looked = _look(config, "inflight.trainer", ["--check"], "trainer")
     if looked.code is None:
-        raise LaunchError(f"the check of objective, advantage and rules did not end within {CHECK_S:g} s")
+        raise LaunchError(f"the check of objective, advantage, rules and schedule did not end within {CHECK_S:g} s")
     if looked.code:
         said = looked.words or [f"the check ended with code {looked.code}"]
         raise ConfigError(said[-1].removeprefix("inflight trainer: "))

@@ -162,12 +162,15 @@ def _ranks(config: RunConfig) -> dict[str, int]:
 
 
 def _require_named(config: RunConfig) -> None:
-    """Raises ConfigError for an objective, advantage or ratio rule that does not exist or does not take its options."""
+    """Raises ConfigError for an objective, advantage, ratio rule or schedule that does not exist or take its options.
+    """
     from inflight.trainer.advantage import advantage_of
     from inflight.trainer.loss import make_loss
+    from inflight.trainer.schedule import rate_factor
 
     advantage_of(config.trainer.advantage)
     make_loss(config)
+    rate_factor(config.trainer)
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:

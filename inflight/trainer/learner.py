@@ -21,6 +21,7 @@ from inflight.trainer.batch import Batch, collate
 from inflight.trainer.coordinator import Coordinator
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.loss import make_loss
+from inflight.trainer.optimizer import make_optimizer, make_schedule
 from inflight.trainer.policy import Policy
 from inflight.trainer.split import mini_batches, rounds, shares
 from inflight.trainer.stats import Stats, combine
@@ -30,11 +31,6 @@ from inflight.weights.shards import is_sharded
 
 class Stopped(Exception):
     """The step was given up half-way, before anything of the weights was changed."""
-
-
-def warmup(steps: int) -> Callable[[int], float]:
-    """Factor of the learning rate at the n-th version (from 0): rises evenly over `steps` versions to 1 and stays."""
-    return lambda step: min(1.0, (step + 1) / steps) if steps else 1.0
 
 
 class Learner:
@@ -64,13 +60,8 @@ class Learner:
         self._sampling = Sampling.of(config.rollout)
         self._advantage = advantage_of(config.trainer.advantage)
         settings = config.trainer
-        optimizer = torch.optim.AdamW(
-            policy.master.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay, fused=True
-        )
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-        factor = warmup(settings.warmup_steps)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor, last_epoch=step - 1)
+        optimizer = make_optimizer(policy.master, settings)
+        schedule = make_schedule(optimizer, settings, step)
         self.optimizer, self._schedule = accelerator.prepare(optimizer, schedule)
         self._moved = False
         """Whether an update of the batch was taken so far."""
@@ -79,6 +70,11 @@ class Learner:
     def settings(self) -> TrainerConfig:
         """How it is to learn."""
         return self._config.trainer
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the step that is next."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def collate(self, groups: Sequence[GatedGroup]) -> Batch:
         """The batch of a step, its tokens valued and weighed as the run is configured."""

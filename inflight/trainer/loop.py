@@ -115,6 +115,7 @@ class Trainer:
             self._comparing.before_step(step - 1)
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)
+            rate = self._learner.learning_rate
             updates = train(self._learner, batch, self._stop.is_set)
         skipped = self._skips.note(updates)
         moved = any(each.taken for each in updates)
@@ -125,7 +126,7 @@ class Trainer:
             return False
         report = self.publish(step)
         learned = rewards_and_lags(groups, self._buffer.rewards, batch)
-        learned |= learning(updates, settings.epochs_per_batch, batch)
+        learned |= learning(updates, settings.epochs_per_batch, batch) | {"learning_rate": rate}
         self._write_line(step, learned, report, batch.completion_tokens)
         return True
 

@@ -19,7 +19,7 @@ from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate
-from inflight.trainer.learner import Learner, Stopped, warmup
+from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
 from inflight.trainer.loss import Loss
 from inflight.trainer.objectives.ppo import ppo
@@ -304,11 +304,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, tmp_path):
     ours, theirs = (each.policy.master.parameters() for each in learners)
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert [each.optimizer.param_groups[0]["lr"] for each in learners] == [pytest.approx(0.5e-3)] * 2
-
-
-def test_warmup():
-    assert [warmup(4)(n) for n in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
-    assert warmup(0)(0) == 1.0
 
 
 @pytest.mark.parametrize("there", [False, True])

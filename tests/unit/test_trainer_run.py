@@ -379,6 +379,7 @@ def test_a_run_goes_on_from_its_checkpoint(make_run, monkeypatch, dies_in):
     assert state["step"] == 2
     assert state["lr"] == pytest.approx(1e-3 * 3 / 8)
     assert [line["step"] for line in run.lines()] == [1, 2, 3, 4, 5, 6]
+    assert [line["learning_rate"] for line in run.lines()] == pytest.approx([1e-3 * step / 8 for step in range(1, 7)])
     assert sorted(trained(run)) == list(range(12))
     times = [line["time_s"] for line in run.lines()]
     assert times == sorted(times)

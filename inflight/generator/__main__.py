@@ -19,7 +19,7 @@ from inflight.surroundings import allow_open_files, forget_foreign
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: one of exits.py."""
+    """Returns an exit code: one of exits.py."""
     parser = argparse.ArgumentParser(prog="python -m inflight.generator", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="g0, g1, …")
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load(arguments.run_dir)
         _check_name(config, arguments.name)
-        forget_foreign(os.environ, "generator")  # a launcher's child has inherited none, a script's may have
+        forget_foreign(os.environ, "generator")  # the launcher removes them for its children, a script may not
         os.environ.update(environment(config, os.environ))
         allow_open_files()
         return _run(config, arguments.name)
     except (ConfigError, ModelError) as error:
         return say_why(f"generator {arguments.name}", error, BAD_INPUT)
-    except SystemExit as stop:  # SIGTERM while nothing was started yet
+    except SystemExit as stop:  # SIGTERM before the engine was started
         return int(stop.code or 0)
 
 
@@ -53,13 +53,13 @@ def _run(config: RunConfig, name: str) -> int:
         raise
     except (GeneratorEnded, BusError, ValueError, OSError) as error:
         return say_why(f"generator {name}", error, GIVEN_UP)
-    except RuntimeError as error:  # vLLM's word for a core that did not start; its log tells why
+    except RuntimeError as error:  # vLLM raises it when the engine core did not start; its log has the cause
         return say_why(f"generator {name}", error, GIVEN_UP)
     return DONE if over else STOPPED
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:
-    """Until the event loop handles signals, which starts with serving: give up what is being started."""
+    """Signal handler until the event loop installs its own, when serving begins: aborts the start."""
     raise SystemExit(STOPPED)
 
 

@@ -1,7 +1,8 @@
-"""What the server says when it can take no more connections: one line now and then.
+"""Rate-limited logging of connections that the server could not accept.
 
-Where a process has no file left for a connection, asyncio reports each of the backlog, two thousand a second, with a
-stack trace. The connections themselves wait in the backlog and are tried again a second later.
+When a process is out of file descriptors, asyncio reports every connection in the backlog, about two thousand per
+second, each with a stack trace. The connections themselves stay in the backlog; accepting them is retried one second
+later.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ SAY_EVERY_S = 30.0
 
 
 class AcceptErrors:
-    """An exception handler for an event loop: connections that could not be accepted are counted, all else is passed on
-    to the loop's own handler."""
+    """An exception handler for an event loop: counts connections that could not be accepted, and passes everything else
+    on to the loop's own handler."""
 
     def __init__(self) -> None:
         self._count, self._said = 0, -SAY_EVERY_S
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """As `loop.set_exception_handler` takes it."""
+        """The signature that `loop.set_exception_handler` expects."""
         error = context.get("exception")
         if not (isinstance(error, OSError) and error.errno in OUT_OF_FILES and "socket" in context):
             loop.default_exception_handler(context)

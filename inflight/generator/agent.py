@@ -1,4 +1,4 @@
-"""The engine's side of the weight protocol: the publisher says commit, the engine core does, the agent answers."""
+"""The engine's side of the weight protocol: receives Commit, has the engine core carry it out, and answers."""
 
 from __future__ import annotations
 
@@ -24,57 +24,57 @@ class GeneratorEnded(RuntimeError):
 
 
 class Engine(Protocol):
-    """What the agent needs of vLLM's AsyncLLM (patched)."""
+    """The methods of vLLM's AsyncLLM (patched) that the agent uses."""
 
     engine_core: Any
     output_processor: Any
 
 
 def running(engine: Engine) -> int:
-    """How many requests the engine has not finished. AsyncLLM itself tells it in later versions than 0.26 only."""
+    """Number of unfinished requests of the engine. AsyncLLM has a public method for this only after 0.26."""
     return int(engine.output_processor.get_num_unfinished_requests())
 
 
 @dataclass
 class Commits:
-    """What the status tells of the swaps so far."""
+    """What the status reports about swaps so far."""
 
     version: int | None
-    """None: none yet, the engine has what it was started with."""
+    """None: no version is committed yet, the engine has the weights that it was started with."""
     publisher: str
-    """Whose version that is."""
+    """The publisher that sent that version."""
     swaps: int = 0
     gap_s: float = 0.0
     """Of the last swap: the longest stall of a rank's step loop."""
     max_gap_s: float = 0.0
 
     def add(self, commit: Commit, gap_s: float) -> None:
-        """Notes one swap."""
+        """Records one swap."""
         self.version, self.publisher, self.swaps = commit.version, commit.publisher, self.swaps + 1
         self.gap_s, self.max_gap_s = gap_s, max(gap_s, self.max_gap_s)
 
 
 @dataclass
 class EngineAgent:
-    """Speaks with the publisher as `<generator>.engine` for as long as the generator serves."""
+    """Talks to the publisher as `<generator>.engine` while the generator serves."""
 
     link: Link
     engine: Engine
     hello: EngineHello
     commit_timeout_s: float
     alone_timeout_s: float = 0.0
-    """How long the generator serves on after it has lost the trainer, which may come back."""
+    """Seconds for which the generator keeps serving after it has lost the trainer, which may come back."""
     commits: Commits = field(init=False)
     _committed: Committed | None = field(init=False, default=None)
-    """The last answer to Commit, to be repeated when it got lost."""
+    """The last answer to Commit; sent again when the publisher repeats that Commit."""
 
     def __post_init__(self) -> None:
         self.commits = Commits(self.hello.version, self.hello.publisher)
 
     async def run(self) -> None:
-        """Returns when the publisher says that the run is over.
+        """Returns when the publisher announces the end of the run.
 
-        Raises GeneratorEnded when the publisher refuses this engine, is silent for too long, or a commit went wrong.
+        Raises GeneratorEnded when the publisher refuses this engine, is silent for too long, or a commit failed.
         """
         self.link.send(self.hello)
         alone_since: float | None = None
@@ -84,16 +84,17 @@ class EngineAgent:
             except PeerLost as error:
                 alone_since = await self._be_alone(alone_since, error)
                 continue
-            alone_since = None  # the trainer is heard, though it may have nothing to say
+            alone_since = None  # no PeerLost: the trainer is alive, whether or not there was a message
             if isinstance(message, Finish):
                 return
             await self._obey(message)
 
     async def _be_alone(self, since: float | None, error: PeerLost) -> float:
-        """Serves on for a while: a trainer that comes back asks for a hello. Raises GeneratorEnded when none does."""
+        """Keeps serving without a trainer; one that comes back requests a hello. Raises GeneratorEnded after the
+        timeout."""
         now = time.monotonic()
         if since is None:
-            log.warning("%s; version %s is served on", error, self.commits.version)
+            log.warning("%s; keeps serving version %s", error, self.commits.version)
             return now
         if now - since > self.alone_timeout_s:
             raise GeneratorEnded(f"the trainer is gone: {error}") from None
@@ -125,10 +126,10 @@ class EngineAgent:
         try:
             async with asyncio.timeout(self.commit_timeout_s):
                 ranks = await (self._swap_again(version) if version == live else self._swap(version))
-        except Exception as error:  # noqa: BLE001 - whatever vLLM raises arrives here
+        except Exception as error:  # noqa: BLE001 - vLLM may raise anything here
             text = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {self.commit_timeout_s:.0f} s"
             self._poisoned(version, text)
-        # A rank answers with its error: raised, it would put vLLM's queues of the other ranks' answers out of step.
+        # A rank answers with its error instead of raising, which would leave the other ranks' answers in vLLM's queues.
         if errors := [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]:
             self._poisoned(version, "; ".join(errors))
         self.commits.add(commit, max(rank["gap_s"] for rank in ranks))
@@ -142,8 +143,8 @@ class EngineAgent:
         return ranks
 
     async def _swap_again(self, version: int) -> list[dict[str, Any]]:
-        """Swaps under the number that is stamped already: a publisher that began anew has sent it, and its weights may
-        be others. So no KV of before stays, neither cached nor of running requests, which are prefilled anew."""
+        """Swaps to a version number that is already stamped: it comes from a restarted publisher, whose weights may
+        differ. No KV computed before may remain: the prefix cache is reset, and running requests are prefilled anew."""
         call = self.engine.engine_core.call_utility_async
         ranks: list[dict[str, Any]] = await call("collective_rpc", "commit_weights", None, (version,))
         if not any("error" in rank for rank in ranks):

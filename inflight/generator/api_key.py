@@ -1,4 +1,4 @@
-"""Asks for the generators' key on every path; vLLM's own check leaves some open that run the model too."""
+"""Requires the API key of the generators on every path; vLLM's own check leaves paths open that run the model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hmac
 from typing import Any
 
 OPEN = ("/health", "/metrics")
-"""Tells nothing of prompts and answers, and starts no work."""
+"""Paths without a key: they reveal nothing about prompts or completions and start no work."""
 _REFUSED = b'{"error":"a key is needed: Authorization: Bearer ..."}'
 
 
 class ApiKey:
-    """An ASGI application that passes on to another what comes with the key, and answers 401 to all else."""
+    """An ASGI application that forwards requests with the right key to another one, and answers 401 to all others."""
 
     def __init__(self, app: Any, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()

@@ -22,14 +22,14 @@ LOOPBACK = "127.0.0.1"
 PLUGIN = "inflight"
 """The name of plugin.py among vLLM's plugins."""
 ON_CUDA: dict[str, Any] = {
-    # A worker process even for one device: the engine core hands out tokens while the worker swaps.
+    # A worker process even for one device, so that the engine core can output tokens while the worker swaps.
     "distributed_executor_backend": "mp",
-    # The size of the KV cache is given, so this share has one use left: an engine does not start unless so much of the
-    # device is free. By default that is nearly all, which refuses a device that the trainer is on as well.
+    # The size of the KV cache is set explicitly, so this fraction has one effect left: an engine does not start unless
+    # that much of the device is free. vLLM's default (nearly all) would refuse a device that the trainer uses as well.
     "gpu_memory_utilization": 0.05,
 }
 STREAM_INTERVAL = 32
-"""Tokens in a chunk of a stream. Each chunk costs the front end time; what is not sent yet is lost with the engine."""
+"""Tokens per chunk of a stream. Each chunk costs front-end time; tokens not sent yet are lost if the engine dies."""
 
 OWN = {
     "model": "model.name",
@@ -49,13 +49,13 @@ OWN = {
     "worker_cls": "",
     "additional_config": "",
 }
-"""Arguments of vLLM that inflight gives itself, and the setting that each follows; none: it needs just that value."""
+"""Engine arguments that inflight sets itself, and the option that each follows; None: inflight needs a fixed value."""
 
 
 def require_extra(extra: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a key of `generator.extra` that inflight sets itself, that brings what swaps do not
-    support, or that is no engine argument of the installed vLLM. Reads vLLM's source, because importing it takes many
-    seconds."""
+    """Raises ConfigError for a key of `generator.extra` that inflight sets itself, that enables a feature swaps do not
+    support, or that is no engine argument of the installed vLLM. Parses vLLM's source, because importing vLLM takes
+    many seconds."""
     refuse_arguments(extra)
     for name in extra:
         if name in OWN:
@@ -66,7 +66,7 @@ def require_extra(extra: Mapping[str, Any]) -> None:
 
 
 def _engine_arguments() -> set[str]:
-    """The fields of vLLM's AsyncEngineArgs."""
+    """The field names of vLLM's AsyncEngineArgs."""
     (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
     source = Path(vllm, "engine", "arg_utils.py").read_text(encoding="utf-8")
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in ENGINE_ARGS]
@@ -75,19 +75,19 @@ def _engine_arguments() -> set[str]:
 
 
 def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
-    """What a generator changes of the environment that it was `given`. Must be in place before vLLM (or torch) is
-    imported: thread pools read it once."""
+    """Environment variables that a generator adds to or changes in `given`. They must be set before vLLM (or torch) is
+    imported, because thread pools read them once."""
     plugins = given.get("VLLM_PLUGINS")
     return {
         "OMP_NUM_THREADS": str(config.generator.threads),
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind all workers of a machine to the same first cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default vLLM binds every engine's workers to the same first cores
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",  # a stop must fit into what the launcher allows
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "2",  # a stop must fit into the launcher's grace period
         "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_SERVER_DEV_MODE": "0",  # it would let anyone call any method of a worker, over HTTP
+        "VLLM_SERVER_DEV_MODE": "0",  # dev mode lets any HTTP client call any method of a worker
         **({"VLLM_API_KEY": key} if (key := config.api_key()) else {}),
-        **({"VLLM_PLUGINS": f"{plugins},{PLUGIN}"} if plugins is not None else {}),  # a user's choice, and ours
+        **({"VLLM_PLUGINS": f"{plugins},{PLUGIN}"} if plugins is not None else {}),  # the user's plugins and ours
     }
 
 
@@ -114,25 +114,25 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "served_model_name": [config.model.served_name or config.model.name],
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
-        "load_format": "auto",  # "dummy" would begin with weights that the start version does not have
+        "load_format": "auto",  # not "dummy": random weights are not those of the start version
         "seed": config.seed,
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_model_len": generator.max_model_len,
         "max_num_seqs": generator.max_num_seqs,
         "kv_cache_memory_bytes": int(generator.kv_cache_gib * (1 << 30)),
         "enable_prefix_caching": generator.prefix_caching,
-        "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
-        "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # what the actor asks for (completions.py)
-        "generation_config": "vllm",  # sampling is what the request says, not what the checkpoint suggests
+        "logprobs_mode": "processed_logprobs",  # of the distribution that the token was sampled from
+        "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # the most that the actor requests (completions.py)
+        "generation_config": "vllm",  # sampling follows the request, not defaults from the checkpoint
         "worker_cls": worker,
         "additional_config": settings.as_additional_config(),
     }
 
 
 def server_arguments(parser: argparse.ArgumentParser, values: dict[str, Any]) -> argparse.Namespace:
-    """vLLM's server arguments: its own defaults with `values` in their place.
+    """vLLM's server arguments: its defaults, overridden by `values`.
 
-    Raises ConfigError for a value that this vLLM has no argument for.
+    Raises ConfigError for a name that is no argument of this vLLM.
     """
     arguments = parser.parse_args([])
     values = {**values, "host": LOOPBACK, "disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}

@@ -1,4 +1,4 @@
-"""No tokens before a publisher's first version is live: they would come from weights that no publisher knows."""
+"""Refuses requests until a publisher's first version is live: earlier tokens would come from unversioned weights."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from inflight.generator.agent import Commits
 
 WORKLESS = ("GET", "HEAD", "OPTIONS")
 """HTTP methods that never run the model."""
-_NOT_YET = b'{"error":"no version of a publisher is live yet: ask again once the trainer has sent its first"}'
+_NOT_YET = b'{"error":"no version of a publisher is live yet: retry once the trainer has sent its first"}'
 
 
 class FirstVersion:
-    """An ASGI application that passes requests on to another once `commits` has a version; before that it answers 503
-    to those that may run the model."""
+    """An ASGI application that forwards requests to another one once `commits` has a version; until then it answers 503
+    to requests that may run the model."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
         self.commits: Commits | None = None
-        """The engine's, as soon as it listens to a publisher."""
+        """Set to the engine agent's as soon as it listens to a publisher."""
         self._warming_up = False
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Meanwhile it passes on what the generator asks of itself; nobody else has been told where it serves."""
+        """While open, forwards the generator's own warm-up requests; its address is not published yet."""
         self._warming_up = True
         try:
             yield

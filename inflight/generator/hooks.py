@@ -1,9 +1,9 @@
 """The functions of vLLM that inflight replaces, overrides or calls although they are not a public interface.
 
-Each is listed with every signature that a supported vLLM gives it. `require` compares them with the sources of the
-installed vLLM before an engine starts, so that a vLLM that changed one is refused by name instead of raising a
-TypeError in the middle of a step. Sources are parsed, not imported: the check runs without a GPU and on an unpacked
-wheel (`make verify-patches`). docs/patches.md tells how to add a version.
+Each is listed with every signature that a supported vLLM version has. `require` compares them with the sources of the
+installed vLLM before an engine starts, so that a changed function is refused by name instead of raising a TypeError in
+the middle of a step. Sources are parsed, not imported: the check runs without a GPU and on an unpacked wheel (`make
+verify-patches`). docs/patches.md describes how to add a version.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Literal
 
 Side = Literal["cuda", "cpu", "server"]
-"""What uses a hook: the CUDA worker, the CPU worker (and the audit's engine), or the process of the HTTP server."""
+"""The part that uses a hook: the CUDA worker, the CPU worker (and the audit's engine), or the HTTP server's process."""
 
 Node = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class HookChanged(RuntimeError):
-    """The installed vLLM has a function that inflight depends on with a signature that inflight does not know."""
+    """The installed vLLM changed the signature of a function that inflight depends on."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Hook:
     name: str
     """`Class.method` or `function`."""
     files: tuple[str, ...]
-    """Where supported versions keep it, relative to the package `vllm`; every file that has it must agree."""
+    """Files that define it in supported versions, relative to the package `vllm`; every definition found must match."""
     signatures: tuple[str, ...]
-    """Parameters without annotations, as `ast.unparse` writes them."""
+    """Accepted parameter lists without annotations, as `ast.unparse` writes them."""
 
 
 _RUNNERS = ("v1/worker/gpu/model_runner.py", "v1/worker/gpu_model_runner.py")
@@ -104,7 +104,7 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
 
 
 def require(side: Side) -> None:
-    """Checks the installed vLLM. Raises HookChanged with one line that names every function that changed."""
+    """Checks the installed vLLM. Raises HookChanged with one line that names every changed function."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise HookChanged("vLLM is not installed")
@@ -114,7 +114,7 @@ def require(side: Side) -> None:
 
 
 def locate(name: str) -> str:
-    """The module of the installed vLLM that has the server's function `name`. Raises HookChanged when none has it."""
+    """The module of the installed vLLM that defines the server's function `name`. Raises HookChanged when none does."""
     (hook,) = (hook for hook in HOOKS["server"] if hook.name == name)
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
@@ -126,7 +126,7 @@ def locate(name: str) -> str:
 
 
 def changes(root: Path, side: Side) -> list[str]:
-    """What differs between the package `vllm` at `root` and the table: a line for each function."""
+    """Differences between the package `vllm` at `root` and the table: one line per function."""
     return [line for hook in HOOKS[side] for line in _changes(root, hook)]
 
 
@@ -156,7 +156,7 @@ def _find(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | Non
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Parameters and defaults; annotations change between versions without harm."""
+    """Parameters and defaults; annotations are ignored, because their changes between versions have no effect."""
     arguments = node.args
     for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
         if each is not None:

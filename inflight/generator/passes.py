@@ -1,12 +1,12 @@
-"""Single forward passes through vLLM's model runner on CPU, under weights of one's choice: an engine without scheduler.
+"""Single forward passes through vLLM's model runner on CPU, under any weights: an engine without a scheduler.
 
-For who wants to know what the engine computes (the audit). Each pass is a request of its own whose KV is already there,
+Used by the audit to compute what the engine computes. Each pass is a request of its own whose KV is already there,
 which is all that the model runner needs to know. A version is loaded into a new model by vLLM's own loader: neither the
-swap nor a tag, a scheduler or a prefix cache takes part.
+swap nor tags, scheduler or prefix cache take part.
 
-On the CPUs that were tried a row of a batch comes out bit for bit alike whatever the other rows are, as long as there
-is a second one: a lone row takes another kernel. So a lone row is given company here, and a CPU on which rows are not
-alike is refused.
+On the CPUs that were tested, a row of a batch is bit-identical whatever the other rows are, as long as there are at
+least two: a single row uses another kernel. So a single row is paired with a filler row here, and a CPU on which rows
+depend on the batch is refused.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
 
 MAX_BATCH = 16
-"""Passes that run together."""
+"""Most passes in one batch."""
 MAX_STEP_TOKENS = 8192
 ROUNDS_BY_BATCH = "this CPU's kernels round by the size of the batch"
 PROBE_ROWS, PROBE_TOKENS = 8, 12
-"""Sequences, and tokens of each, by which it is seen whether rows are alike in batches of any size."""
+"""Number of sequences, and tokens of each, in the check that a row does not depend on the size of its batch."""
 
 
 class EngineMissing(RuntimeError):
-    """There is no vLLM here that could run passes; the text says why."""
+    """No vLLM here can run passes; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward pass over `tokens[start:]`, reading the KV of all before, and writing its own."""
+    """A forward pass over `tokens[start:]`, reading the KV of all tokens before and writing its own."""
 
     tokens: Sequence[int]
     start: int
@@ -52,15 +52,17 @@ class Pass:
 class PassEngine:
     """A vLLM on CPU in this process. Weights are random until `load`."""
 
-    def __init__(self, model_dir: Path, config: RunConfig, *, lengths: Sequence[int]) -> None:
-        """Starts an engine as those of the run are, with KV for sequences of these lengths at once.
+    """A CPU vLLM in this process. Weights are random until `load`."""
 
-        Raises EngineMissing where there is no vLLM for CPUs.
+    def __init__(self, model_dir: Path, config: RunConfig, *, lengths: Sequence[int]) -> None:
+        """Starts an engine configured like those of the run, with KV cache for sequences of these lengths together.
+
+        Raises EngineMissing when no vLLM for CPU is installed.
         """
         self._worker = _start(model_dir, config, lengths)
         self._runner = self._worker.model_runner
         self.block_size: int = self._worker.cache_config.block_size
-        """Tokens in a block of the KV cache."""
+        """Tokens per block of the KV cache."""
         self._free = list(range(1, self._runner.kv_cache_config.num_blocks))  # block 0 is vLLM's null block
         self._fresh: list[int] = []
         self._company = self.take(1)
@@ -70,15 +72,15 @@ class PassEngine:
 
     @property
     def room(self) -> int:
-        """Blocks that are free."""
+        """Number of free blocks."""
         return len(self._free)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks that so many tokens need."""
+        """Number of blocks that this many tokens need."""
         return -(-tokens // self.block_size)
 
     def take(self, tokens: int) -> list[int]:
-        """Blocks for so many tokens. Raises EngineMissing when the cache has none left."""
+        """Allocates blocks for this many tokens. Raises EngineMissing when the cache has too few left."""
         count = self.blocks(tokens)
         if count > len(self._free):
             raise EngineMissing(f"the KV cache has {len(self._free)} blocks left, {count} are needed")
@@ -87,13 +89,13 @@ class PassEngine:
         return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        """The blocks' KV is no longer needed."""
+        """Frees blocks whose KV is no longer needed."""
         self._free += blocks
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """A new model with these weights (checkpoint names); its attention layers take over the KV cache.
+        """Makes a new model with these weights (checkpoint names); its attention layers take over the KV cache.
 
-        Raises whatever vLLM's loaders raise when they don't fit.
+        Raises whatever vLLM's loaders raise when the weights do not fit.
         """
         config = self._worker.vllm_config
         layers = config.compilation_config.static_forward_context
@@ -103,13 +105,13 @@ class PassEngine:
         self._runner.model = _loader(state, config.load_config).load_model(config, config.model_config)
         for name, layer in layers.items():
             layer.kv_cache = before[name].kv_cache
-            for key, value in vars(before[name]).items():  # what the engine has told it since it was made
+            for key, value in vars(before[name]).items():  # attributes that the engine set after construction
                 vars(layer).setdefault(key, value)
 
     def run(self, passes: Sequence[Pass], *, alone: bool = False) -> list[torch.Tensor]:
         """[V] float32 logits after the last token of each of at most MAX_BATCH passes.
 
-        `alone`: a lone row gets no company, and so takes the kernel of a sequence that nothing ran beside.
+        `alone`: a single row is not paired with a filler row, and so uses the kernel of a sequence alone in its step.
         """
         requests = [self._request(each) for each in passes]
         if not alone and len(passes) == 1 and len(passes[0].tokens) - passes[0].start == 1:
@@ -118,7 +120,7 @@ class PassEngine:
         return [rows[request.req_id] for request in requests[: len(passes)]]
 
     def _require_rows_alike(self) -> None:
-        """Raises EngineMissing when what a row comes to depends on how many others there are."""
+        """Raises EngineMissing when the result of a row depends on how many other rows there are."""
         sequences = [
             ([(7 * row + at) % 8 + 1 for at in range(PROBE_TOKENS)], self.take(PROBE_TOKENS))
             for row in range(PROBE_ROWS)
@@ -155,13 +157,13 @@ class PassEngine:
         step.finished_req_ids, self._finished = self._finished, {each.req_id for each in requests}
         step.new_block_ids_to_zero, self._fresh = self._fresh, []
         self._worker.execute_model(step)
-        # The logits wait there for `sample_tokens`; nothing is to be sampled.
+        # The logits are stored for `sample_tokens`, which is not called: nothing is sampled here.
         state, self._runner.execute_model_state = self._runner.execute_model_state, None
         return dict(zip(self._runner.input_batch.req_ids, state.logits.float(), strict=True))
 
 
 def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
-    """The worker of an engine in this process."""
+    """The worker of an engine that runs in this process."""
     forget_foreign(os.environ, "generator")
     os.environ.update(environment(config, os.environ), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     try:
@@ -176,11 +178,11 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
         **engine_values(config, "passes", CPU_WORKER),
         "model": str(model_dir),
         "load_format": "dummy",
-        "hf_overrides": {"tie_word_embeddings": False},  # so that the output layer can be given by itself
+        "hf_overrides": {"tie_word_embeddings": False},  # so that the output layer can be loaded separately
         "tensor_parallel_size": 1,
         "max_num_seqs": MAX_BATCH + 1,
         "max_num_batched_tokens": MAX_STEP_TOKENS,
-        "gpu_memory_utilization": 0.05,  # of a machine on which a run may go on
+        "gpu_memory_utilization": 0.05,  # of a machine on which a training run may be active
         "enable_prefix_caching": False,
         "async_scheduling": False,
         "worker_cls": "auto",
@@ -194,12 +196,12 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
 
 
 def _loader(state: dict[str, torch.Tensor], load_config: Any) -> Any:
-    """vLLM's loading, from memory."""
+    """A vLLM model loader that reads from memory."""
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     class FromMemory(BaseModelLoader):
         def download_model(self, model_config: Any) -> None:
-            """Nothing to fetch."""
+            """Does nothing: there is nothing to download."""
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             model.load_weights(iter(state.items()))

@@ -1,20 +1,20 @@
-"""What vLLM loads into each of its processes, as its plugin: that a generator's end with the generator, how often
-Python's lock changes hands there, and that this package's warnings are heard.
+"""vLLM's plugin in each of its processes: ends them with the generator, sets the GIL switch interval, and makes this
+package's warnings visible.
 
-The engine core does not notice that the server which has started it is gone, and its workers live as long as it does. A
-generator that is killed can't end them, so the kernel does, which needs no help of a process that hangs.
+The engine core does not notice when the server that started it has died, and its workers live as long as it does. A
+killed generator can't end them, so the kernel does (lifeline.py), which works for a hanging process too.
 
-In every process of vLLM one thread computes, or waits for the next step by asking for it all the time, while another
-hands tokens on: the worker's output thread, the engine core's, the client's. A thread that wants Python's lock asks for
-it after `sys.getswitchinterval()`, 5 ms by default, which is about as long as a step. Mostly it gets the lock sooner,
-when the other thread happens to let go, but a swap changes that rhythm: tokens then come up to some milliseconds early
-or late. With a short interval they come alike.
+In every process of vLLM one thread computes, or busy-waits for the next step, while another one passes tokens on: the
+output thread of the worker, of the engine core and of the client. A thread that wants the GIL requests it after
+`sys.getswitchinterval()`, 5 ms by default, which is about as long as a step. Usually it gets the GIL sooner, when the
+other thread happens to release it, but a swap changes that rhythm: tokens then arrive up to some milliseconds early or
+late. With a short interval they arrive evenly.
 
 The engine core and the workers are children of vLLM's own, so the interval reaches them by an environment variable,
 which vLLM's plugin mechanism (entry point `vllm.general_plugins`) lets us read there.
 
 A library that vLLM's server imports sets the level of Python's root logger to ERROR. Before vLLM 0.30 it does so before
-the engine core and the workers are forked, so nobody heard why a rank did not take a version.
+the engine core and the workers are forked, which hid the reasons why a rank rejected a version.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ import sys
 from inflight.lifeline import end_with_parent
 
 INCARNATION = "INFLIGHT_INCARNATION"
-"""Environment variable by which the processes of one start of a generator know each other. Not among the settings: vLLM
-keys its compilation cache by those."""
+"""Environment variable that identifies the processes of one start of a generator. It is not among the settings, because
+vLLM includes those in the key of its compilation cache."""
 VARIABLE = "INFLIGHT_SWITCH_INTERVAL"
-"""Seconds; absent: Python's own."""
+"""GIL switch interval in seconds; absent: Python's default."""
 INTERVAL_S = 1e-4
 LONGEST_S = 1.0
 
 
 def hand_over_often() -> None:
-    """Sets the interval in this process and in those that it starts, unless the user has set one. And has those that
-    wait for a step do so outside of Python. To be called before vLLM's engine is imported, which reads it then."""
+    """Sets the GIL switch interval in this process and in its children, unless the user has set one. Also makes
+    processes that wait for a step do so without holding the GIL. Must be called before vLLM's engine is imported."""
     os.environ.setdefault(VARIABLE, str(INTERVAL_S))
     os.environ.setdefault("VLLM_USE_SPINLOOP_EXT", "1")
     register()
 
 
 def register() -> None:
-    """vLLM calls it in each process, possibly more than once. Raises ValueError for a variable that is no interval."""
+    """The plugin's entry point: vLLM calls it in each process, possibly more than once. Raises ValueError when VARIABLE
+    is not a valid interval."""
     logging.getLogger("inflight").setLevel(logging.INFO)
     if INCARNATION in os.environ:
         end_with_parent()

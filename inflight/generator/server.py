@@ -1,7 +1,7 @@
-"""vLLM's OpenAI-compatible server, on loopback, that commits new weights between the steps of its running requests.
+"""vLLM's OpenAI-compatible server, on loopback, that commits new weights between the steps of running requests.
 
-AsyncLLM lives in this process; the engine core and the workers are its children. Beside the HTTP server run the
-EngineAgent (see agent.py) and the status reports. Whichever of them ends first ends the generator.
+AsyncLLM lives in this process; the engine core and the workers are its children. The EngineAgent (see agent.py) and the
+status reports run beside the HTTP server. Whichever of them ends first ends the generator.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ HEALTH_TIMEOUT_S = 60.0
 STOP_HTTP_S = 1
 STOP_ENGINE_S = 1.5
 STOP_CHILDREN_S = 1.0
-"""The three bounds of a stop; their sum is less than what the launcher waits before it kills. A worker needs some
-seconds of computing to take its interpreter down, to no use: what is left after the bound is killed."""
+"""Timeouts of the three phases of a stop, in seconds; their sum is below the launcher's grace period. A worker needs
+several CPU seconds to finalise its interpreter, for no benefit: children that remain after the timeout are killed."""
 
 
 def require_patched() -> None:
@@ -59,12 +59,13 @@ def require_patched() -> None:
 
 
 async def serve(config: RunConfig, name: str) -> bool:
-    """Serves until the trainer is done (True) or a signal comes. Raises GeneratorEnded when it has to stop before."""
+    """Serves until the trainer has finished (returns True) or a signal arrives (False). Raises GeneratorEnded when it
+    has to stop earlier."""
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
-    # The workers check this too, but their reason drowns in vLLM's tracebacks.
+    # The workers check this too, but their error is buried in vLLM's tracebacks.
     hooks.require("cpu" if worker == CPU_WORKER else "cuda")
     if worker == CUDA_WORKER:
         hand_over_often()
@@ -78,7 +79,7 @@ async def serve(config: RunConfig, name: str) -> bool:
         url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
         async with _engine(arguments) as engine:
             if (tokenizer := engine.output_processor.tokenizer) is not None:
-                decode_every_id(tokenizer)  # an id that it can't would end the engine
+                decode_every_id(tokenizer)  # an id that it cannot decode would kill the engine
             tasks = await engine.get_supported_tasks()
             app = vllm["build_app"](arguments, tasks, engine.model_config)
             await vllm["init_app_state"](engine, app.state, arguments, tasks)
@@ -91,14 +92,14 @@ async def serve(config: RunConfig, name: str) -> bool:
 
 
 def _entrypoints() -> dict[str, Any]:
-    """vLLM's functions that make a server, from where the installed version keeps them."""
+    """vLLM's functions that build the server, from the modules of the installed version."""
     names = ("build_app", "init_app_state", "make_arg_parser")
     return {name: getattr(importlib.import_module(hooks.locate(name)), name) for name in names}
 
 
 @contextlib.asynccontextmanager
 async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
-    """The running engine; on leaving it is stopped, gently first, with all processes that it has started."""
+    """The running engine. On exit it is stopped, gracefully first, with all processes that it has started."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -106,14 +107,14 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 
     usage = UsageContext.OPENAI_API_SERVER
     vllm_config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config(usage)
-    # The workers would too, but their reasons drown in vLLM's tracebacks.
+    # The workers check this too, but their error is buried in vLLM's tracebacks.
     refuse(vllm_config, "CPU" if current_platform.is_cpu() else "CUDA")
     try:
         engine = AsyncLLM.from_vllm_config(vllm_config, usage_context=usage)
         try:
             yield engine
         finally:
-            # The engine core gets time to stop its workers; vLLM's server would kill it at once.
+            # Gives the engine core time to stop its workers; vLLM's server would kill it at once.
             await asyncio.to_thread(engine.shutdown, timeout=STOP_ENGINE_S)
     finally:
         await asyncio.to_thread(end_children)
@@ -123,18 +124,18 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 async def _http(
     app: Any, opening: FirstVersion, listening: socket.socket, key: str
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """The HTTP server of `app`, behind `opening`, as a task, which asks for `key` unless that is empty; leaving closes
-    connections within STOP_HTTP_S."""
+    """The HTTP server of `app`, behind `opening`, as a task. It requires `key` unless that is empty. On exit,
+    connections are closed within STOP_HTTP_S."""
     import uvicorn
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
-            yield  # SIGTERM is for the whole generator, not for its HTTP server
+            yield  # SIGTERM is handled by the generator, not by its HTTP server
 
     asked = ApiKey(opening, key) if key else opening
     server = Server(uvicorn.Config(asked, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_HTTP_S))
-    app.state.server = server  # vLLM's handlers stop it through this when the engine dies
+    app.state.server = server  # vLLM's handlers use this to stop the server when the engine dies
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
     try:
         yield task
@@ -145,7 +146,7 @@ async def _http(
 
 
 async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy reaches this machine's loopback
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not reach this loopback
 
     def ask() -> bool:
         with contextlib.suppress(OSError), direct.open(f"{url}/health", timeout=5) as reply:
@@ -162,7 +163,8 @@ async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
 async def _work(
     config: RunConfig, name: str, engine: Any, url: str, http: asyncio.Task[None], opening: FirstVersion
 ) -> bool:
-    """Runs agent and status beside the HTTP server until the first of them, or a signal (False), ends them all."""
+    """Runs agent and status reports beside the HTTP server until one of them ends (True when the run has finished) or a
+    signal arrives (False)."""
     hello = EngineHello(
         generator=name,
         world_size=engine.vllm_config.parallel_config.world_size,
@@ -199,16 +201,17 @@ async def _work(
 
 async def _watch(engine: Any) -> None:
     """Raises GeneratorEnded when the engine core has died."""
-    while not engine.errored:  # noqa: ASYNC110 - a flag that vLLM sets, nothing to wait on
+    while not engine.errored:  # noqa: ASYNC110 - vLLM sets a flag, there is no event to await
         await asyncio.sleep(0.5)
     raise GeneratorEnded(f"the engine died: {engine.dead_error}")
 
 
 async def _report(status: Link, name: str, agent: EngineAgent) -> None:
-    """Sends a Status about once a second. A launcher that does not listen is no reason to stop.
+    """Sends a Status about once per second. A launcher that does not listen is no reason to stop.
 
-    Not at once: the launcher starts again what it has heard of; whom the trainer refuses at its hello would be refused
-    again."""
+    Not at once: the launcher restarts processes that have reported, and a generator that the trainer refuses at its
+    hello would be refused again.
+    """
     tokens, at = _generated_tokens(), time.monotonic()
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
@@ -228,7 +231,7 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
 
 
 def _generated_tokens() -> float:
-    """All tokens that this server's engine has generated, from vLLM's own metrics; 0 when they are off."""
+    """Number of tokens that this server's engine has generated, from vLLM's own metrics; 0 when they are off."""
     from prometheus_client import REGISTRY
 
     found = REGISTRY.restricted_registry(["vllm:generation_tokens_total"]).collect()
@@ -236,7 +239,7 @@ def _generated_tokens() -> float:
 
 
 def end_children() -> None:
-    """Ends what this process has started and not stopped: SIGTERM, then SIGKILL after STOP_CHILDREN_S."""
+    """Ends child processes that are still running: SIGTERM, then SIGKILL after STOP_CHILDREN_S."""
     children = [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):

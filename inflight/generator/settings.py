@@ -1,4 +1,4 @@
-"""What the server tells the workers through vLLM's `additional_config["inflight"]`."""
+"""What the server passes to the workers through vLLM's `additional_config["inflight"]`."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from inflight.config import BusConfig
 
 KEY = "inflight"
 NO_VERSION = -1
-"""Stamp of tokens that were sampled before a publisher's first version was committed."""
+"""Version tag of tokens that were sampled before a publisher's first version was committed."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the publisher listens and who this generator is; all absent for offline use."""
+    """The publisher's address and this generator's name; the defaults are for offline use."""
 
     endpoint: str = ""
     """Control socket of the publisher; empty: no publisher, weights come from files."""
     generator: str = "g0"
     version: int = 0
-    """What tokens are stamped with until the first commit."""
+    """Version tag of tokens until the first commit."""
     heartbeat_s: float = 1.0
     dead_after_s: float = 30.0
     keys: str = ""
-    """Folder of the CURVE keys, where the sockets use some."""
+    """Folder of the CURVE keys, if the sockets use them."""
     share_prefix_across_versions: bool = False
     """Read by the patched prefix cache."""
     swap: str = "auto"
-    """How the shadow becomes live: GeneratorConfig.swap."""
+    """The way to swap: GeneratorConfig.swap."""
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
-        """The settings of an engine. Raises ValueError naming a field that is unknown or of the wrong type."""
+        """The settings of an engine. Raises ValueError that names an unknown field or one of the wrong type."""
         found = (vllm_config.additional_config or {}).get(KEY, {})
         try:
             return msgspec.convert(found, Settings)
@@ -40,10 +40,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"additional_config[{KEY!r}]: {error}") from None
 
     def as_additional_config(self) -> dict[str, Any]:
-        """The value for vLLM's `additional_config`."""
+        """These settings as vLLM's `additional_config`."""
         return {KEY: msgspec.to_builtins(self)}
 
     @property
     def bus(self) -> BusConfig:
-        """Heartbeats of the worker's link to the publisher."""
+        """The heartbeat options of the worker's link to the publisher."""
         return BusConfig(heartbeat_s=self.heartbeat_s, dead_after_s=self.dead_after_s, keys=self.keys)

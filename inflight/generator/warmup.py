@@ -1,8 +1,8 @@
 """First requests, made before a generator takes traffic.
 
-Some of what a request needs is compiled when it is first asked for, log-probabilities above all. The step that compiles
-takes seconds, and a commit that comes meanwhile waits for it. So each generator answers a few requests, as an actor
-asks them, before its engine says hello to the publisher: one, and then several in the same steps.
+Some of what a request needs is compiled on first use, above all for log-probabilities. The step that compiles takes
+seconds, and a commit during that time waits for it. So each generator answers a few requests, built like an actor's,
+before its engine says hello to the publisher: first one, then several in the same steps.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from inflight.config import RunConfig
 logger = logging.getLogger(__name__)
 
 WARM_UP_S = 120.0
-"""Bound of each request, the ones together."""
+"""Timeout of the first request, and of the following ones together, in seconds."""
 TOGETHER = 16
-"""Requests in a batch: kernels that take batches of odd and even sizes in two ways have met both then."""
+"""Concurrent requests: as they join and finish, kernels that treat odd and even batch sizes differently run on both."""
 TOKENS = 3
-"""Of an answer: the first comes of the prefill, the second of a step as it was captured or compiled."""
+"""Tokens per completion: the first comes from the prefill, the second from a captured or compiled decode step."""
 
 
 async def warm_up(config: RunConfig, url: str, vocabulary: int) -> None:
-    """Asks the server at `url` as actors will. `vocabulary` is how many tokens its model has.
+    """Sends requests like an actor's to the server at `url`. `vocabulary` is the model's vocabulary size.
 
-    Nothing is learnt from the answers, which are of no version yet. What goes wrong is logged and no more: the first
-    requests are slow then, or fail for reasons that an actor counts.
+    The answers, which belong to no version yet, are discarded. Failures are only logged: in that case the first real
+    requests are slow, or fail for reasons that the actor counts.
     """
     key = config.api_key()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -47,7 +47,7 @@ async def warm_up(config: RunConfig, url: str, vocabulary: int) -> None:
 
 
 def _request(config: RunConfig, vocabulary: int, seed: int) -> dict[str, Any]:
-    """An actor's request for a prompt of one token, with a short answer."""
+    """A request like an actor's, for a prompt of one token and a short completion."""
     tokens = min(TOKENS, config.rollout.max_tokens)
     return sampling(config.rollout, vocabulary) | {
         "prompt": [seed % vocabulary],
@@ -58,7 +58,7 @@ def _request(config: RunConfig, vocabulary: int, seed: int) -> dict[str, Any]:
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, request: dict[str, Any]) -> str:
-    """Why there was no answer; empty when there was."""
+    """Returns why the request failed; empty when it succeeded."""
     try:
         async with session.post(f"{url}/v1/completions", json=request) as response:
             body = await response.read()

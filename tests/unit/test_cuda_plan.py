@@ -170,12 +170,12 @@ def test_loader_can_fill_a_shadow() -> None:
 
 def test_missing_parameter_is_refused_by_name() -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if name != "up"}
-    with pytest.raises(PlanError, match=r"fills all of gate_up$"):
+    with pytest.raises(PlanError, match=r"does not fill all of gate_up$"):
         Engine(0, 1).plan(manifest_of(shapes))
 
 
 def test_another_dtype_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"embed: .*float32 travels, the engine keeps .*bfloat16"):
+    with pytest.raises(PlanError, match=r"embed: the payload has .*float32, the engine has .*bfloat16"):
         Engine(0, 1).plan(manifest_of(SHAPES, dtype="float32"))
 
 
@@ -216,7 +216,7 @@ def test_what_the_engine_does_not_take_is_refused_without_pipeline_stages() -> N
     engine = Engine(0, 1)
     engine._load_rotary = lambda tensor: None  # type: ignore[attr-defined]
     manifest = manifest_of({**SHAPES, "rotary": (4,)})
-    with pytest.raises(PlanError, match="no place for rotary"):
+    with pytest.raises(PlanError, match="no parameter for rotary"):
         engine.plan(manifest)
     make_plan(manifest, engine.load_weights, engine.regions, engine.flat.data_ptr(), CPU, whole=False)
 

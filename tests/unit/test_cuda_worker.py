@@ -54,12 +54,12 @@ def worker(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     ("changes", "taken", "why", "asked"),
     [
         ({}, "graphs", "auto", [False]),
-        ({"kv": 37 * GIB + 1}, "remap", "graphs lack 0.00 GiB", [True]),
-        ({"kv": 38 * GIB}, "remap", "graphs lack 1.00 GiB", [True]),
-        ({"kv": 38 * GIB + 1}, "host", "a second set on the device lacks 0.00 GiB", [True]),
+        ({"kv": 37 * GIB + 1}, "remap", "graphs are short of 0.00 GiB", [True]),
+        ({"kv": 38 * GIB}, "remap", "graphs are short of 1.00 GiB", [True]),
+        ({"kv": 38 * GIB + 1}, "host", "a second set on the device is short of 0.00 GiB", [True]),
         ({"others": True}, "remap", "another rank can't have graphs", [False]),
         ({"mappable": False}, "copy", "no virtual memory management", [True]),
-        ({"mappable": False, "kv": 39 * GIB}, "host", "a second set on the device lacks 1.00 GiB", [True]),
+        ({"mappable": False, "kv": 39 * GIB}, "host", "a second set on the device is short of 1.00 GiB", [True]),
     ],
 )
 def test_auto_takes_the_best_that_fits_and_graphs_on_all_ranks_or_none(
@@ -80,9 +80,9 @@ def test_a_kv_cache_of_a_fixed_size_is_counted(worker: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "changes", "told"),
     [
-        ("graphs", {"kv": 37 * GIB + GIB // 2}, r"with CUDA graphs of 1\.00 GiB .* lacks 0\.50 GiB .*swap=remap"),
-        ("remap", {"kv": 40 * GIB}, r"second set of 10\.00 GiB on the device and lacks 2\.00 GiB .* use swap=host,"),
-        ("copy", {"kv": 40 * GIB}, "lacks 2.00 GiB"),
+        ("graphs", {"kv": 37 * GIB + GIB // 2}, r"with CUDA graphs of 1\.00 GiB .* is short of 0\.50 GiB .*swap=remap"),
+        ("remap", {"kv": 40 * GIB}, r"second set of 10\.00 GiB on the device and is short of 2\.00 GiB .* use swap=host,"),
+        ("copy", {"kv": 40 * GIB}, "is short of 2.00 GiB"),
         ("graphs", {"mappable": False}, "no virtual memory management"),
         ("remap", {"mappable": False}, "no virtual memory management"),
     ],
@@ -101,7 +101,7 @@ def test_what_is_asked_for_and_cant_be_had_is_refused(
 )
 def test_what_is_asked_for_and_fits_is_taken(worker: Any, asked: str, kv: int) -> None:
     worker.kv = kv
-    assert worker._choose(asked, 10 * GIB) == (asked, "asked for")
+    assert worker._choose(asked, 10 * GIB) == (asked, "as configured")
 
 
 @pytest.mark.parametrize(("mode", "usage"), [("graphs", 1), ("remap", 1), ("copy", 21), ("host", 11)])
@@ -186,7 +186,7 @@ def test_what_a_step_takes_is_known_with_a_kv_cache_of_a_fixed_size_too(profiled
 
 def test_a_cache_that_holds_no_sequence_is_refused(profiled: Any) -> None:
     profiled.kv += GIB
-    with pytest.raises(ValueError, match=r"swap=graphs .* lacks 1\.00 GiB"):
+    with pytest.raises(ValueError, match=r"swap=graphs .* is short of 1\.00 GiB"):
         profiled.determine_available_memory()
 
 

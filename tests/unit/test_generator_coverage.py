@@ -71,7 +71,7 @@ def test_a_whole_manifest_passes_and_allocates_nothing(tensor_parallel_size: int
         ({"k": None}, "does not cover qk of"),
         ({"head": None, "norm": None}, "does not cover head, norm of"),
         ({"extra": (3,)}, r"extra \[3\] does not fit the engine"),
-        ({"rotary.inv_freq": (3,)}, r"has no use for rotary.inv_freq"),
+        ({"rotary.inv_freq": (3,)}, r"has no parameter for rotary.inv_freq"),
         ({"q": (16, 4)}, r"q \[16, 4\] is larger than qk"),
         ({"head": (7, 4)}, r"head \[7, 4\] is larger than head"),
         ({"q": (7, 4)}, r"q \[7, 4\] does not fit"),

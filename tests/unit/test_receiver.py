@@ -180,10 +180,10 @@ def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver,
 @pytest.mark.parametrize("phase", ["begin", "build"])
 def test_what_can_never_be_loaded_is_told_apart(publisher, receiver, phase):
     publisher.welcome()
-    publisher.shadow.fail[phase] = Unfit("the engine has no use for rotary")
+    publisher.shadow.fail[phase] = Unfit("the engine has no parameter for rotary")
     publisher.prepare(1)
     failed = publisher.next()
-    assert (failed.phase, failed.reason) == ("fit", "Unfit: the engine has no use for rotary")
+    assert (failed.phase, failed.reason) == ("fit", "Unfit: the engine has no parameter for rotary")
     assert publisher.shadow.events[-1] == "discard"
 
 

@@ -1,15 +1,15 @@
 """Live weights in one virtual range that can be moved from one physical allocation to another.
 
     live range    --> set 0 or set 1      what parameters, compiled code and CUDA graphs point to
-    own range 0   --> set 0               always mapped; the way to write a set that is not live
+    own range 0   --> set 0               always mapped; used to write a set that is not live
     own range 1   --> set 1
 
 `remap` moves the live range to the other set: unmap, map, set access, under a millisecond for 15 GB, no byte copied.
-One large handle a set matters: 32 handles take 4 ms, 512 take 50 ms. Each set also keeps a range of its own, so that a
-swap has no second range to move and a shadow's address never aliases the live weights.
+It matters that a set is one large handle: 32 handles take 4 ms, 512 take 50 ms. Each set also has a range of its own,
+so that a swap has no second range to move and a shadow's address never aliases the live weights.
 
-The live range must not be in use by the device while it is remapped: `remap` waits for what is queued, or for an event
-behind the last use, and the caller queues nothing meanwhile that uses it.
+The device must not use the live range while it is remapped: `remap` waits for all queued work, or for an event recorded
+after the last use, and the caller must not queue work that uses the range meanwhile.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ logger = logging.getLogger("vllm.inflight")
 
 
 class ArenaError(RuntimeError):
-    """The arena can't be made, or a remap failed and the old weights could be put back."""
+    """The arena can't be made, or a remap failed and the old weights were mapped again."""
 
 
 class ArenaLost(RuntimeError):
-    """A remap failed half way and the live range holds nothing: the engine can't go on."""
+    """A remap failed half way and the live range is unmapped: the engine cannot continue."""
 
 
 def supported(device: torch.device) -> bool:
-    """Whether the device can map physical memory into a reserved range."""
+    """Whether the device can map physical memory into a reserved virtual range."""
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     handle = check("cuDeviceGet", driver.cuDeviceGet(device.index))
     return bool(check("cuDeviceGetAttribute", driver.cuDeviceGetAttribute(attribute, handle)))
@@ -50,7 +50,7 @@ class _Bytes:
 
 
 class Arena:
-    """See the module's text. `nbytes` is rounded up to the device's granularity."""
+    """See the module's docstring. `nbytes` is rounded up to the device's granularity."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
@@ -91,13 +91,13 @@ class Arena:
         return location
 
     def add_shadow(self) -> None:
-        """Allocates the second set. Raises ArenaError saying how much memory lacks."""
+        """Allocates the second set. Raises ArenaError that says how much memory is missing."""
         if len(self._handles) == 1:
             self._add_set()
 
     @property
     def shadow(self) -> torch.Tensor:
-        """uint8 `[nbytes]`: the set that is not live, at an address that stays the same for that set."""
+        """uint8 `[nbytes]`: the set that is not live, at an address that never changes for that set."""
         return self._tensor(self._own[1 - self._current])
 
     @property
@@ -108,8 +108,8 @@ class Arena:
     def remap(self, *, behind: torch.cuda.Event | None = None, in_one: bool = True) -> Moved:
         """Waits for the last use of the live range, then moves it to the other set.
 
-        `behind` was recorded after the last use; None waits for all that the device has to do. `in_one`: in one call
-        (see oneshot.py), where that could be compiled. Raises ArenaError when it failed with the old weights live,
+        `behind` is an event recorded after the last use; None waits for all work of the device. `in_one`: in one call
+        (see oneshot.py), if that could be compiled. Raises ArenaError when it failed and the old weights are live,
         ArenaLost when nothing is mapped any more.
         """
         target = 1 - self._current
@@ -122,7 +122,7 @@ class Arena:
                 moved = self._calls(target, behind)
         except NotMoved as error:
             if not error.unmapped:
-                raise ArenaError(f"the live weights stay: {error}") from None
+                raise ArenaError(f"the old weights stay live: {error}") from None
             self._restore(error)
         self._current = target
         return moved
@@ -146,22 +146,22 @@ class Arena:
         return Moved(waited - started, unmapped - waited, 0.0, time.perf_counter() - unmapped)
 
     def _restore(self, cause: NotMoved) -> NoReturn:
-        driver.cuMemUnmap(self._live, self.nbytes)  # it may have been mapped without access
+        driver.cuMemUnmap(self._live, self.nbytes)  # it may be mapped without access
         try:
             self._map(self._live, self._current)
         except CudaError as error:
-            raise ArenaLost(f"live weights are gone: {cause}, and mapping them back: {error}") from None
-        raise ArenaError(f"the live weights stay: {cause}") from None
+            raise ArenaLost(f"no weights are live: {cause}, and mapping them back: {error}") from None
+        raise ArenaError(f"the old weights stay live: {cause}") from None
 
     def _add_set(self) -> None:
         free, _ = torch.cuda.mem_get_info(self.device)
         try:
             self._handles.append(check("cuMemCreate", driver.cuMemCreate(self.nbytes, self._properties, 0)))
         except CudaError as error:
-            lacking = max(0, self.nbytes - free) / 2**30
+            missing = max(0, self.nbytes - free) / 2**30
             raise ArenaError(
                 f"a second set of weights needs {self.nbytes / 2**30:.2f} GiB on {self.device}, "
-                f"{free / 2**30:.2f} GiB are free, {lacking:.2f} GiB lack ({error})"
+                f"{free / 2**30:.2f} GiB are free, {missing:.2f} GiB are missing ({error})"
             ) from None
         self._own.append(self._reserve())
         self._map(self._own[-1], len(self._handles) - 1)

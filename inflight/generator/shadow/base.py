@@ -1,4 +1,4 @@
-"""What the shadows on CUDA share: a second set of weights, how it is filled, and what the worker asks of it.
+"""The common part of the shadows on CUDA: a second set of weights, how it is filled, and the worker's interface to it.
 
 | swap    | second set            | becomes live by                                  | the device is idle for      |
 | graphs  | second physical set   | taking the other set's addresses and CUDA graphs | not at all                  |
@@ -6,10 +6,10 @@
 | copy    | second buffer         | a copy in stream order                           | 2 x bytes / memory rate     |
 | host    | pinned host memory    | a copy in stream order                           | bytes / PCIe rate           |
 
-Each is a class in a file of its own, behind the methods of CudaShadow; the worker knows no more of it. In all of them
-the parameters live in one flat range, laid out once; in all but `graphs` at addresses that never change. The payload is
-put into the shadow by a plan (cuda_plan.py): by the transport itself where it can (see `accept`), else from a receive
-buffer, which is a third copy of the weights (files and tests).
+Each is a class in a file of its own behind the methods of CudaShadow, which is all that the worker knows. In all of
+them the parameters lie in one flat range, laid out once; in all but `graphs` at addresses that never change. The
+payload is written into the shadow by a plan (cuda_plan.py): by the transport itself where it can (see `accept`), else
+from a receive buffer, which is a third copy of the weights (files and tests).
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from inflight.weights.transport.scatter import DirectReceiver, ScatterTarget
 
 
 class CudaShadow:
-    """The Shadow of a worker on CUDA: plans, the receive buffer, building, and the target for direct transports.
+    """The shadow of a worker on CUDA: plans, the receive buffer, building, and the target for direct transports.
 
-    A subclass has `target` and `swap`. It may use vLLM's start: `plan_graphs` is called when the model is loaded,
-    `measured` when vLLM has profiled a step, `ready` when warm-up is over.
+    A subclass has `target` and `swap`. It can hook into vLLM's start: `plan_graphs` is called when the model is loaded,
+    `measured` when vLLM has profiled a step, `ready` after warm-up.
     """
 
     name: str
-    """The value of `generator.swap` that asks for it."""
+    """The value of `generator.swap` that selects it."""
     last_gap_s = 0.0
-    """Seconds of the last swap that was done after its commit was answered; 0 where none is."""
+    """Seconds of the last swap that was done after its commit was answered; 0 if there is none."""
 
     def __init__(self, live: torch.Tensor, layout: Layout, load_weights: LoadWeights, *, whole: bool) -> None:
         self.live = live
@@ -53,20 +53,20 @@ class CudaShadow:
         self.direct = False
         """The transport fills the shadow itself: `begin` returns a buffer without memory."""
         self._swapped = torch.cuda.Event()
-        """Recorded where `target` may be written once the device is there."""
+        """An event; once the device has reached it, `target` may be written."""
 
     def plan_graphs(self, runner: Any) -> None:
-        """The model is loaded; vLLM's `runner` has neither planned its memory nor captured graphs."""
+        """Called when the model is loaded, before vLLM's `runner` plans its memory or captures graphs."""
 
     def measured(self, step_bytes: int) -> None:
-        """vLLM has profiled: bytes that a step takes beside weights and KV cache at most."""
+        """Called after vLLM's profiling. `step_bytes`: most memory of a step beside weights and KV cache, in bytes."""
 
     def ready(self, runner: Any) -> CudaShadow:
-        """Warm-up is over. The shadow that swaps from now on: this one, or another one over the same memory."""
+        """Called after warm-up. Returns the shadow to use from now on: this one, or another over the same memory."""
         return self
 
     def accept(self, receiver: Receiver) -> Receiver:
-        """The receiver to be used: where `receiver` can write to several places, one that fills the shadow itself."""
+        """The receiver to use: one that fills the shadow directly if `receiver` can scatter, else `receiver` itself."""
         self.direct = hasattr(receiver, "receive_into")
         return DirectTransport(receiver, self) if self.direct else receiver  # type: ignore[arg-type]
 
@@ -75,32 +75,33 @@ class CudaShadow:
         raise NotImplementedError
 
     def swap(self) -> float:
-        """Makes the target live between two forward passes. Returns the seconds that the step loop took for it."""
+        """Makes the target live between two forward passes. Returns the seconds for which the step loop stalled."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Waits until the last swap is done on the device, so that `target` may be written. Raises TornWeights when it
-        turns out to have failed."""
+        """Waits until the last swap is done on the device, so that `target` may be written. Raises TornWeights when
+        that swap failed."""
         try:
             self._swapped.synchronize()
         except Exception as error:
-            raise TornWeights(f"the swap before could not be done: {error}") from error
+            raise TornWeights(f"the previous swap failed: {error}") from error
 
     def agree(self, manifest: Manifest) -> Plan:
-        """The plan for a manifest, made and checked against vLLM's loader once. Raises PlanError."""
+        """The plan for a manifest, made once and checked against vLLM's loader. Raises PlanError."""
         if self._plan is None or manifest != self._manifest:
             cuda.bind(self.device)
             self.settle()
             regions, base = self._layout.regions, self.live.data_ptr()
             plan = make_plan(manifest, self._load_weights, regions, base, self.device, whole=self._whole)
-            with torch.cuda.stream(self._stream):  # the current one is the engine's: its steps would wait
+            with torch.cuda.stream(self._stream):  # on the engine's own stream its steps would wait for this
                 self._check_against_loader(manifest, plan)
             self._stream.synchronize()
             self._plan, self._manifest, self._buffer = plan, manifest, None
         return self._plan
 
     def begin(self, manifest: Manifest) -> torch.Tensor:
-        """The receive buffer `[total_bytes]`: on the device, or when `direct` one on the meta device."""
+        """The receive buffer `[total_bytes]`: on the device, or on the meta device when the transport writes directly.
+        Raises PlanError."""
         self.agree(manifest)
         self.settle()
         if self.direct:
@@ -112,12 +113,12 @@ class CudaShadow:
         return self._buffer
 
     def scatter_target(self) -> ScatterTarget:
-        """Where a direct transport puts the bytes, after `begin`."""
+        """The addresses that a direct transport writes to; valid after `begin`."""
         assert self._plan is not None
         return ScatterTarget(self.target(), self.device, tuple(self._plan.all_strips))
 
     def build(self) -> None:
-        """Puts the received bytes where they belong, on a stream of its own; returns when they are there."""
+        """Copies the received bytes to their places, on a stream of its own; returns when the copies are done."""
         if self.direct:
             return
         assert self._plan is not None
@@ -128,13 +129,13 @@ class CudaShadow:
         self._stream.synchronize()
 
     def discard(self) -> None:
-        """Nothing is kept of a half-filled set: every version fills all of it."""
+        """Does nothing: every version overwrites the whole set."""
 
     def _check_against_loader(self, manifest: Manifest, plan: Plan) -> None:
-        """Random bytes through vLLM's loader and through the plan must agree, parameter by parameter."""
+        """Raises PlanError unless random bytes through vLLM's loader and through the plan agree for each parameter."""
         shadow = self.target()
         if shadow.device != self.device:
-            return  # a host shadow: the loader would copy through the host; the trace alone has to do
+            return  # a host shadow: the loader would copy through the host; only the trace checks the plan
         for slot in manifest.slots:
             meta = slot.meta
             raw = torch.randint(0, 120, (meta.nbytes,), dtype=torch.uint8, device=self.device)
@@ -145,18 +146,18 @@ class CudaShadow:
                 got = shadow.as_strided((strip.rows, strip.width), (strip.target_pitch, 1), strip.target)
                 sent = raw.as_strided((strip.rows, strip.width), (strip.source_pitch, 1), strip.source - slot.offset)
                 if not torch.equal(got, sent):
-                    raise PlanError(f"{meta.name}: the plan and vLLM's loader put it to different places")
+                    raise PlanError(f"{meta.name}: the plan and vLLM's loader write it to different places")
 
 
 class DirectTransport:
-    """A receiver that puts bytes into the shadow itself; see Receiver in weights/transport/base.py."""
+    """A receiver whose transport writes straight into the shadow; see Receiver in weights/transport/base.py."""
 
     def __init__(self, inner: DirectReceiver, shadow: CudaShadow) -> None:
         self._inner = inner
         self._shadow = shadow
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """`buffer` is what `begin` returned and holds nothing."""
+        """`buffer` is the meta tensor that `begin` returned and has no memory."""
         self._inner.receive_into(self._shadow.scatter_target(), buckets)
 
     def close(self) -> None:

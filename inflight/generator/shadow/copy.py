@@ -26,7 +26,7 @@ class CopyShadow(CudaShadow):
         return self._second
 
     def swap(self) -> float:
-        """Seconds that queueing took: the copy runs between two steps on the device, the step loop goes on."""
+        """Returns the seconds that queueing took: the device copies between two steps; the step loop does not wait."""
         started = time.perf_counter()
         self.live.copy_(self._second, non_blocking=True)
         self._swapped.record(torch.cuda.current_stream(self.device))

@@ -1,7 +1,7 @@
-"""Does a manifest cover an engine's model? Answered on the meta device: no weights move, nothing is allocated.
+"""Checks on the meta device that a manifest covers an engine's model: no weights move, nothing is allocated.
 
 vLLM's own loaders are run once over meta tensors of the manifest's shapes into the meta parameters of a template, and
-every write is counted. Thus fused projections, tensor-parallel slices and vocabulary padding are judged by the very
+every write is counted. Thus fused projections, tensor-parallel slices and vocabulary padding are judged by the same
 code that will load the real bytes.
 """
 
@@ -18,7 +18,7 @@ from inflight.messages import Manifest, Slot
 from inflight.weights.receive.shadow import Unfit
 
 MAX_NAMED = 3
-"""Names that an error lists; the rest is counted."""
+"""Most names that an error lists; the rest are counted."""
 
 
 class CoverageError(Unfit):
@@ -28,8 +28,8 @@ class CoverageError(Unfit):
 def check_coverage(template: torch.nn.Module, manifest: Manifest, tensor_parallel_size: int) -> None:
     """Raises CoverageError unless the manifest writes every element of every parameter of the template exactly once.
 
-    `template` is a vLLM model whose parameters are on the meta device. Refused are: a parameter that is missing or
-    partly missing, a tensor that the model does not know or does not read whole, another shape, another dtype.
+    `template` is a vLLM model whose parameters are on the meta device. It refuses a parameter that is missing or partly
+    missing, a tensor that the model does not know or does not read whole, and a wrong shape or dtype.
     """
     parameters = dict(template.named_parameters())
     with torch.no_grad(), _Writes(manifest, parameters, tensor_parallel_size) as writes:
@@ -37,7 +37,7 @@ def check_coverage(template: torch.nn.Module, manifest: Manifest, tensor_paralle
             template.load_weights(writes.checkpoint())  # type: ignore[operator]
         except CoverageError:
             raise
-        except Exception as error:  # loaders raise whatever they like, from AssertionError to KeyError
+        except Exception as error:  # loaders may raise anything, from AssertionError to KeyError
             raise CoverageError.by_loader(writes.given, error) from error
     writes.check_sources(manifest)
     if missing := [name for name, param in parameters.items() if writes.written[name] < param.numel()]:
@@ -62,23 +62,23 @@ class _Writes(LoaderTrace):
         self._targets = {storage_of(param): name for name, param in parameters.items()}
         self.written: dict[str, int] = defaultdict(int)
         self._read: dict[str, int] = {}
-        """Source name → elements that the model read; absent: it did not read it at all."""
+        """Source name → number of elements that the model read; absent: the tensor was not read at all."""
         self._into: dict[str, str] = {}
-        """Source name → the parameter that it went to last."""
+        """Source name → the parameter that it was last written to."""
 
     @property
     def given(self) -> str:
-        """What the loader was given last, for an error."""
+        """The tensor that the loader was given last, for an error message."""
         return f"{self.current.meta.name} {list(self.current.meta.shape)}" if self.current else "the first tensor"
 
     def check_sources(self, manifest: Manifest) -> None:
-        """Raises CoverageError for a tensor that the model does not read, or not to its end.
+        """Raises CoverageError for a tensor that the model does not read, or reads only in part.
 
-        Slices are cut by `narrow`, which takes the front of a tensor that is too long. A vocabulary is checked by its
-        loader, and a rank's slice of it may be empty.
+        Slices are cut by `narrow`, which takes the front of a tensor that is too long. The sizes of a vocabulary are
+        checked by its loader, and a rank's slice of it may be empty.
         """
         if unread := [slot.meta.name for slot in manifest.slots if slot.meta.name not in self._read]:
-            raise CoverageError(f"the engine has no use for {_some(unread)}")
+            raise CoverageError(f"the engine has no parameter for {_some(unread)}")
         for meta in (slot.meta for slot in manifest.slots):
             name = self._into[meta.name]
             taken = self._read[meta.name] * self._tensor_parallel_size
@@ -103,10 +103,10 @@ class _Writes(LoaderTrace):
         self.written[self._targets[storage_of(target)]] += target.numel()
 
     def changed(self, func: Any) -> None:
-        """What is computed in place counts as nothing written: the parameter is reported as not covered."""
+        """An in-place computation counts as no write: the parameter is reported as not covered."""
 
     def made(self, result: torch.Tensor, inputs: Sequence[Any]) -> None:
-        """A loader may reshape or transpose into new storage before it copies: that comes from its inputs."""
+        """A loader may reshape or transpose into new storage before it copies; the values then come from its inputs."""
         for each in inputs:
             if isinstance(each, torch.Tensor) and (slot := self._origins.get(storage_of(each))):
                 self._origins.setdefault(storage_of(result), slot)

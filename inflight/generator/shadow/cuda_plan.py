@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint go where in the live weights, learnt from vLLM's own loader (loader_trace.py).
+"""Which bytes of a checkpoint go where in the live weights, traced from vLLM's own loader (loader_trace.py).
 
 The plan is refused, naming the parameter, when a live byte is neither written from the checkpoint nor filled with a
 constant, when one is written twice, or when the loader computes instead of copying.
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 
 class PlanError(Unfit):
-    """The engine's weights can't be filled from what travels; the text names the parameter."""
+    """The engine's weights can't be filled from the payload; the text names the parameter."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank takes from a version."""
+        """Bytes of one version that this rank receives."""
         return sum(strip.nbytes for strip in self.all_strips)
 
 
@@ -66,7 +66,7 @@ def make_plan(
 ) -> Plan:
     """The plan of one rank. `base` is the live range's address on `device`, `regions` its parameters.
 
-    `whole`: this rank takes some of every parameter, as it does without pipeline stages. Raises PlanError.
+    `whole`: this rank takes some of every parameter, as it does without pipeline parallelism. Raises PlanError.
     """
     notes = _trace(manifest, load_weights, (base, max(region.stop for region in regions) + base), device)
     plan = Plan(notes.strips, notes.constant)
@@ -74,7 +74,7 @@ def make_plan(
     unused = [slot.meta.name for slot in manifest.slots if slot.meta.name not in plan.strips]
     if whole and unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
-        raise PlanError(f"the engine has no place for {', '.join(unused[:5])}{more}")
+        raise PlanError(f"the engine has no parameter for {', '.join(unused[:5])}{more}")
     return plan
 
 
@@ -91,7 +91,7 @@ def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: to
 
 
 class _Notes(LoaderTrace):
-    """What would be copied to where in the live range, and what would be filled with a constant."""
+    """Records which bytes would be copied where in the live range, and which would be filled with a constant."""
 
     def __init__(self, slots: list[Slot], live: Span, device: torch.device) -> None:
         super().__init__(slots)
@@ -102,7 +102,7 @@ class _Notes(LoaderTrace):
 
     @property
     def given(self) -> str:
-        """The name of what the loader was given last."""
+        """The name of the tensor that the loader was given last."""
         return self.current.meta.name if self.current else ""
 
     def is_target(self, tensor: torch.Tensor) -> bool:
@@ -122,8 +122,8 @@ class _Notes(LoaderTrace):
         name = slot.meta.name
         if source.shape != target.shape or source.dtype != target.dtype:
             raise PlanError(
-                f"{name}: {tuple(source.shape)} {source.dtype} travels, "
-                f"the engine keeps {tuple(target.shape)} {target.dtype}"
+                f"{name}: the payload has {tuple(source.shape)} {source.dtype}, "
+                f"the engine has {tuple(target.shape)} {target.dtype}"
             )
         at = target.data_ptr() - self._live[0]
         source_at = slot.offset + source.storage_offset() * source.element_size()
@@ -131,7 +131,7 @@ class _Notes(LoaderTrace):
 
 
 def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: int, target_at: int) -> list[CopyRegion]:
-    """Equal shapes, any strides: the fewest two-dimensional copies in byte units."""
+    """The fewest two-dimensional copies, in bytes, between tensors of equal shape and any strides."""
     item = source.element_size()
     dims = _merged(source.shape, source.stride(), target.stride())
     size, source_step, target_step = dims.pop() if dims else (1, 1, 1)
@@ -154,7 +154,7 @@ def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: in
 
 
 def _merged(shape: Iterable[int], source: Iterable[int], target: Iterable[int]) -> list[tuple[int, int, int]]:
-    """(extent, source stride, target stride) of each dimension, those that run on in both merged into one."""
+    """(extent, source stride, target stride) of each dimension; dimensions contiguous in both are merged."""
     dims: list[tuple[int, int, int]] = []
     for extent, step, target_step in zip(shape, source, target, strict=True):
         if extent == 1:
@@ -199,7 +199,7 @@ def _check_coverage(plan: Plan, regions: list[Region]) -> None:
     missing = [region.name for region in regions if not any(a <= region.start and region.stop <= b for a, b in covered)]
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
-        raise PlanError(f"nothing that travels fills all of {', '.join(missing[:5])}{more}")
+        raise PlanError(f"the payload does not fill all of {', '.join(missing[:5])}{more}")
 
 
 def _union(spans: list[Span]) -> list[Span]:
@@ -216,7 +216,7 @@ def _union(spans: list[Span]) -> list[Span]:
 def redirected(live: torch.Tensor, shadow: torch.Tensor) -> Iterator[None]:
     """While it is open, this thread's writes to the live range go to the same place in `shadow` instead.
 
-    Both are uint8 and of the same length. So vLLM's own loader can fill a shadow beside a running engine.
+    Both are uint8 and of the same length. Lets vLLM's own loader fill a shadow beside a running engine.
     """
     with torch.inference_mode(), _Redirect(live, shadow):
         yield

@@ -1,10 +1,10 @@
-"""Two sets of weights at addresses of their own, each with CUDA graphs of its own: a swap moves no memory at all.
+"""Two sets of weights at separate addresses, each with CUDA graphs of its own: a swap moves no memory at all.
 
-A swap points the parameters at the other set and has later steps replay the graphs that were captured over it. The
-step in flight goes on with its own graph, so the device does not stand still, and nothing waits for it: only who wants
-to fill the set that is no longer live does. The price is a second capture when the worker starts, and its memory.
+A swap points the parameters at the other set and has later steps replay the graphs that were captured over it. The step
+in flight finishes with its own graph, so the device never stalls, and nothing waits for that step except the thread
+that fills the set that is no longer live. The cost is a second capture when the worker starts, and its memory.
 
-What is not a graph (prefill, logits, sizes without a graph) takes the parameters' addresses when it is launched.
+What is not in a graph (prefill, logits, sizes without a graph) reads the parameters' addresses when it is launched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inflight.generator.shadow.layout import Layout
 
 Holder = tuple[Any, str]
-"""An object of vLLM's, and the attribute in which it keeps captured graphs: a dictionary by shape."""
+"""An object of vLLM's, and the attribute that holds its captured graphs: a dictionary by shape."""
 
 
 class NoSecondGraphs(ValueError):
@@ -29,31 +29,31 @@ class NoSecondGraphs(ValueError):
 def graph_holders(runner: Any, captured: int) -> list[Holder]:
     """Where vLLM keeps its graphs: pieces and V1's full graphs in the wrappers, V2's full graphs in its manager.
 
-    Raises NoSecondGraphs for kinds that are not known here, and when they hold not as many as vLLM `captured`.
+    Raises NoSecondGraphs for kinds that are unknown here, and when the graphs found are not as many as vLLM `captured`.
     """
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     if len(BreakableCUDAGraphWrapper._all_instances) > 0:
-        raise NoSecondGraphs("vLLM's breakable CUDA graphs can't be had twice")
+        raise NoSecondGraphs("vLLM's breakable CUDA graphs can't be captured twice")
     if runner.parallel_config.use_ubatching:
-        raise NoSecondGraphs("the CUDA graphs of dual batch overlap can't be had twice")
+        raise NoSecondGraphs("the CUDA graphs of dual batch overlap can't be captured twice")
     holders: list[Holder] = [(wrapper, "concrete_cudagraph_entries") for wrapper in CUDAGraphWrapper._all_instances]
     if (manager := getattr(runner, "cudagraph_manager", None)) is not None:
         holders.append((manager, "graphs"))
     found = sum(len(getattr(holder, name)) for holder, name in holders)
     if found != captured:
-        raise NoSecondGraphs(f"vLLM captured {captured} CUDA graphs, {found} of them are found")
+        raise NoSecondGraphs(f"vLLM captured {captured} CUDA graphs, but {found} of them were found")
     return holders
 
 
 def graphs_in(entries: dict[Any, Any]) -> list[Any]:
-    """The graphs themselves: a wrapper keeps each in an entry, the manager as it is."""
+    """The graphs themselves: a wrapper keeps each in an entry, the manager keeps them directly."""
     return [getattr(entry, "cudagraph", entry) for entry in entries.values()]
 
 
 class GraphSets:
-    """Which of two sets the parameters and the captured graphs belong to."""
+    """The parameters and captured graphs of two sets of weights, and which set is in use."""
 
     def __init__(self, layout: Layout, sets: tuple[torch.Tensor, torch.Tensor]) -> None:
         """`sets`: uint8 `[nbytes]` each; the parameters lie in the first."""
@@ -78,10 +78,10 @@ class GraphSets:
         return bool(self._graphs)
 
     def capture_second(self, holders: list[Holder], capture: Callable[[], int]) -> int:
-        """Keeps the graphs of the first set, has `capture` make those of the second, and goes back to the first.
+        """Stores the graphs of the first set, has `capture` make those of the second, and returns to the first.
 
-        Returns what `capture` does: bytes that the graphs took. Raises RuntimeError when the second has not got a graph
-        that the first has, or when there is no memory for them: half of its graphs are there, and they can't be used.
+        Returns what `capture` does: the bytes that the graphs took. Raises RuntimeError when a graph of the first set
+        has no counterpart in the second, or when memory runs out: a partial set of graphs can't be used.
         """
         first = [getattr(holder, name) for holder, name in holders]
         self.use(1)
@@ -96,7 +96,7 @@ class GraphSets:
         return taken
 
     def forget_second(self) -> None:
-        """Frees the graphs of the second set, which is not in use."""
+        """Frees the graphs of the second set, which must not be in use."""
         self._graphs, self._holders = [], []
 
     def graphs(self, number: int) -> list[Any]:
@@ -104,7 +104,7 @@ class GraphSets:
         return [graph for entries in self._graphs[number] for graph in graphs_in(entries)]
 
     def use(self, number: int) -> None:
-        """What is launched from now on reads set `number`: 0 or 1. When it raises, all of it is as it was."""
+        """Makes later launches read set `number`: 0 or 1. When it raises, the set in use is unchanged."""
         try:
             self._point(number)
         except BaseException:
@@ -120,11 +120,11 @@ class GraphSets:
                 setattr(holder, name, graphs)
 
     def check_alone(self) -> None:
-        """Raises NoSecondGraphs when a tensor that is not a parameter's lies in the first set, which is in use: who
-        holds it would go on with this set for ever.
+        """Raises NoSecondGraphs when a tensor that is no parameter lies in the first set, which is in use: its owner
+        would keep reading this set after a swap.
 
-        Only objects of Python are looked through. What vLLM has frozen, as it does when it is ready, would be passed
-        over, and garbage is no holder.
+        Searches Python objects only. Must be called before vLLM freezes its objects, which it does at the end of its
+        start: frozen ones are skipped. Garbage is ignored.
         """
         frozen = gc.get_freeze_count() > 0
         gc.unfreeze()
@@ -145,7 +145,7 @@ class GraphSets:
             f"{tuple(one.shape)} {one.dtype}"
             for one in gc.get_objects()
             if issubclass(type(one), torch.Tensor)
-            and type(one).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # no stand-ins: they have no address
+            and type(one).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # fake tensors have no address
             and one.device == self.sets[0].device
             and one.layout == torch.strided
             and start <= one.data_ptr() < stop
@@ -153,6 +153,6 @@ class GraphSets:
         ]
         if left:
             raise NoSecondGraphs(
-                f"{len(left)} tensors beside the parameters lie in the weights, the first {left[0]}: a swap would "
-                "leave them behind"
+                f"{len(left)} tensors beside the parameters lie in the weights, the first {left[0]}: they would keep "
+                "their old values after a swap"
             )

@@ -1,4 +1,4 @@
-"""The CUDA shadow that becomes live with its own CUDA graphs: see graph_sets.py."""
+"""The CUDA shadow that is swapped together with CUDA graphs of its own: see graph_sets.py."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ logger = logging.getLogger("vllm.inflight")
 
 GIB = 2**30
 GRAPHS_BYTES = GIB
-"""Kept for the second set's CUDA graphs where vLLM does not tell what one set's take."""
+"""Reserved for the second set's CUDA graphs when vLLM does not report the size of one set's."""
 
 
 class HalfCaptured(RuntimeError):
-    """The second capture failed on this rank, in the middle of what all ranks do together."""
+    """The second capture failed on this rank, in the middle of a collective operation of all ranks."""
 
 
 class GraphSetsShadow(ArenaShadow):
     """The set whose addresses and graphs are not in use.
 
-    The first set is the arena's live range, which is never remapped here. So what can't be captured twice, as this
-    class finds out while vLLM starts, can be remapped still (`settled`).
+    The first set is the arena's live range, which is never remapped here. So if this class finds out while vLLM starts
+    that the graphs can't be captured twice, the arena can still be swapped by remapping (`ready`).
     """
 
     name = "graphs"
     fallback: type[RemapShadow] = RemapShadow
-    """What swaps where vLLM's graphs can't be captured twice."""
+    """The shadow used when vLLM's graphs can't be captured twice."""
 
     def __init__(
         self,
@@ -52,27 +52,27 @@ class GraphSetsShadow(ArenaShadow):
         any_rank: Callable[[bool], bool],
         required: bool,
     ) -> None:
-        """`any_rank(bad)` tells whether it is bad on any rank: all ranks capture twice or none does. `required`: raise
-        NoSecondGraphs when they can't, instead of using `fallback`."""
+        """`any_rank(bad)` tells whether any rank calls it with True: all ranks capture twice or none does. `required`:
+        raise NoSecondGraphs when that is impossible, instead of using `fallback`."""
         super().__init__(arena, layout, load_weights, whole=whole)
         self._any_rank, self._required = any_rank, required
         self._sets = GraphSets(layout, (arena.live, arena.shadow))
         self._tried = False
         self.peak_bytes = 0
-        """What a step takes beside weights and KV cache at the most; known before graphs are captured."""
+        """Most memory of a step beside weights and KV cache, in bytes; set before graphs are captured."""
 
     def plan_graphs(self, runner: Any) -> None:
-        """Has vLLM's runner plan and capture for both sets wherever it does for one.
+        """Makes vLLM's runner plan and capture for two sets instead of one.
 
-        Planning is given twice what `profile_cudagraph_memory` gives: the second capture runs on another stream,
-        which finds nothing free in the pool that both share. The V2 runner of 0.26 gives 0.
+        Memory planning is given twice the result of `profile_cudagraph_memory`: the second capture runs on another
+        stream, which cannot reuse free blocks of the pool that both share. The V2 runner of vLLM 0.26 reports 0.
         """
         profile, capture = runner.profile_cudagraph_memory, runner.capture_model
         runner.profile_cudagraph_memory = lambda: 2 * profile() or GRAPHS_BYTES
         self._capture_twice = partial(self._capture_both, runner)
 
         def captured(*, profile_only: bool = False) -> int:
-            # From vLLM 0.32 on the planning captures a few graphs too, measures them and throws them away.
+            # From vLLM 0.32 on, planning also captures a few graphs, measures them and discards them.
             return capture(profile_only=True) if profile_only else self._capture_twice(capture)
 
         runner.capture_model = captured
@@ -81,7 +81,7 @@ class GraphSetsShadow(ArenaShadow):
         self.peak_bytes = step_bytes
 
     def ready(self, runner: Any) -> CudaShadow:
-        """This one, or one that remaps the same memory."""
+        """Returns this shadow, or one that remaps the same memory."""
         if not self._tried:
             self._capture_twice(lambda: 0)  # vLLM captures nothing, as with enforce_eager
         if self._sets.complete:
@@ -92,9 +92,9 @@ class GraphSetsShadow(ArenaShadow):
         return self._sets.sets[1 - self._sets.current]
 
     def swap(self) -> float:
-        """Seconds that the step loop took for it; the device goes on meanwhile."""
+        """Returns the seconds for which the step loop stalled; the device does not stall."""
         started = time.perf_counter()
-        # All that reads the old set is queued by now, on the stream of this thread, which launches every step.
+        # All work that reads the old set is queued by now on this thread's stream, which launches every step.
         self._swapped.record(torch.cuda.current_stream(self.device))
         self._sets.use(1 - self._sets.current)
         self.live = self._sets.sets[self._sets.current]
@@ -105,7 +105,7 @@ class GraphSetsShadow(ArenaShadow):
 
         self._tried = True
         captured = -compilation_counter.num_cudagraph_captured
-        first = max(0, capture())  # of all free memory: another process may have given some back meanwhile
+        first = max(0, capture())  # measured by free memory: another process may have released some meanwhile
         captured += compilation_counter.num_cudagraph_captured
         holders: list[Holder] = []
 
@@ -133,13 +133,14 @@ class GraphSetsShadow(ArenaShadow):
         return first + second
 
     def _all_pass(self, check: Callable[[], None]) -> bool:
-        """Whether `check` raises on no rank; else it is logged or, when graphs are required, raised on all of them."""
+        """Whether `check` raises on no rank. Otherwise its error is logged or, when graphs are required, raised on all
+        ranks."""
         why = ""
         try:
             check()
         except NoSecondGraphs as error:
             why = str(error)
-        except Exception as error:  # noqa: BLE001 - whatever it is: the other ranks wait to hear of it
+        except Exception as error:  # noqa: BLE001 - any error: the other ranks wait for this rank's result
             why = reason_of(error)
         if not self._any_rank(bool(why)):
             return True
@@ -150,8 +151,8 @@ class GraphSetsShadow(ArenaShadow):
         return False
 
     def _check_room(self, graphs: int) -> None:
-        """Memory is short at the start or never: for `graphs`, what is still to be captured, and then for a step. The
-        second set's graphs take no more than the first's. Raises NoSecondGraphs."""
+        """Raises NoSecondGraphs when memory is too short for `graphs`, the bytes still to be captured, and then for a
+        step. After the start memory needs do not grow. The second set's graphs take no more than the first's."""
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self.device)
         if free < graphs + self.peak_bytes:
@@ -162,7 +163,8 @@ class GraphSetsShadow(ArenaShadow):
             )
 
     def _upload(self) -> None:
-        """Puts all graphs on the device now. Each would be at its first replay, the second set's after a swap."""
+        """Uploads all graphs to the device now, which otherwise happens at first replay: for the second set's, after a
+        swap."""
         stream = torch.cuda.current_stream(self.device)
         try:
             for graph in (*self._sets.graphs(0), *self._sets.graphs(1)):

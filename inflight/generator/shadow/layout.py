@@ -1,4 +1,4 @@
-"""Where a model's parameters lie: one after the other in one flat range, which is all of them that the model keeps."""
+"""Lays out a model's parameters one after the other in one flat range, and moves them there."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from inflight.generator.shadow.cuda_plan import PlanError, Region
 
 ALIGNMENT = 256
-"""Bytes between starts of parameters in the arena, as torch's own allocator aligns them."""
+"""Alignment of each parameter's start in the arena, in bytes, as in torch's own allocator."""
 
 
 @dataclass
 class Layout:
-    """Where each parameter lies in the arena; tied parameters once."""
+    """Where each parameter lies in the arena; tied parameters appear once."""
 
     regions: list[Region]
     tensors: list[torch.nn.Parameter]
     aliases: list[tuple[torch.nn.Parameter, int]] = field(default_factory=list)
-    """Other parameters that share a region's storage, and the region's number."""
+    """Other parameters that share a region's storage: name → the region's number."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole, padding included."""
+        """Total size in bytes, padding included."""
         return max((region.stop for region in self.regions), default=0)
 
 
 def lay_out(model: torch.nn.Module) -> Layout:
-    """The layout of a loaded model's parameters. Raises PlanError for one that can't lie in an arena."""
+    """The layout of a loaded model's parameters. Raises PlanError for a parameter that can't lie in an arena."""
     layout, at = Layout([], []), 0
     seen: dict[int, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=True):
@@ -52,7 +52,7 @@ def lay_out(model: torch.nn.Module) -> Layout:
 def move_into(layout: Layout, live: torch.Tensor) -> None:
     """Copies every parameter into uint8 `live` and points it there; its old memory is free afterwards.
 
-    Raises PlanError when something else of the model keeps it: that would never get another version.
+    Raises PlanError when the model holds another reference to that memory: it would never get another version.
     """
     loaded = [StorageWeakRef(parameter.untyped_storage()) for parameter in layout.tensors]
     views = []
@@ -73,4 +73,4 @@ def _check_left(layout: Layout, loaded: list[StorageWeakRef]) -> None:
     kept = [region.name for region, storage in zip(layout.regions, loaded, strict=True) if not storage.expired()]
     if kept:
         more = f" and of {len(kept) - 1} more" if len(kept) > 1 else ""
-        raise PlanError(f"the model keeps the memory of {kept[0]}{more} elsewhere too: a swap would leave that behind")
+        raise PlanError(f"the model references {kept[0]}{more} elsewhere too: a swap would not update that reference")

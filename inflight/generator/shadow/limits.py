@@ -1,7 +1,7 @@
-"""What of vLLM can't be combined with a swap of weights, and why: one table, for CPU and CUDA.
+"""The features of vLLM that can't be combined with a swap of weights, and why: one table, for CPU and CUDA.
 
-Everything here is refused before an engine starts. What a setting alone tells is refused by the launcher already, which
-does not import vLLM for that.
+All of them are refused before an engine starts. Those that follow from one setting alone are refused by the launcher
+already, without importing vLLM.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class UnsupportedModel(ConfigError):
 
 @dataclass(frozen=True)
 class Limit:
-    """One line of the table."""
+    """One row of the table."""
 
     what: str
     why: str
     found: Callable[[Any], object]
-    """Whether a VllmConfig has it; truthy for yes."""
+    """Whether a VllmConfig uses the feature; truthy for yes."""
     devices: tuple[str, ...] = BOTH
     arguments: Mapping[str, Callable[[Any], object]] = field(default_factory=dict)
-    """Engine arguments, each with the values that bring it: those that are truthy under the function."""
+    """Engine arguments that enable the feature: name → predicate on the value, truthy for yes."""
 
 
 def _more_than_one(value: object) -> bool:
@@ -40,7 +40,7 @@ def _more_than_one(value: object) -> bool:
 
 
 def _has_fixed_scales(dtype: object) -> bool:
-    """Of a KV cache's dtype. Those that are named `per_token` have a scale for each token, computed with it."""
+    """Whether a KV cache's dtype has fixed scales. The `per_token` dtypes compute a scale with each token instead."""
     return str(dtype).startswith(("fp8", "nvfp4")) and "per_token" not in str(dtype)
 
 
@@ -122,7 +122,7 @@ LIMITS = (
     ),
     Limit(
         "data parallelism",
-        "only one of its engine cores would be told to commit; generator.count gives more generators",
+        "only one of its engine cores would get the commit; generator.count gives more generators",
         lambda config: _more_than_one(config.parallel_config.data_parallel_size),
         arguments={"data_parallel_size": _more_than_one},
     ),
@@ -142,8 +142,8 @@ LIMITS = (
 
 
 def refuse(vllm_config: Any, device: str) -> None:
-    """Raises UnsupportedModel with one line for the first limit of `device`, CPU or CUDA, that this engine is over, or
-    for a way to swap that the device does not have."""
+    """Raises UnsupportedModel with one line for the first feature that this engine uses and `device` (CPU or CUDA) does
+    not support, or for a way to swap that the device does not have."""
     for limit in LIMITS:
         if device in limit.devices and limit.found(vllm_config):
             raise UnsupportedModel(f"swapping weights on {device} does not support {limit.what}: {limit.why}")
@@ -153,7 +153,7 @@ def refuse(vllm_config: Any, device: str) -> None:
 
 
 def refuse_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel with one line for a key of `generator.extra` that brings what no device supports."""
+    """Raises UnsupportedModel with one line for a key of `generator.extra` that enables what no device supports."""
     for limit in LIMITS:
         for name, brings in limit.arguments.items():
             if limit.devices == BOTH and name in arguments and brings(arguments[name]):

@@ -1,9 +1,9 @@
-"""Runs vLLM's own weight loader over tensors that exist in shape only, and catches each write to a parameter.
+"""Runs vLLM's own weight loader over tensors that have only a shape, and records each write to a parameter.
 
 vLLM fuses q, k, v and gate, up, splits by tensor-parallel rank, replicates KV heads, pads the vocabulary and ties
-embeddings; its `load_weights` knows how, for every model. Checkpoint tensors on the meta device carry offset and
-strides, so each write that is caught says exactly which elements of which tensor go where, for a model of any size, in
-seconds and without memory. No write is done.
+embeddings; its `load_weights` implements this for every model. Checkpoint tensors on the meta device carry offset and
+strides, so each recorded write says exactly which elements of which tensor go where, for a model of any size, in
+seconds and without memory. The writes are not carried out.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from inflight.messages import Slot
 
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
-"""How loaders fill the padding of a vocabulary."""
+"""Operations by which loaders fill the padding of a vocabulary."""
 
 
 class LoaderTrace(TorchDispatchMode):
-    """A mode to call `load_weights(trace.checkpoint())` in. Subclasses say what a target is and what a write means."""
+    """A mode in which to call `load_weights(trace.checkpoint())`. Subclasses define targets and what a write means."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class LoaderTrace(TorchDispatchMode):
         self._origins: dict[int, Slot] = {}
         """Storage → the slot that its values come from."""
         self._kept: list[torch.Tensor] = []
-        """Keeps storages alive: the identity of a freed one could be given to another."""
+        """Keeps storages alive: the id of a freed one could be reused."""
         self.current: Slot | None = None
-        """What the loader was given last; None before the first."""
+        """The slot that the loader was given last; None before the first."""
 
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A meta tensor for every slot, as `load_weights` takes them."""
+        """Yields (name, meta tensor) for every slot, as `load_weights` expects them."""
         for slot in self._slots:
             self.current = slot
             tensor = torch.empty(slot.meta.shape, dtype=getattr(torch, slot.meta.dtype), device="meta")
@@ -43,11 +43,11 @@ class LoaderTrace(TorchDispatchMode):
             yield slot.meta.name, tensor
 
     def is_target(self, tensor: torch.Tensor) -> bool:
-        """Whether it is (part of) a parameter whose writes are caught."""
+        """Whether it is (part of) a parameter whose writes are recorded."""
         raise NotImplementedError
 
     def copied(self, target: torch.Tensor, source: torch.Tensor, slot: Slot | None) -> None:
-        """`source` would be copied to `target`; its values come from `slot`, None: from no checkpoint tensor."""
+        """`source` would be copied to `target`. Its values come from `slot`; None: not from a checkpoint tensor."""
         raise NotImplementedError
 
     def filled(self, target: torch.Tensor) -> None:
@@ -55,11 +55,11 @@ class LoaderTrace(TorchDispatchMode):
         raise NotImplementedError
 
     def changed(self, func: Any) -> None:
-        """A target would be changed by `func`, which neither copies nor fills."""
+        """A target would be changed by `func`, which is neither a copy nor a fill."""
         raise NotImplementedError
 
     def made(self, result: torch.Tensor, inputs: Sequence[Any]) -> None:
-        """`result` was computed. By default it comes from no checkpoint tensor unless it is a view of one."""
+        """`result` was computed. By default only views of a checkpoint tensor count as coming from one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         written = [args[i] for i, arg in enumerate(func._schema.arguments[: len(args)]) if writes(arg)]
@@ -85,5 +85,5 @@ def writes(argument: Any) -> bool:
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """The identity of a tensor's storage, while that lives."""
+    """Identifies a tensor's storage, for as long as the storage lives."""
     return tensor.untyped_storage()._cdata

@@ -1,9 +1,9 @@
-"""Waiting for the last use of the live range and moving it, in one call without Python's lock.
+"""Waits for the last use of the live range and remaps it, in one call without the GIL.
 
-When the step in flight ends, the worker's output thread wakes as well and takes Python's lock to hand out the tokens.
-Four calls from Python would each have to wait for it while the device stands idle. One call (oneshot.c) asks for the
-lock once, when the move is done and the output thread is, too. It is compiled when a worker starts, by the C compiler
-that Triton needs anyway; without one the worker goes on with the four calls.
+When the step in flight ends, the worker's output thread wakes as well and takes the GIL to pass the tokens on. Four
+calls from Python would each have to wait for the GIL while the device is idle. One call (oneshot.c) takes the GIL once,
+when the remap is done and the output thread has finished too. It is compiled when a worker starts, by the C compiler
+that Triton needs anyway; without a compiler the worker makes the four calls.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _COMPILE_S = 60.0
 
 
 class NoCompiler(RuntimeError):
-    """The call can't be made here; the text says why, in one line."""
+    """The call can't be compiled here; the text says why, in one line."""
 
 
 class NotMoved(RuntimeError):
-    """A driver call failed; `unmapped` says whether the range had lost its old memory by then."""
+    """A driver call failed; `unmapped` tells whether the range had already lost its old memory."""
 
     def __init__(self, reason: str, *, unmapped: bool) -> None:
         super().__init__(reason)
@@ -38,14 +38,14 @@ class Moved(NamedTuple):
     """Seconds that each part of a remap took."""
 
     wait: float
-    """For the step in flight: useful work."""
+    """Wait for the step in flight: the device does useful work meanwhile."""
     unmap: float
     map: float
     access: float
 
     @property
     def move(self) -> float:
-        """The remap itself, for which the device stands still."""
+        """The remap itself, during which the device is idle."""
         return self.unmap + self.map + self.access
 
 
@@ -54,7 +54,7 @@ class _Driver(ctypes.Structure):
 
 
 class OneShot:
-    """The compiled call, with the driver's functions. Raises NoCompiler."""
+    """The compiled call, bound to the driver's functions. The constructor raises NoCompiler."""
 
     def __init__(self) -> None:
         self._call = _compiled().wait_and_move
@@ -67,13 +67,13 @@ class OneShot:
             library = ctypes.CDLL("libcuda.so.1")
             found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _STEPS]
         except (OSError, AttributeError) as error:
-            raise NoCompiler(f"the CUDA driver lacks what is needed: {error}") from None
+            raise NoCompiler(f"the CUDA driver is missing a function: {error}") from None
         self._driver = _Driver(*found)
 
     def __call__(self, address: int, nbytes: int, handle: int, device: int, event: int = 0) -> Moved:
         """Waits, then maps `[address, address + nbytes)` onto `handle`, readable and writable. Raises NotMoved.
 
-        `event` is a CUevent that was recorded behind the last use of the range; 0 waits for all of the current context.
+        `event` is a CUevent that was recorded after the last use of the range; 0 waits for all of the current context.
         """
         step, seconds = ctypes.c_int(), (ctypes.c_double * 4)()
         status = self._call(self._driver, event or None, address, nbytes, handle, device, step, seconds)

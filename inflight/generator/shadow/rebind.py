@@ -2,11 +2,11 @@
 
 vLLM packs linear weights on CPU into oneDNN (or AMX) matrices behind a closure, `layer.cpu_linear`, and drops the
 parameter; a tied `lm_head` has a packed copy of its own. There is no storage to copy into, so a version becomes a
-second set of parameters and closures, made by vLLM's own loaders and its own packing, and a swap puts that set into the
-modules of the live model: a few hundred dictionary entries, no copies. vLLM's own reload leaves a tied `lm_head` stale;
-here everything that packing made is rebound.
+second set of parameters and closures, made by vLLM's own loaders and packing, and a swap puts that set into the modules
+of the live model: a few hundred dictionary entries, no copies. vLLM's own reload leaves a tied `lm_head` stale; here
+every result of packing is rebound.
 
-The set that was live stays referenced until the next `begin`, so that freeing it never falls into the step loop.
+The set that was live stays referenced until the next `begin`, so that it is not freed in the step loop.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Binding = tuple[dict[str, Any], str, Any]
-"""A dictionary of a live module, a key in it, and the value it gets."""
+"""A dictionary of a live module, a key in it, and its new value."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class _Layer:
     live: torch.nn.Module
     template: torch.nn.Module
     prototypes: dict[str, torch.nn.Parameter | None]
-    """The template's meta parameters (None: it has no bias), to go back to after a build."""
+    """The template's meta parameters (None: it has no bias), restored after a build."""
     attributes: dict[str, Any] = field(repr=False)
-    """The template module's plain attributes before packing; whatever packing adds or changes is rebound too."""
+    """The template module's plain attributes before packing; those that packing adds or changes are rebound too."""
 
     def derived(self) -> dict[str, Any]:
-        """Attributes that packing has set: `cpu_linear` and the like."""
+        """Attributes that packing has set, such as `cpu_linear`."""
         return {k: v for k, v in vars(self.template).items() if k not in self.attributes or self.attributes[k] is not v}
 
     def reset(self) -> None:
-        """Puts the template back to rest: meta parameters, nothing packed."""
+        """Restores the template: meta parameters, nothing packed."""
         for name in self.derived():
             if name in self.attributes:
                 vars(self.template)[name] = self.attributes[name]
@@ -58,10 +58,10 @@ class _Layer:
 
 
 class RebindShadow:
-    """The Shadow of a model on CPU. `begin`, `build` and `discard` in one thread, `swap` in the step loop's."""
+    """The Shadow of a model on CPU. `begin`, `build` and `discard` run in one thread, `swap` in the step loop's."""
 
     def __init__(self, live: torch.nn.Module, vllm_config: VllmConfig) -> None:
-        """Call it in `load_model`. Raises UnsupportedModel for an engine that rebinding can't serve."""
+        """Must be called in `load_model`. Raises UnsupportedModel for an engine that rebinding does not support."""
         refuse(vllm_config, "CPU")
         refuse_model(live)
         self._tensor_parallel_size = vllm_config.parallel_config.tensor_parallel_size
@@ -74,7 +74,7 @@ class RebindShadow:
         self._spent: list[Binding] | None = None
 
     def begin(self, manifest: Manifest) -> torch.Tensor:
-        """The receive buffer, uint8 `[manifest.total_bytes]`, kept from version to version; frees the old live set."""
+        """The receive buffer, uint8 `[manifest.total_bytes]`, reused by every version; frees the previous live set."""
         self.discard()
         self._spent = None
         if self._buffer.numel() != manifest.total_bytes:
@@ -83,7 +83,7 @@ class RebindShadow:
         return self._buffer
 
     def build(self) -> None:
-        """Loads and packs what was received. Raises CoverageError when the manifest does not fit the model."""
+        """Loads and packs the received bytes. Raises CoverageError when the manifest does not fit the model."""
         if self._manifest is None:
             raise RuntimeError("build without begin")
         from inflight.weights.pack import unpack
@@ -104,7 +104,7 @@ class RebindShadow:
                 layer.reset()
 
     def swap(self) -> float:
-        """Rebinds the live model's modules. Raises RuntimeError when nothing is built."""
+        """Rebinds the live model's modules. Raises RuntimeError when no version is built."""
         if self._built is None:
             raise RuntimeError("swap without build")
         started = time.perf_counter()
@@ -115,11 +115,11 @@ class RebindShadow:
         return time.perf_counter() - started
 
     def discard(self) -> None:
-        """Frees what was built and not swapped."""
+        """Frees a version that was built and not swapped."""
         self._built = self._manifest = None
 
     def _materialise(self) -> None:
-        """Gives the template memory; a parameter that two modules share (tied) stays shared."""
+        """Allocates memory for the template; a parameter that two modules share (tied) stays shared."""
         made: dict[int, torch.nn.Parameter] = {}
         for layer in self._layers:
             for name, prototype in layer.prototypes.items():
@@ -139,24 +139,26 @@ class RebindShadow:
 
 
 def _pack_layer(module: torch.nn.Module) -> None:
-    """vLLM's own post-load processing of one layer, as `process_weights_after_loading` calls it."""
+    """vLLM's own processing of one layer after loading, as in `process_weights_after_loading`."""
     method = getattr(module, "quant_method", None)
     if isinstance(method, QuantizeMethodBase):
         method.process_weights_after_loading(module)
 
 
 def _pair(live: torch.nn.Module, template: torch.nn.Module) -> list[_Layer]:
-    """The modules that own parameters or are packed, live beside template, in the model's order."""
+    """The modules that own parameters or are packed, live and template in pairs, in the model's order."""
     shadows = dict(template.named_modules())
     layers = []
     for name, module in live.named_modules():
         shadow = shadows.pop(name, None)
         if type(shadow) is not type(module) or shadow._parameters.keys() != module._parameters.keys():
             raise UnsupportedModel(f"swapping weights on CPU does not support {name}: vLLM builds it in two ways")
-        if shadow is module:  # shared through a cache of vLLM's, as rotary embeddings are: constant
+        if shadow is module:  # shared through a cache of vLLM's, like rotary embeddings: constant
             continue
         if any(param is not None for param in shadow._parameters.values()):
             layers.append(_Layer(name, module, shadow, dict(shadow._parameters), dict(vars(shadow))))
     if shadows:
-        raise UnsupportedModel(f"swapping weights on CPU does not support {next(iter(shadows))}: the engine lacks it")
+        raise UnsupportedModel(
+            f"swapping weights on CPU does not support {next(iter(shadows))}: the engine's model is missing it"
+        )
     return layers

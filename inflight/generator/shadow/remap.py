@@ -18,11 +18,12 @@ from inflight.weights.transport import cuda
 
 
 class RemapShadow(ArenaShadow):
-    """A second physical set, which the live range is moved to.
+    """A second physical set, onto which the live range is moved.
 
-    With `late=True` a swap only arms: `launch`, called at the head of the next forward pass, does it. Inputs of that
-    pass are prepared by then while the step before still runs, so the device waits for the remap alone. And for less
-    than that: what a step does after its last use of weights (`used`), sampling and copies, goes on beside the remap.
+    With `late=True` a swap only arms the remap, and `launch`, called at the start of the next forward pass, carries it
+    out. By then the inputs of that pass are prepared, while the previous step was still running, so the device waits
+    for the remap alone. It waits for less than the whole remap, because work of a step after its last use of weights
+    (`used`: sampling and copies) runs beside the remap.
     """
 
     name = "remap"
@@ -36,7 +37,7 @@ class RemapShadow(ArenaShadow):
         self.late = False
 
     def ready(self, runner: Any) -> CudaShadow:
-        """Has an armed swap done at the head of the next forward pass, where this runner has a place for that."""
+        """Has armed swaps carried out at the start of the next forward pass, if this runner can be hooked there."""
         self.late = hook_forward(runner, self.launch)
         if self.late:
             hook_logits(runner.get_model(), self.used)
@@ -46,18 +47,18 @@ class RemapShadow(ArenaShadow):
         return self._arena.shadow
 
     def swap(self) -> float:
-        """Seconds that the step loop stood still; 0 when it is armed only."""
+        """Returns the seconds for which the step loop stalled; 0 when the remap is only armed."""
         started = time.perf_counter()
         with self._lock:
             self._armed = True
-            # An idle device has nothing to hide the remap behind, and perhaps no next step.
+            # On an idle device no running step hides the remap, and there may be no next step.
             if self.late and not torch.cuda.current_stream(self.device).query():
                 return 0.0
             self._remap()
         return time.perf_counter() - started
 
     def launch(self) -> None:
-        """Does an armed swap. The step loop's thread, right before a forward pass is launched."""
+        """Carries out an armed swap. Called by the step loop's thread right before a forward pass is launched."""
         if self._armed:
             with self._lock:
                 if self._armed:
@@ -65,12 +66,14 @@ class RemapShadow(ArenaShadow):
         self._last_use_known = False
 
     def used(self) -> None:
-        """All that uses the weights in this step is queued on the current stream. The step loop's thread."""
+        """Called by the step loop's thread when all uses of the weights in this step are queued on the current
+        stream."""
         self._last_use.record(torch.cuda.current_stream(self.device))
         self._last_use_known = True
 
     def settle(self) -> None:
-        """Does a swap that no forward pass came to do (the engine is idle). Background thread."""
+        """Carries out a swap for which no forward pass came (the engine is idle). Called by a background thread. Raises
+        TornWeights."""
         try:
             if self._armed:
                 cuda.bind(self.device)
@@ -78,7 +81,7 @@ class RemapShadow(ArenaShadow):
                     if self._armed:
                         self._remap()
         except Exception as error:
-            raise TornWeights(f"the swap before could not be done: {error}") from error
+            raise TornWeights(f"the previous swap failed: {error}") from error
         super().settle()
 
     def _remap(self, behind: torch.cuda.Event | None = None) -> None:

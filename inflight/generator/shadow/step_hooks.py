@@ -1,4 +1,4 @@
-"""Where a step of vLLM's model runner begins and ends its use of the weights, and how to be called there."""
+"""Hooks at the two points where a step of vLLM's model runner begins and ends its use of the weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def hook_forward(runner: Any, before: Any) -> bool:
-    """Has `before()` called right before each forward pass is launched. False when this runner has no such place.
+    """Calls `before()` right before each forward pass is launched. Returns False when this runner can't be hooked.
 
     The V2 runner calls `kv_connector.pre_forward` there in every mode (full graph, piecewise, eager); the V1 runner
     calls `_model_forward`.
@@ -27,8 +27,9 @@ def hook_forward(runner: Any, before: Any) -> bool:
 
 
 def hook_logits(model: Any, after: Any) -> None:
-    """Has `after()` called when a step's logits are queued: both runners call `model.compute_logits`, and nothing that
-    follows in a step (sampling, copies, the next step's inputs) reads weights. Without it no step ends early."""
+    """Calls `after()` when a step's logits are queued: both runners call `model.compute_logits`, and nothing later in a
+    step (sampling, copies, the next step's inputs) reads weights. Without this hook every step uses the weights to its
+    end."""
     compute = getattr(model, "compute_logits", None)
     if compute is None:
         return
@@ -42,7 +43,7 @@ def hook_logits(model: Any, after: Any) -> None:
 
 
 class _BeforeForward:
-    """A KV connector as it is, with a call before `pre_forward`."""
+    """Wraps a KV connector: adds a call before `pre_forward`."""
 
     def __init__(self, connector: Any, before: Any) -> None:
         self._connector = connector

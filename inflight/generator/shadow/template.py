@@ -1,4 +1,4 @@
-"""A second instance of the engine's model on the meta device: what a version is loaded into, before it has memory."""
+"""A second instance of the engine's model on the meta device, into which a version is loaded."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def refuse_model(live: torch.nn.Module) -> None:
     if hasattr(live, "process_weights_after_loading"):
         raise UnsupportedModel("swapping weights on CPU does not support a model with post-processing of its own")
     if held := _held_outside(live):
-        raise UnsupportedModel(f"swapping weights on CPU does not support {held}: it is held outside its module too")
+        raise UnsupportedModel(f"swapping weights on CPU does not support {held}: its module is not its only owner")
 
 
 def _held_outside(live: torch.nn.Module) -> str | None:
-    """A parameter that a plain attribute, or an object in one, refers to: rebinding would miss that reference."""
-    # Emptied weights of packed layers share the null pointer.
+    """The name of a parameter that a plain attribute, or an object in one, refers to: rebinding would miss that."""
+    # Emptied weights of packed layers all have the null pointer as their address.
     names = {param.data_ptr(): name for name, param in live.named_parameters() if param.numel()}
     for module in live.modules():
         for value in vars(module).values():
@@ -40,7 +40,7 @@ def _held_outside(live: torch.nn.Module) -> str | None:
 def make_template(vllm_config: VllmConfig) -> torch.nn.Module:
     """The engine's model as vLLM constructs it, with meta parameters that carry vLLM's weight loaders.
 
-    Sets torch's default dtype for a moment, which is global: call it while nothing else runs, in `load_model`.
+    Temporarily sets torch's default dtype, which is global: call it while no other thread runs, in `load_model`.
     """
     config = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)

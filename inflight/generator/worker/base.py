@@ -1,9 +1,9 @@
-"""What a vLLM worker needs to hold a shadow beside its live weights, on CPU and on CUDA alike.
+"""What a vLLM worker needs to hold a shadow beside its live weights, on CPU and CUDA.
 
 The swap is a collective RPC, and an RPC can only run between two forward passes: the engine core issues steps and RPCs
 from one thread, into one first-in-first-out queue to each worker process (MultiprocExecutor's broadcast queue, whose
 messages the worker's loop runs one after the other) or, without worker processes, as plain calls (UniProcExecutor).
-`execute_model` and `sample_tokens` of one step are queued together, so nothing lands between them. All ranks thus swap
+`execute_model` and `sample_tokens` of one step are queued together, so nothing runs between them. All ranks thus swap
 at the same step boundary, without a collective.
 
 `additional_config["inflight"]` of the engine (see `Settings`) says where the publisher listens. Without an `endpoint`
@@ -33,7 +33,7 @@ logger = logging.getLogger("vllm.inflight")
 
 
 class InflightWorkerMixin:
-    """What the CPU and the CUDA worker share: shadow, receiver, and the RPCs that stage and swap.
+    """The part that the CPU and the CUDA worker share: shadow, receiver, and the RPCs that stage and swap.
 
     A worker class puts it before vLLM's own worker and implements `make_shadow`.
     """
@@ -41,21 +41,21 @@ class InflightWorkerMixin:
     inflight_shadow: Shadow
     inflight_receiver: WeightReceiver | None = None
     inflight_staged: int | None = None
-    """The version that `stage_weights` has built and no commit has taken yet."""
+    """The version that `stage_weights` has built and that is not committed yet."""
     _staging: threading.Thread | None = None
     _staging_error: BaseException | None = None
 
-    if TYPE_CHECKING:  # what the mixin takes from vLLM's Worker
+    if TYPE_CHECKING:  # attributes that vLLM's Worker provides
         vllm_config: Any
         rank: int
         model_runner: Any
 
     def make_shadow(self) -> Shadow:
-        """The shadow of the model that was just loaded. Raises ValueError with one line when it can't have one."""
+        """Makes the shadow of the model that was just loaded. Raises ValueError with one line when it cannot."""
         raise NotImplementedError
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Loads as vLLM does, then makes the shadow and begins to listen for versions."""
+        """Loads as vLLM does, then makes the shadow and starts listening for versions."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         settings = Settings.of(self.vllm_config)
         self.inflight_shadow = self.make_shadow()
@@ -63,7 +63,7 @@ class InflightWorkerMixin:
             self.inflight_receiver = self._start_receiver(settings)
 
     def _start_receiver(self, settings: Settings) -> WeightReceiver:
-        # Late, so that offline use needs neither sockets nor a transport.
+        # Imported here, so that offline use needs neither sockets nor a transport.
         from inflight.bus import Link
         from inflight.messages import RankHello
         from inflight.weights.receive.receiver import WeightReceiver
@@ -80,17 +80,17 @@ class InflightWorkerMixin:
         return receiver
 
     def connect(self, welcome: Welcome) -> Receiver:
-        """This rank's end of the transport that the publisher names."""
+        """This rank's side of the transport that the publisher names."""
         from inflight.weights.transport import make_receiver
 
         return make_receiver(welcome)
 
     def commit_weights(self, version: int) -> dict[str, Any]:
-        """RPC: makes `version` live. Returns `gap_s`, the seconds that this rank's step loop stood still for it, or
-        `error`: why not.
+        """RPC: makes `version` live. Returns `gap_s`, the seconds for which this rank's step loop stalled, or `error`,
+        the reason why the version is not live.
 
-        Never raises. vLLM reads the answers of all ranks in order and stops at the first that failed: the rest would be
-        taken for answers to the next call.
+        Never raises: vLLM reads the answers of all ranks in order and stops at the first that failed, and would take
+        the remaining answers for those of the next call.
         """
         started = time.perf_counter()
         try:
@@ -101,7 +101,7 @@ class InflightWorkerMixin:
         return {"gap_s": time.perf_counter() - started}
 
     def _swap(self, version: int) -> None:
-        """Raises when exactly this version is not ready, or its swap fails."""
+        """Raises SwapRefused when not exactly this version is ready, and whatever a failing swap raises."""
         if self.inflight_receiver is not None:
             self.inflight_receiver.swap(version)
             return
@@ -113,7 +113,7 @@ class InflightWorkerMixin:
     def stage_weights(self, path: str, version: int, wait: bool = True) -> None:
         """RPC: builds `version` in the shadow from a safetensors file, the way received bytes are built.
 
-        With `wait=False` it returns at once and building goes on beside decoding; `staged_version` tells when it is
+        With `wait=False` it returns at once and building continues beside decoding; `staged_version` tells when it is
         done. Raises what building raises (with `wait=False`, `staged_version` does); the live weights are untouched.
         """
         if self.inflight_receiver is not None:
@@ -126,11 +126,11 @@ class InflightWorkerMixin:
             try:
                 self._fill_shadow(Path(path))
                 self.inflight_staged = version
-            except BaseException as error:  # noqa: BLE001 - raised to whoever asks for the outcome
+            except BaseException as error:  # noqa: BLE001 - raised again by staged_version
                 self.inflight_shadow.discard()
                 self._staging_error = error
 
-        # Always in a thread of its own, so that file and transport exercise the same threading.
+        # Always in a thread of its own, so that weights from a file are built by the same threading as received ones.
         self._staging = threading.Thread(target=stage, name="inflight stage", daemon=True)
         self._staging.start()
         if wait:
@@ -138,7 +138,7 @@ class InflightWorkerMixin:
             self.staged_version()
 
     def staged_version(self) -> int | None:
-        """RPC: the version that is staged, None while it is being built. Raises what building raised."""
+        """RPC: the staged version; None while it is being built. Raises what building raised."""
         if self._staging_error is not None:
             error, self._staging_error = self._staging_error, None
             raise error

@@ -1,4 +1,4 @@
-"""The worker that vLLM is told to use on CPU: `worker_cls="inflight.generator.worker.cpu.InflightCPUWorker"`."""
+"""The CPU worker: `worker_cls="inflight.generator.worker.cpu.InflightCPUWorker"`."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The worker that vLLM is told to use on CUDA: `worker_cls="inflight.generator.worker.cuda.InflightCUDAWorker"`.
+"""The CUDA worker: `worker_cls="inflight.generator.worker.cuda.InflightCUDAWorker"`.
 
-Beside what the mixin does, it moves the parameters into an arena while the model is loaded (before anything is compiled
-or captured), tells vLLM's memory planning about the second set of weights, and hooks the head of the forward pass, so
-that a remap happens when the next step's inputs are already prepared. Where both sets can have CUDA graphs of their
-own, vLLM captures twice instead. The receiver starts when warm-up is over: CUDA graph capture tolerates no other
-thread's work.
+In addition to the mixin, it moves the parameters into an arena while the model is loaded (before anything is compiled
+or captured), accounts for the second set of weights in vLLM's memory planning, and hooks the start of the forward pass,
+so that a remap happens when the next step's inputs are already prepared. Where both sets can have CUDA graphs of their
+own, vLLM captures twice instead. The receiver starts after warm-up: during CUDA graph capture no other thread may use
+the device.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ logger = logging.getLogger("vllm.inflight")
 
 GIB = 2**30
 MAPPED = ("graphs", "remap")
-"""Ways to swap whose weights lie in memory that is mapped by ourselves."""
+"""Ways to swap that keep the weights in virtual memory mapped by inflight."""
 MARGIN_BYTES = 2 * GIB
-"""Kept for activations and CUDA graphs when `auto` judges, before they are known, whether a second set fits."""
+"""Reserved for activations and CUDA graphs, whose size is unknown when `auto` decides whether a second set fits."""
 CAPTURE_TIMEOUT_S = 300.0
-"""How much longer one rank may take to capture its graphs than another."""
+"""Seconds for which ranks wait for each other in graph capture."""
 LOAD_TIMEOUT_S = 1800.0
-"""How much longer one rank may take to load its weights than another. One that fails meanwhile ends the engine."""
+"""Seconds for which ranks wait for each other in loading. A rank that fails meanwhile ends the engine."""
 
 
 class InflightCUDAWorker(InflightWorkerMixin, Worker):
@@ -63,7 +63,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         self.inflight_shadow = self.make_shadow()
 
     def make_shadow(self) -> CudaShadow:
-        """The shadow that `swap` asks for. Raises ValueError with one line when the memory does not do."""
+        """The shadow for the configured `swap`. Raises ValueError with one line when memory is too short."""
         model = self.model_runner.get_model()
         layout = lay_out(model)
         asked = Settings.of(self.vllm_config).swap
@@ -96,29 +96,29 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         return self.copy_shadow(live, layout, model.load_weights, whole=whole, host=mode == "host")
 
     def _choose(self, asked: str, nbytes: int) -> tuple[str, str]:
-        """(mode, reason). Raises ValueError when what is asked for can't be had."""
+        """(mode, reason). Raises ValueError when the requested mode is not possible."""
         mappable = arenas.supported(self.device)
-        lacking = self._lacking(nbytes)
+        missing = self._shortfall(nbytes)
         if asked in MAPPED and not mappable:
             raise ValueError(
                 f"generator.swap={asked}: {self.device} has no virtual memory management; use copy or host"
             )
-        short = lacking + (GRAPHS_BYTES if asked in ("graphs", "auto") else 0)
+        short = missing + (GRAPHS_BYTES if asked in ("graphs", "auto") else 0)
         if asked in ("graphs", "remap", "copy") and short > 0:
-            raise ValueError(self._lack(asked, nbytes, short))
+            raise ValueError(self._too_large(asked, nbytes, short))
         if asked != "auto":
-            return asked, "asked for"
-        # All ranks capture twice or none does; in the other ways each swaps for itself.
+            return asked, "as configured"
+        # All ranks capture twice or none does; the other modes are chosen per rank.
         if not self._any_rank(short > 0 or not mappable, LOAD_TIMEOUT_S):
             return "graphs", "auto"
-        if lacking > 0:
-            return "host", f"a second set on the device lacks {lacking / GIB:.2f} GiB"
+        if missing > 0:
+            return "host", f"a second set on the device is short of {missing / GIB:.2f} GiB"
         if not mappable:
             return "copy", "no virtual memory management"
-        return "remap", f"graphs lack {short / GIB:.2f} GiB" if short > 0 else "another rank can't have graphs"
+        return "remap", f"graphs are short of {short / GIB:.2f} GiB" if short > 0 else "another rank can't have graphs"
 
-    def _lacking(self, nbytes: int) -> int:
-        """Bytes that a second set lacks beside the smallest useful KV cache; zero or less: it fits."""
+    def _shortfall(self, nbytes: int) -> int:
+        """Bytes by which a second set and the smallest useful KV cache exceed the memory; zero or less: they fit."""
         free, _ = torch.cuda.mem_get_info(self.device)
         if asked_kv := self.cache_config.kv_cache_memory_bytes:
             return nbytes + asked_kv + MARGIN_BYTES - free
@@ -127,8 +127,8 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     @staticmethod
     def _any_rank(bad: bool, timeout_s: float = CAPTURE_TIMEOUT_S) -> bool:
-        """Whether it is so on any rank of this engine: each rank asks at the same place. Raises RuntimeError when one
-        has not asked in time."""
+        """Whether `bad` holds on any rank of this engine; a collective over all its ranks. Raises RuntimeError when a
+        rank has not joined in time."""
         flag = torch.tensor([int(bad)])
         maximum = torch.distributed.ReduceOp.MAX
         work = torch.distributed.all_reduce(flag, maximum, get_world_group().cpu_group, async_op=True)
@@ -140,20 +140,20 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         return sum(spec.max_memory_usage_bytes(self.vllm_config) for spec in specs)
 
     @staticmethod
-    def _lack(mode: str, nbytes: int, lacking: int) -> str:
+    def _too_large(mode: str, nbytes: int, missing: int) -> str:
         graphs = f" with CUDA graphs of {GRAPHS_BYTES / GIB:.2f} GiB" if mode == "graphs" else ""
         others = "swap=remap (no second graphs), swap=host" if mode == "graphs" else "swap=host"
         return (
-            f"generator.swap={mode} keeps a second set of {nbytes / GIB:.2f} GiB{graphs} on the device and lacks "
-            f"{lacking / GIB:.2f} GiB beside the KV cache: use {others}, a smaller KV cache or a smaller max_model_len"
+            f"generator.swap={mode} keeps a second set of {nbytes / GIB:.2f} GiB{graphs} on the device and is short of "
+            f"{missing / GIB:.2f} GiB beside the KV cache: use {others}, a smaller KV cache or a smaller max_model_len"
         )
 
     def _account(self, mode: str, nbytes: int) -> None:
-        """Tells vLLM's memory planning what it can't see.
+        """Corrects vLLM's memory planning for memory that it does not see.
 
-        Its KV cache gets: asked for - weights (`model_memory_usage`) - torch's peak - growth outside of torch. The
-        arena is outside of torch, both sets of it, so the weights must not be counted again; a second buffer from
-        torch must be added.
+        The size of its KV cache is: requested memory - weights (`model_memory_usage`) - torch's peak - growth outside
+        of torch. The arena, both sets of it, counts as growth outside of torch, so the weights must not be counted
+        again; a second buffer allocated by torch must be added.
         """
         runner = self.model_runner
         if mode in MAPPED:
@@ -163,7 +163,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     @torch.inference_mode()
     def determine_available_memory(self) -> int:
-        """As vLLM's, with the second set counted. Raises ValueError when what is left holds no sequence."""
+        """As vLLM's, including the second set. Raises ValueError when the rest is too small for one sequence."""
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         available = super().determine_available_memory()
@@ -171,13 +171,13 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         shadow = self.inflight_shadow
         need = self._smallest_kv()
         if available < need and shadow.target().is_cuda:
-            raise ValueError(self._lack(shadow.name, shadow.live.numel(), need - available))
-        # With a KV cache of a fixed size vLLM does not say.
+            raise ValueError(self._too_large(shadow.name, shadow.live.numel(), need - available))
+        # With a KV cache of a fixed size vLLM does not report the peak.
         shadow.measured(int(getattr(self, "peak_activation_memory", measured)))
         return available
 
     def compile_or_warm_up_model(self) -> Any:
-        """As vLLM's; then a remap moves to the head of the forward pass and the receiver starts."""
+        """As vLLM's; afterwards a remap moves to the start of the forward pass, and the receiver starts."""
         try:
             times = super().compile_or_warm_up_model()
         except HalfCaptured as error:
@@ -191,16 +191,16 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     @staticmethod
     def _end_if_waited_for(error: Exception) -> None:
-        """Ends this process where other ranks wait for it in a collective of vLLM's, which has no bound: they answer
-        first, and the engine reads answers in order. It ends itself when a rank's process does."""
+        """Ends this process if other ranks wait for it in a collective of vLLM's, which has no timeout: the engine
+        reads answers in rank order and would wait for theirs. It does end when the process of a rank ends."""
         if get_world_group().world_size > 1:
             logger.critical("inflight: this rank ends: %s", error)
             os._exit(1)
 
     def connect(self, welcome: Welcome) -> Receiver:
-        """The transport, made to fill the shadow without a buffer between. The plan is made, what verifies is compiled
-        and NCCL is loaded now, not at the first version. What can't be made is told to the publisher then, as its
-        failure."""
+        """The transport, which fills the shadow directly where it can. The plan is made, the checksum kernel compiled
+        and NCCL loaded now, not at the first version. A plan that cannot be made is logged here and reported to the
+        publisher at the first version, as a failure."""
         try:
             self.inflight_shadow.agree(welcome.manifest)
         except PlanError as error:
@@ -208,7 +208,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if welcome.manifest.checksum == "sum64":
             warm_up(self.device)
         if welcome.transport == "nccl":
-            # As make_receiver does: an absent NCCL does no harm.
+            # As in make_receiver: NCCL that is not installed raises nothing here.
             from inflight.weights.transport.communicator import load_kernels
 
             load_kernels(self.device, welcome.timeout_s)
@@ -216,7 +216,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
 
     def commit_weights(self, version: int) -> dict[str, Any]:
         """As the mixin's. A remap is done after the answer, at the next forward pass, so `gap_s` is at least that of
-        the last one that was done; `copy` and `host` stand still on the device alone, which is not measured here."""
+        the last remap; `copy` and `host` stall only the device, which is not measured here."""
         answer = super().commit_weights(version)
         if "error" in answer:
             return answer

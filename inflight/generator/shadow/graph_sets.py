@@ -43,7 +43,7 @@ def graph_holders(runner: Any, captured: int) -> list[Holder]:
         holders.append((manager, "graphs"))
     found = sum(len(getattr(holder, name)) for holder, name in holders)
     if found != captured:
-        raise NoSecondGraphs(f"vLLM captured {captured} CUDA graphs, but {found} of them were found")
+        raise NoSecondGraphs(f"vLLM captured {captured} CUDA graphs, {found} of them were found")
     return holders
 
 

@@ -1,7 +1,7 @@
-"""A process and all that it starts, so that its end is the end of all of them.
+"""Ends a process together with everything that it has started.
 
-A process that has called `adopt` is the parent of whatever its descendants leave behind, daemons included: they are
-found below it as long as it lives, and pass to the next such process above when it ends.
+A process that has called `adopt` becomes the parent of its descendants' orphans, daemons included: they are found below
+it while it lives, and pass to the next such process above it when it ends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from inflight.processes import KILL_WAIT_S, kill_all, living_of
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 _others: set[int] | None = None
-"""Children that this process had before it adopted; None while it does not."""
+"""Children that this process had before it called `adopt`; None: it has not called it."""
 
 
 def adopt() -> None:
-    """From now on this process is the parent of what its descendants leave. Raises OSError."""
+    """Makes this process the parent of its descendants' orphans. Raises OSError."""
     global _others
     _others = {child.pid for child in psutil.Process().children()}
     if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -30,10 +30,11 @@ def adopt() -> None:
 
 
 def kill_tree(pid: int, *, reap: bool = True) -> None:
-    """SIGKILL to a process that adopts, and to all below it. It is stopped first, so that it starts nothing more.
+    """Sends SIGKILL to a process that has called `adopt`, and to all its descendants. It is suspended first, so that it
+    starts no more of them. Does nothing if it has ended.
 
-    `reap`: not for a child whose exit code somebody else asks for. Takes at most twice processes.KILL_WAIT_S and a
-    second. Nothing happens when it is gone.
+    `reap`: False for a child whose exit code is collected elsewhere. Takes at most twice processes.KILL_WAIT_S plus one
+    second.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
         root = psutil.Process(pid)
@@ -42,11 +43,11 @@ def kill_tree(pid: int, *, reap: bool = True) -> None:
         root.kill()
         if reap:
             with contextlib.suppress(psutil.TimeoutExpired):
-                root.wait(KILL_WAIT_S)  # a child of this process would stay a zombie
+                root.wait(KILL_WAIT_S)  # else a child of this process would stay a zombie
 
 
 def orphans(own: Collection[int]) -> list[int]:
-    """Children of this process that are none of its `own`: what those have left behind; [] where it does not adopt."""
+    """Children of this process that are not in `own`: adopted orphans. [] if it has not called `adopt`."""
     if _others is None:
         return []
     return [child.pid for child in psutil.Process().children() if child.pid not in own and child.pid not in _others]

@@ -1,4 +1,4 @@
-"""A finished group, for both ends of its way: how it is named after its question, and whether it can be learnt from."""
+"""Names of groups, and the validation of a finished group, for actor and buffer."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ import re
 from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 
 MAX_VOCABULARY = 1 << 24
-"""No model has more tokens."""
+"""Larger than any model's vocabulary."""
 LARGEST = 1e18
-"""Of a reward or a log-probability: they are learnt from in float32, which holds its square."""
+"""Largest magnitude of a reward or log-probability: float32, in which they are used, can hold its square."""
 _GROUP_ID = re.compile(r"q(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,3}))?")
 
 
 def group_id(index: int, attempt: int = 0) -> str:
-    """Name of the group that answers the index-th question; its `attempt` counts how often one was too old before."""
+    """Name of the group for question `index`; `attempt` counts its earlier groups that were too stale."""
     return f"q{index}.{attempt}" if attempt else f"q{index}"
 
 
 def index_of(name: str) -> int | None:
-    """The question of a group; None when the name is none that `group_id` gives."""
+    """The question index of a group; None for a name that `group_id` does not produce."""
     match = _GROUP_ID.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def first_name(name: str) -> str:
-    """Name of the first answer to the same question: its sampling seeds are those of all later ones."""
+    """Name of the first group for the same question: later ones use the same sampling seeds."""
     return name.partition(".")[0]
 
 
 def attempt_of(name: str) -> int:
-    """How often an answer to the same question was too old before this one; 0 for a name that is none."""
+    """How many groups for the same question were too stale before this one; 0 for an unknown kind of name."""
     match = _GROUP_ID.fullmatch(name)
     return int(match[2] or 0) if match else 0
 
 
 def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
-    """Why a received group can't be used, as a reason to count it by; None when it is sound.
+    """The reason why a received group can't be used, by which it is counted; None for a valid one.
 
-    What it lets pass is written to the run folder and trained on, there and by a run that goes on: nothing that a model
-    of `vocabulary` tokens can't take may pass.
+    Groups that pass are written to the run folder and trained on, also after a resume: nothing may pass that a model
+    with a vocabulary of `vocabulary` tokens can't process.
     """
     rollouts = group.rollouts
     if len(rollouts) != group_size or len({rollout.rollout_id for rollout in rollouts}) != group_size:
@@ -68,12 +68,12 @@ def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
 
 
 def is_usable(number: float) -> bool:
-    """Whether a number can be learnt from: neither NaN nor infinite, nor of a size that computing makes so."""
+    """Whether a number can be trained on: neither NaN nor infinite, nor so large that arithmetic overflows."""
     return abs(number) <= LARGEST
 
 
 def _evidence_fits(rollout: Rollout) -> bool:
-    """Whether what was recorded beside the tokens has their number, and finite values."""
+    """Whether the data recorded for each token has as many entries as there are tokens, all finite."""
     length, turn = len(rollout.turn.token_ids), rollout.turn
     steps, teacher = rollout.step_rewards, rollout.teacher_logprobs
     return (

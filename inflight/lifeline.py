@@ -1,4 +1,4 @@
-"""How a process comes to end with its parent, whatever ends that and however busy this one is."""
+"""Makes a process end with its parent, for whatever reason the parent ends and however busy this process is."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when its parent ends, however that ends and whatever this one does
-    then. Ends it at once when `parent` is its parent no more.
+    """Makes the kernel send this process a signal when its parent ends, for whatever reason and whatever this process
+    is doing. Exits at once when `parent` is no longer its parent.
 
-    For the kernel the thread that started this process is its parent: that has to be one which lives as long as its
-    process, the main thread say. And it asks on behalf of the thread that calls this, which has to live on as well.
+    The kernel treats the thread that started this process as its parent: that thread must live as long as its process,
+    such as the main thread. The thread that calls this function must stay alive as well.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     if os.getppid() != parent:
-        os._exit(1)  # it ended before the line above took effect
+        os._exit(1)  # the parent ended before the line above took effect
 
 
 @functools.cache
 def end_with_parent() -> None:
-    """Has this process killed when its parent ends, if multiprocessing has started it, and each process that it forks
-    from its main thread when this one ends."""
+    """Makes the kernel kill this process when its parent ends, if multiprocessing started it, and kill each process
+    that this one forks from its main thread when this one ends."""
     if (parent := multiprocessing.parent_process()) is not None and parent.pid is not None:
         watching = threading.Event()
         arguments = (parent.pid, watching)
@@ -49,11 +49,11 @@ def end_with_parent() -> None:
 
 
 def _end_with_process(parent: int, watching: threading.Event) -> None:
-    """A thread's work. It watches the parent's process and, once this one has its main thread for a parent, has the
-    kernel watch too, which works while this process hangs with Python's lock held.
+    """Runs in a thread. It watches the parent's process and, once this process has the parent's main thread as its
+    parent, also registers with the kernel, which works even while this process hangs with the GIL held.
 
-    Before, the parent may be a thread that ends: vLLM 0.33 starts its workers from a pool of threads. Then the kernel
-    gives its children to the main thread.
+    Before that, the parent may be a thread that ends: vLLM 0.33 starts its workers from a thread pool. When such a
+    thread ends, the kernel makes the main thread the parent of its children.
     """
     try:
         watched = os.pidfd_open(parent)
@@ -72,6 +72,6 @@ def _end_with_process(parent: int, watching: threading.Event) -> None:
 def _is_child_of_main_thread(parent: int) -> bool:
     try:
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
-    except OSError:  # it is gone, or this kernel does not tell
+    except OSError:  # the process is gone, or this kernel has no such file
         return False
     return str(os.getpid()) in children.split()

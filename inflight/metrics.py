@@ -1,4 +1,4 @@
-"""A run's metrics as JSON lines: one object a line, appended whole, read back even when the last line is torn."""
+"""A run's metrics as JSON lines: one object per line, appended whole, readable even when the last line is torn."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
-"""A line a step."""
+"""One line per step."""
 SWAPS_FILE = "swaps.jsonl"
-"""A line for each version and generator."""
+"""One line per version and generator."""
 
 
 class JsonLines:
-    """Appends objects to a file, a line each, so that a reader or a crash never meets half a line but the last."""
+    """Appends objects to a file, one per line, so that after a crash only the last line can be incomplete."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Writes one line, or raises OSError and leaves none: a disk that is full now may have room for the next.
+        """Writes one line, or raises OSError and writes nothing: a disk that is full now may have room for the next
+        line.
 
-        Numbers that JSON has no word for become null: a NaN loss must not end the log of it.
+        Numbers that JSON cannot represent become null: a NaN loss must not end the log.
         """
         line = (json.dumps(_finite(values), allow_nan=False, separators=(", ", ": ")) + "\n").encode()
         written = self._file.write(line)
@@ -43,11 +44,11 @@ class JsonLines:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All complete lines; [] when there is no file. Raises ValueError naming the line when one is damaged."""
+    """All complete lines; [] when the file does not exist. Raises ValueError that names a damaged line."""
     if not path.is_file():
         return []
     objects: list[dict[str, Any]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):  # what follows was never finished
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):  # the rest is an unfinished line
         try:
             objects.append(_object(line))
         except (ValueError, RecursionError) as error:

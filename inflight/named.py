@@ -1,4 +1,4 @@
-"""Things by name: built in, or `package.module:function` of one's own; with options that are checked before use."""
+"""Functions selected by name: built in, or the user's own as `package.module:function`; options are checked first."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from inflight.config import ConfigError
 
 
 def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., Any]:
-    """The function that `name` stands for: a key of `built_in` or a path. Its module is imported only now.
+    """The function that `name` stands for: a key of `built_in` or a path. Its module is imported only by this call.
 
-    `place` is where the name was set, for the error. Raises ConfigError naming what is unknown and what there is.
+    `place` is the option that holds the name. Raises ConfigError that names what is unknown and what exists.
     """
     path = name if ":" in name else built_in.get(name, "")
     module, _, attribute = path.partition(":")
@@ -25,14 +25,14 @@ def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., An
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{place}={name!r} can't be imported: {error}") from None
     if not callable(found):
-        raise ConfigError(f"{place}={name!r} is no function")
+        raise ConfigError(f"{place}={name!r} is not a function")
     return found  # type: ignore[no-any-return]
 
 
 def with_options(function: Callable[..., Any], options: Mapping[str, Any], place: str) -> Callable[..., Any]:
-    """`function` with `options` given to its keyword-only parameters, which are its options.
+    """`function` with `options` bound to its keyword-only parameters.
 
-    Raises ConfigError for an option that it does not have, lacks, or that is of another type.
+    Raises ConfigError for an unknown option, a missing one, and a value of the wrong type.
     """
     parameters = inspect.signature(function).parameters.values()
     known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
@@ -50,7 +50,7 @@ _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
 
 
 def _check_type(parameter: inspect.Parameter, value: object, place: str) -> None:
-    """By the type of the default; without one, or with None, by a plain annotation."""
+    """Checks against the type of the default, or against a plain annotation if there is no default or it is None."""
     wanted: type | None = type(parameter.default)
     if parameter.default is None or parameter.default is parameter.empty:
         wanted = _PLAIN.get(getattr(parameter.annotation, "__name__", str(parameter.annotation)))

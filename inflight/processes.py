@@ -1,8 +1,8 @@
-"""Starts the processes of a run, notices when one ends, and leaves none behind.
+"""Starts the processes of a run, notices when one ends, and ends all their descendants.
 
-Each process gets a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, and is told by the
-kernel to stop when the launcher dies. The launcher adopts what its processes leave (a generator's engine and workers,
-say), so that `stop` finds every descendant, however it was started.
+Each process gets a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, and the kernel signals
+it to stop when the launcher dies. The launcher adopts orphans of its processes (such as a generator's engine and
+workers), so that `stop` finds every descendant, however it was started.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from inflight.lifeline import end_with
 from inflight.surroundings import inherited
 
 KILL_WAIT_S = 3.0
-"""Seconds that processes get to vanish after SIGKILL."""
+"""Seconds that processes get to disappear after SIGKILL."""
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -45,9 +45,9 @@ class Command:
     argv: Sequence[str]
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to what it inherits of the launcher's own (surroundings.py)."""
+    """Added to the environment that it inherits from the launcher (surroundings.py)."""
     cores: Sequence[int] = ()
-    """Cores that it may use; none named: all."""
+    """CPU cores that it may use; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ class Processes:
         self._grace_s, self._keep_open = stop_grace_s, tuple(keep_open)
         self._running: dict[str, tuple[Command, subprocess.Popen[bytes]]] = {}
         self._others = set(psutil.Process().children(recursive=True))
-        """What ran below this process before: not ours to stop."""
+        """Children of this process from before; they are not stopped."""
         if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "can't adopt the processes of a run (PR_SET_CHILD_SUBREAPER)")
 
     def start(self, command: Command) -> None:
-        """Starts a process with both of its output streams appended to its log. Raises OSError when it can't."""
+        """Starts a process with stdout and stderr appended to its log. Raises OSError when that fails."""
         launcher = os.getpid()
 
         def prepare() -> None:  # in the child, between fork and exec
@@ -117,7 +117,7 @@ class Processes:
                     self._running[name][1].wait(max(0.0, deadline - time.monotonic()))
 
     def kill_orphans(self) -> None:
-        """Ends what processes that are gone have left behind: this process has adopted it."""
+        """Kills orphans of processes that have ended, which this process has adopted."""
         own = {process.pid for _, process in self._running.values()}
         for orphan in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -125,9 +125,9 @@ class Processes:
                     _kill([*orphan.children(recursive=True), orphan])
 
     def stop(self) -> list[str]:
-        """SIGTERM to each process, then SIGKILL to whatever of them and their descendants is left after the grace.
+        """Sends SIGTERM to each process, then SIGKILL to the processes and descendants that remain after the grace.
 
-        Takes at most the grace and KILL_WAIT_S. Returns the names that did not stop when asked.
+        Takes at most the grace and KILL_WAIT_S. Returns the names of the processes that did not stop within the grace.
         """
         for _, process in self._running.values():
             with contextlib.suppress(ProcessLookupError):
@@ -148,11 +148,11 @@ class Processes:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process, all of whose work is done, without the interpreter's shutdown.
+    """Ends this process, whose work is all done, without the interpreter's shutdown.
 
-    That would end threads that are still in native code, say in a transport that connects to a generator which has just
-    come: C++ aborts then, and a run that is complete would look failed. And it lets native modules print pages about
-    their own leaks, which would bury the one line that tells why a process ended.
+    The shutdown would end threads that are still in native code, for example in a transport that connects to a new
+    generator: C++ then aborts, and a run that is complete would look failed. It would also let native modules print
+    pages about their own leaks, which bury the one line that tells why a process ended.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -161,19 +161,19 @@ def leave(code: int) -> NoReturn:
 
 
 def say_why(who: str, error: object, code: int) -> int:
-    """Tells in one line on stderr why a process ends, with the notes of an exception (vLLM's own may have many lines);
-    returns its exit `code`."""
+    """Prints one line on stderr on why a process ends, including the notes of an exception (vLLM's errors may have many
+    lines); returns its exit `code`."""
     said = [str(error).strip() or repr(error), *getattr(error, "__notes__", ())]
     print(f"inflight {who}: {' '.join(' '.join(said).split())[:1000]}", file=sys.stderr)
     return code
 
 
 def guard_group() -> None:
-    """Starts a process that waits for the end of this one and then kills what is left of its group: a killed generator
-    can't end its engine, and the launcher that would may have been killed as well.
+    """Starts a watchdog process that waits for the end of this one and then kills the rest of its process group: a
+    killed generator can't end its engine, and the launcher, which could, may have been killed as well.
 
-    Does nothing unless this process leads its group, as all do that a launcher starts. To be called before any thread
-    is started. What the other inherits, the lock of the run folder say, it holds until nobody is left.
+    Does nothing unless this process leads its group, as all do that a launcher starts. Must be called before any thread
+    is started. The watchdog inherits open descriptors (such as the run lock) and holds them until the group is gone.
     """
     leader = os.getpid()
     if os.getpgrp() != leader or os.fork():
@@ -194,7 +194,7 @@ def _is_of(process: psutil.Process, group: int) -> bool:
 
 
 def describe(processes: Iterable[psutil.Process]) -> str:
-    """Their numbers, command lines and states, for a message."""
+    """Their pids, command lines and states, for a message."""
     return ", ".join(map(_describe, processes)) or "a process of another user, container or machine"
 
 
@@ -203,12 +203,12 @@ def _describe(process: psutil.Process) -> str:
         program, *arguments = process.cmdline() or [process.name()]
         line = textwrap.shorten(" ".join([Path(program).name, *arguments]), 100, placeholder=" …")
         return f"pid {process.pid} ({line}; {process.status()})"
-    except psutil.Error:  # gone, or not to be looked at
+    except psutil.Error:  # it has ended, or may not be inspected
         return f"pid {process.pid}"
 
 
 def living_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that are still there and no zombies."""
+    """The processes that still exist and are not zombies."""
     living = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -218,8 +218,8 @@ def living_of(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_all(living: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """Kills whom `living` names until it names nobody, since killing a parent may bring up children that were not seen;
-    returns who is left after KILL_WAIT_S."""
+    """Kills the processes that `living` returns until it returns none, since killing a parent may reveal children that
+    were not seen before. Returns those that remain after KILL_WAIT_S."""
     deadline = time.monotonic() + KILL_WAIT_S
     while (left := living()) and time.monotonic() < deadline:
         _kill(left)
@@ -227,10 +227,10 @@ def kill_all(living: Callable[[], list[psutil.Process]]) -> list[psutil.Process]
 
 
 def is_tracker(process: psutil.Process) -> bool:
-    """Python's own process that removes the shared memory of the killed; it ends by itself, after them."""
+    """Whether it is Python's own process that frees the shared memory of killed ones; it ends by itself after them."""
     try:
         return any("resource_tracker" in argument for argument in process.cmdline())
-    except psutil.Error:  # gone, or not to be looked at
+    except psutil.Error:  # it has ended, or may not be inspected
         return False
 
 

@@ -38,9 +38,10 @@ MOST_CONNECTIONS = 1 << 16
 async def work(config: RunConfig, name: str) -> bool:
     """Runs the actor until the run is over (True) or SIGTERM comes.
 
-    Raises ConfigError for a task or a tokenizer that can't be made, ActorError, NoGenerator or BusError."""
+    Raises ConfigError when the task or the tokenizer can't be made, ActorError, NoGenerator or BusError."""
     url_of = functools.partial(routed_url, config.routes_file)
-    # A connection a request: an idle one that the server closes at the wrong moment would look like a lost generator.
+    # One connection per request: an idle one that the server closes at the wrong moment would look like a lost
+    # generator.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
     async with foreign(config) as code, aiohttp.ClientSession(connector=connector, headers=headers) as session:
@@ -62,9 +63,9 @@ async def work(config: RunConfig, name: str) -> bool:
 
 
 def connections() -> int:
-    """How many requests may be open at a time: half of the files that a process may open.
+    """How many requests may be open at a time: half of the process's limit on open files.
 
-    The other half is for what a generator with the same limit has open beside its connections.
+    The other half is for files that a generator with the same limit has open beside its connections.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(soft // 2, MOST_CONNECTIONS))
@@ -74,18 +75,18 @@ _routes = msgspec.json.Decoder(Routes)
 
 
 def routed_url(file: Path, generator: str) -> str:
-    """Where a generator serves. Raises OSError while the publisher does not say that it may be asked."""
+    """The URL of a generator. Raises OSError while the publisher does not list it for requests."""
     try:
         route = _routes.decode(file.read_bytes()).generators.get(generator)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise OSError(f"{file}: {error}") from None
     if route is None:
-        raise FileNotFoundError(f"{generator} is not among those that may be asked, in {file}")
+        raise FileNotFoundError(f"{generator} is not among the generators that get requests, in {file}")
     return route.url
 
 
 async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> bool:
-    """Waits for the generators, then works; reports all the while. SIGTERM ends either (False)."""
+    """Waits for the generators, then runs the actor; reports all the time. SIGTERM ends either (False)."""
     phase = "waiting for generators"
 
     def values() -> dict[str, float | int | str]:
@@ -121,15 +122,15 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
 
 
 async def report(link: Link, source: str, values: Callable[[], dict[str, float | int | str]]) -> None:
-    """Sends a Status at once, by which the launcher knows that this process works, and then once a second, with tokens
-    per second over the last one; ends by cancellation."""
+    """Sends a Status at once, so that the launcher knows that this process works, and then once per second, with the
+    tokens per second over the last one; ends by cancellation."""
     before, then = 0.0, time.monotonic() - STATUS_EVERY_S
     while True:
         now, snapshot = time.monotonic(), values()
         tokens = float(snapshot.get("tokens", 0))
         snapshot["tokens_per_s"] = round((tokens - before) / (now - then), 1)
         before, then = tokens, now
-        with contextlib.suppress(BusError):  # nobody watches
+        with contextlib.suppress(BusError):  # no launcher listens
             link.send(Status(source=source, values=snapshot))
         await asyncio.sleep(STATUS_EVERY_S)
 
@@ -140,7 +141,7 @@ def _check_name(name: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: one of exits.py."""
+    """Returns an exit code: one of exits.py."""
     parser = argparse.ArgumentParser(prog="python -m inflight.actor", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     parser.add_argument("--name", required=True, help="a0, a1, …")
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         over = asyncio.run(work(config, name))
     except ConfigError as error:
         return _end(name, error, BAD_INPUT)
-    except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no process, no disk
+    except (ActorError, NoGenerator, BusError, ValueError, OSError) as error:  # OSError: no process or no disk space
         return _end(name, error, GIVEN_UP)
     except KeyboardInterrupt:
         return _end(name, "interrupted", 130)

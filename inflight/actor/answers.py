@@ -1,4 +1,4 @@
-"""One whole answer to a prompt, by as many generators as it takes."""
+"""One complete answer to a prompt, from as many generators as it takes."""
 
 from __future__ import annotations
 
@@ -21,44 +21,45 @@ from inflight.completions import Retry
 from inflight.types import Piece, Turn
 
 ATTEMPTS = 3
-"""Requests in a row that brought no token, before a sample is given up."""
+"""Requests in a row without a token after which a sample is given up."""
 PAUSE_S = 0.2
-"""Before an attempt after two that brought no token; the first may be made at once, elsewhere."""
+"""Pause before a retry after two requests without a token; the first retry is made at once, at another generator."""
 MALFORMED = "malformed answer"
 MAX_REASONS = 14
-"""Of a sample's retries, by name; types.Rollout holds 16."""
+"""Most reasons of a sample's retries that are told apart; types.Rollout holds 16."""
 
 
 @dataclass
 class Answer:
-    """A sample on its way, and how it came about. Times are Unix seconds."""
+    """A sample in progress, with the record of its requests. Times are Unix seconds."""
 
     sequence: Sequence
     started: float = 0.0
-    """When the first request was sent that contributed."""
+    """When the first request was sent that contributed tokens."""
     first_token_s: float = 0.0
-    """Seconds from there to its first token."""
+    """Seconds from then to the first token."""
     retries: Counter[str] = field(default_factory=Counter)
-    """Requests that came to nothing or to a part, by reason."""
+    """Requests that failed or delivered only a part, by reason."""
 
     @property
     def length(self) -> int:
-        """Completion tokens so far."""
+        """Number of completion tokens so far."""
         return len(self.sequence.token_ids)
 
     @property
     def generator(self) -> str:
-        """Who made the last token."""
+        """The generator of the last token."""
         return self.sequence.pieces[-1].generator
 
     @property
     def pieces(self) -> list[Piece]:
-        """Who made which tokens; empty when one generator made all."""
+        """Which generator made which tokens; empty if one made all."""
         return self.sequence.pieces if len(self.sequence.pieces) > 1 else []
 
 
 class Answers:
-    """Asks generators of a pool. Holds no state but counters, so that any number of answers may be under way."""
+    """Sends requests to the generators of a pool. Its only state is counters, so any number of answers may run at
+    once."""
 
     def __init__(
         self,
@@ -69,30 +70,30 @@ class Answers:
         silence_s: float,
         decode: Callable[[list[int]], Awaitable[str]],
     ) -> None:
-        """`request` holds what all have in common; `silence_s` bounds the time without a token; `decode` gives the text
-        of tokens, and what it raises ends the answer."""
+        """`request` has the fields that all requests share; `silence_s` bounds the time without a token; `decode` gives
+        the text of tokens, and an error that it raises ends the answer."""
         self._session = session
         self._pool = pool
         self._request = request | {"stream": True}
         self._silence_s = silence_s
         self._decode = decode
         self.aborted = 0
-        """Requests that an engine gave up; they were continued."""
+        """Requests that an engine aborted; they were continued."""
         self.retries = 0
-        """Attempts that failed and were repeated, aborted ones included."""
+        """Attempts that failed and were retried, including aborted ones."""
         self.continued = 0
         """Sequences that another generator continued, counted each time."""
         self.anew = 0
-        """Sequences that had tokens and could not be continued exactly."""
+        """Sequences that had tokens, could not be continued exactly, and were restarted."""
         self.tokens = 0
-        """Tokens received, those that were given up later included."""
+        """Tokens received, including those of sequences that were restarted."""
 
     def begin(self, prompt_ids: list[int]) -> Answer:
-        """A sample that nothing was asked for yet."""
+        """A new sample, before its first request."""
         return Answer(Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"]))
 
     async def finish(self, answer: Answer, prompt_ids: list[int], seed: int) -> Turn:
-        """Asks for the sample until it is whole, and gives the whole of its sequence.
+        """Sends requests until the sample is complete; returns the complete sequence.
 
         Raises Retry when ATTEMPTS in a row brought no token, Rejected, Unpatched or NoGenerator.
         """
@@ -115,7 +116,8 @@ class Answers:
             await asyncio.sleep(PAUSE_S * max(0, fruitless - 1))
 
     async def _attempt(self, generator: Generator, request: dict[str, Any], answer: Answer) -> Turn:
-        """Asks one generator for what is left; the whole sequence. Raises Retry, with the generator's part closed."""
+        """Requests the rest from one generator; returns the complete sequence. Raises Retry after closing this
+        generator's part."""
         sequence = answer.sequence
         try:
             rest = rest_of(request, sequence.token_ids)
@@ -144,7 +146,7 @@ class Answers:
             raise
 
     async def _read(self, generator: Generator, request: dict[str, Any], answer: Answer, call: Call) -> None:
-        """Takes in a stream until it ends, or until a stop string is complete that began before it."""
+        """Reads a stream until it ends, or until a stop string that began in an earlier part is complete."""
         sequence, stops = answer.sequence, request.get("stop") or ()
         seam = len(sequence.token_ids)
         async with aclosing(chunks(self._session, generator.name, generator.url, request)) as stream:

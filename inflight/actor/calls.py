@@ -1,7 +1,7 @@
-"""What the actor says to the child processes that run foreign code, and what they answer: msgpack, typed, bounded.
+"""Messages between the actor and the child processes that run foreign code: msgpack, typed, of bounded size.
 
 A frame is four bytes of length, little endian, and a message. Text that can't be encoded (a lone surrogate) and values
-that msgpack does not hold are refused where they are encoded, which is where they come from.
+that msgpack can't represent are refused by the encoding side, where they come from.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 
 Call = Annotated[int, Meta(ge=0)]
-"""Number of a call of one child process; each message about it repeats it."""
+"""Number of a call of one child process; repeated in each message about it."""
 
 
 class CallError(ValueError):
-    """Bytes that are no message, or a message that is too large."""
+    """Bytes that are not a message, or a message that is too large."""
 
 
 class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of all; the tag is the class name."""
+    """Base of all messages; the tag is the class name."""
 
 
 class Question(_Message):
-    """An item as it travels: `answer` and `columns` are whatever msgpack holds, for the task and its rewards."""
+    """An item of the task: `answer` and `columns` are any values of msgpack, for the task and its rewards."""
 
     key: str
     prompt: str | list[int] | Chat
@@ -43,16 +43,16 @@ class Question(_Message):
 
 
 class MakeTask(_Message, tag=True, kw_only=True):
-    """The first message: which task to make."""
+    """The first message: which task to construct."""
 
     name: str
     options: dict[str, Any]
     seed: int
     epochs: int = 1
     scores_only: bool = False
-    """Another child is asked for the questions: this one need not read the data."""
+    """Questions come from another child: this one need not read the data."""
     limit_s: float
-    """What an asynchronous call may take before the child itself gives it up."""
+    """Seconds after which the child itself cancels an asynchronous call."""
 
 
 class MakeTokenizer(_Message, tag=True, kw_only=True):
@@ -72,7 +72,7 @@ class AskItem(_Message, tag=True):
 
 
 class AskScore(_Message, tag=True):
-    """`task.score`, or `task.score_turn` where the task has one: then `turn` is given."""
+    """`task.score`, or `task.score_turn` if the task has one; `turn` is set then."""
 
     call: Call
     question: Question
@@ -82,14 +82,14 @@ class AskScore(_Message, tag=True):
 
 
 class AskEncode(_Message, tag=True):
-    """Token ids of a prompt."""
+    """Requests the token ids of a prompt."""
 
     call: Call
     prompt: str | list[int] | Chat
 
 
 class AskDecode(_Message, tag=True):
-    """Text of a completion."""
+    """Requests the text of a completion."""
 
     call: Call
     token_ids: list[int]
@@ -99,28 +99,28 @@ class AskDecode(_Message, tag=True):
 
 
 class Ready(_Message, tag=True, kw_only=True):
-    """What was asked for is made."""
+    """The task or tokenizer is constructed."""
 
     concurrent: bool = False
-    """Whether its calls wait for something else most of the time, so that many may be under way at once."""
+    """Whether its calls are asynchronous, so that many may run at once."""
     turns: bool = False
-    """Whether a score wants the turn."""
+    """Whether scoring needs the turn."""
     size: int = 0
-    """Tokens in the vocabulary."""
+    """Vocabulary size of the tokenizer."""
     held_out: int = 0
-    """Questions that the task keeps back."""
+    """Number of questions that the task holds out."""
 
 
 class Unusable(_Message, tag=True):
-    """It can't be made; nothing more comes."""
+    """The task or tokenizer can't be constructed; no further message follows."""
 
     reason: str
     bad_input: bool
-    """What was asked for is at fault: another child would not make it either."""
+    """The input is at fault: another child would fail as well."""
 
 
 class Begun(_Message, tag=True):
-    """The call is being worked on; those that wait behind a busy one are not."""
+    """Work on the call has begun; calls that wait for a free child have not."""
 
     call: Call
 
@@ -131,15 +131,14 @@ class ItemIs(_Message, tag=True):
 
 
 class NoItem(_Message, tag=True):
-    """The task has `questions` questions, over all its epochs, or held out, and the one that was asked for is none of
-    them."""
+    """There is no question of that index: the task has `questions`, over all its epochs or held out."""
 
     call: Call
     questions: Annotated[int, Meta(ge=0)]
 
 
 class ScoreIs(_Message, tag=True):
-    """As tasks.base.Score."""
+    """The fields of tasks.base.Score."""
 
     call: Call
     reward: float
@@ -158,15 +157,15 @@ class TextIs(_Message, tag=True):
 
 
 class Raised(_Message, tag=True, kw_only=True):
-    """The call failed: `kind` names the exception's class, or what was wrong with its result."""
+    """The call failed: `kind` names the exception's class, or what is wrong with the result."""
 
     call: Call
     kind: str
     text: str
     late: bool = False
-    """It took longer than it may; what it has started may still be running."""
+    """It exceeded its time limit; its threads and processes may still be running."""
     spent: bool = False
-    """The child should be replaced: it is out of memory, or runs what nobody waits for any more."""
+    """The child should be replaced: it is out of memory, or still runs a call that was given up."""
 
 
 Make = MakeTask | MakeTokenizer
@@ -181,11 +180,11 @@ _from_child = msgspec.msgpack.Decoder(FromChild)
 
 
 def encode(message: ToChild | FromChild) -> bytes:
-    """One frame. Raises CallError, or what msgspec does for values that msgpack can't hold (UnicodeEncodeError,
-    TypeError, OverflowError, RecursionError)."""
+    """Encodes one frame. Raises CallError, or msgspec's errors for values that msgpack can't represent
+    (UnicodeEncodeError, TypeError, OverflowError, RecursionError)."""
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
-        raise CallError(f"{type(message).__name__} of {len(body)} bytes, at most {MAX_FRAME_BYTES} may travel")
+        raise CallError(f"{type(message).__name__} of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return len(body).to_bytes(_LENGTH_BYTES, "little") + body
 
 
@@ -205,7 +204,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes | None:
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
         if length > MAX_FRAME_BYTES:
-            raise CallError(f"a message of {length} bytes, at most {MAX_FRAME_BYTES} may travel")
+            raise CallError(f"a message of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

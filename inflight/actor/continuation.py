@@ -1,8 +1,8 @@
-"""What to ask of another generator, so that a sequence goes on as if its generator had not been lost.
+"""The request by which another generator continues the sequence of a lost one exactly.
 
-The tokens so far become the end of the prompt. Temperature, top-p, top-k and min-p look at one distribution at a time;
-the repetition penalty does not tell prompt from completion. What does tell them apart, or has a state of its own, can't
-be continued through a prompt: such a sequence starts anew.
+The tokens so far are appended to the prompt. Temperature, top-p, top-k and min-p depend on one distribution at a time,
+and the repetition penalty does not distinguish prompt from completion. Sampling that does distinguish them, or that has
+a state of its own, can't be continued through a prompt: such a sequence is restarted.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ AS_THEY_ARE = {"n", "stream", "temperature", "top_p", "top_k", "min_p", "repetit
 ENDS = {"stop_token_ids", "ignore_eos"}
 EVIDENCE = {"logprobs", "return_token_ids", "return_tokens_as_token_ids"}
 CONTINUES = {"prompt", "max_tokens", "min_tokens", "seed"} | AS_THEY_ARE | ENDS | EVIDENCE
-"""Fields of a request that a continuation takes over, as they are or for the tokens that are left."""
+"""Fields of a request that a continuation copies or adapts to the remaining tokens."""
 COUNTS_COMPLETION = ("presence_penalty", "frequency_penalty")
-"""Penalties on what the completion holds; vLLM would not count the tokens that moved into the prompt."""
+"""Penalties on tokens of the completion; vLLM would not count the tokens that moved into the prompt."""
 
 
 class StartAnew(Exception):
-    """The sequence can't be continued exactly; `reason` names the field of the request that is in the way."""
+    """The sequence can't be continued exactly; `reason` names the request field that prevents it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -29,11 +29,11 @@ class StartAnew(Exception):
 
 
 def rest_of(request: dict[str, Any], produced: Sequence[int]) -> dict[str, Any]:
-    """The request for what is left of a sequence of which `produced` are there.
+    """The request for the rest of a sequence of which the tokens `produced` exist.
 
-    Example: of `{"prompt": [1, 2], "max_tokens": 9, "min_tokens": 4, "seed": 7}` with `[5, 6, 6]` produced is left
-    `{"prompt": [1, 2, 5, 6, 6], "max_tokens": 6, "min_tokens": 1, "seed": …}`. The seed is another one: the first draws
-    of the old one have been used, and a token must not depend on the draw that made an earlier one.
+    Example: for `{"prompt": [1, 2], "max_tokens": 9, "min_tokens": 4, "seed": 7}` and `[5, 6, 6]` produced, the rest is
+    `{"prompt": [1, 2, 5, 6, 6], "max_tokens": 6, "min_tokens": 1, "seed": …}`. The seed differs: the first random draws
+    of the old one are used, and a token must not depend on the draw that made an earlier one.
 
     Raises StartAnew.
     """
@@ -58,15 +58,15 @@ def rest_of(request: dict[str, Any], produced: Sequence[int]) -> dict[str, Any]:
 async def crossing_stop(
     decode: Callable[[list[int]], Awaitable[str]], token_ids: Sequence[int], seam: int, stops: Sequence[str]
 ) -> int | None:
-    """How many of the tokens there are once the first stop string that lies across the seam is complete; None: there
-    is none. A string within the newest piece is found by its generator, which does not see what came before.
+    """Number of tokens up to the end of the first stop string that crosses the seam; None if there is none. A stop
+    string within the newest piece is found by its generator, which does not see the tokens before.
 
-    Example: with one token a character, stop `"ab"` and tokens `"xa" | "bc"` it is 3.
+    Example: with one token per character, stop `"ab"` and tokens `"xa" | "bc"` it is 3.
     """
     longest = max(map(len, stops), default=0)
     if longest < 2 or seam == 0:
         return None
-    first = max(0, seam - longest)  # a token has a character at least, or belongs to one that does
+    first = max(0, seam - longest)  # a token has at least one character, or belongs to a token that has
     before = len(await decode(list(token_ids[first:seam])))
     for end in range(seam + 1, min(len(token_ids), seam + longest) + 1):
         text = await decode(list(token_ids[first:end]))

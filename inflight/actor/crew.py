@@ -1,7 +1,7 @@
-"""Child processes that share the calls of one kind: as many as are needed, up to a bound.
+"""A pool of child processes for calls of one kind: as many as are needed, up to a limit.
 
-A call that is lost together with others is made once more, alone in a child: what happens to it there is its own doing,
-and no call suffers for another one.
+A call that was lost while others ran beside it is retried once, alone in a child: if it fails there, it is itself the
+cause, and no call fails because of another one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.actor.worker_process import Bounds, Lost, NotMade, WorkerProcess
 log = logging.getLogger(__name__)
 
 MAX_NOT_MADE = 3
-"""Children in a row that could not make what they are for; after that there is no use in another one."""
+"""Children in a row that could not construct their task or tokenizer, after which no more are started."""
 START_AGAIN_S = 1.0
 
 _numbers = itertools.count()
@@ -29,10 +29,10 @@ _Waiting = tuple[int, bytes, asyncio.Future[asyncio.Future[Answer]]]
 
 
 class Crew:
-    """Use from one event loop: `start`, `made`, then calls; `close` in any case."""
+    """To be used from one event loop: `start`, `made`, then calls; `close` in any case."""
 
     def __init__(self, make: Make, bounds: Bounds, size: int) -> None:
-        """At most `size` children; one more for calls that were lost in company, where there is company."""
+        """At most `size` children, plus one for calls that were lost beside others, if calls run side by side."""
         self._make, self._bounds, self._size = make, bounds, size
         self._members: list[WorkerProcess] = []
         self._waiting: collections.deque[_Waiting] = collections.deque()
@@ -42,14 +42,14 @@ class Crew:
         self._news = asyncio.Event()
         self._alone = Crew(make, replace(bounds, concurrency=1), 1) if bounds.concurrency > 1 else None
         self.ready = Ready()
-        """What the children say of what they have made; known when `made` has returned."""
+        """What the children report about their task or tokenizer; set when `made` has returned."""
 
     def start(self) -> None:
         """Starts the first child. Raises OSError when no process can be started."""
         self._members.append(WorkerProcess(self._make, self._bounds, self._move))
 
     async def made(self) -> None:
-        """Returns when a child has made what it is for. Raises NotMade when the first one could not."""
+        """Returns when a child has constructed its task or tokenizer. Raises NotMade when the first one could not."""
         while not any(member.slots for member in self._members):
             if self._not_made:
                 raise self._not_made[-1]
@@ -57,9 +57,10 @@ class Crew:
             await self._news.wait()
 
     async def call(self, ask: Callable[[int], Ask]) -> Answer:
-        """The answer to what `ask` makes of the call's number.
+        """The answer to the call that `ask` builds from its number.
 
-        Raises Failed or Lost; NotMade when no child can be had; for what can't be sent, CallError or what msgspec does.
+        Raises Failed or Lost; NotMade when no child can be started; for a call that can't be encoded, CallError or
+        msgspec's errors.
         """
         number = next(_numbers)
         frame = calls.encode(ask(number))
@@ -68,11 +69,11 @@ class Crew:
         except Lost as lost:
             if not lost.company or self._alone is None:
                 raise
-            log.info("a child that worked on several calls has ended (%s): each is made once more, alone", lost)
+            log.info("a child that worked on several calls has ended (%s): each is retried once, alone", lost)
         return await self._alone._call(number, frame)
 
     async def close(self) -> None:
-        """Kills all children, with all that they have started."""
+        """Kills all children and their descendants."""
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
@@ -87,13 +88,13 @@ class Crew:
         return await (await taken)
 
     def _move(self) -> None:
-        """Something has changed: hands out what waits, starts another child where all are busy."""
+        """Called after any change: hands out waiting calls, starts another child if all are busy."""
         self._news.set()
         for member in [member for member in self._members if member.over]:
             self._members.remove(member)
             if member.not_made is not None:
                 self._not_made.append(member.not_made)
-                if self.ready != Ready():  # else whoever waits for the first one is told
+                if self.ready != Ready():  # else `made` raises the error for the first child
                     log.warning("a child for foreign code could not be made: %s", member.not_made)
         if any(member.slots for member in self._members):
             self._not_made.clear()
@@ -113,13 +114,13 @@ class Crew:
         return member if member is not None and member.slots > member.load else None
 
     def _grow(self) -> None:
-        """Starts one more child when each has a good part of its slots in use, or calls wait for one; one at a time."""
+        """Starts one more child when each has many of its slots in use, or calls wait; one at a time."""
         lasting = [member for member in self._members if member.lasting]
         busy = all(member.ready is not None and 4 * member.load >= member.slots for member in lasting)
         wanted = self._waiting if not lasting else busy
         if not wanted or len(lasting) >= self._size or self._retry is not None:
             return
-        if self._not_made:  # not at once again
+        if self._not_made:  # not at once after a failure
             self._retry = asyncio.get_running_loop().call_later(START_AGAIN_S, self._start_again)
         else:
             self.start()

@@ -1,7 +1,7 @@
-"""Foreign code, the task and the tokenizer, as the actor calls it: in child processes, so that it costs one group.
+"""The actor's interface to foreign code (task and tokenizer) in child processes, so that a failure costs one group.
 
-Questions, scores and text each have children of their own. Whatever a call does, raises or returns becomes a GroupLost
-with the reason by which it is counted.
+Questions, scores and text have separate children. Whatever goes wrong in a call becomes a GroupLost with the reason by
+which it is counted.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from inflight.tasks.course import DataEnded
 from inflight.types import Turn
 
 MAX_WORKERS = 8
-"""Children for scores, where their number is not set: as many as cores, up to this."""
+"""Most children for scores if their number is not configured; otherwise one per CPU core."""
 
 
 class GroupLost(Exception):
-    """A started group that will not come; `reason` is what it is counted by, the text is for the log."""
+    """A group that was started and will not be delivered; it is counted by `reason`, the text is for the log."""
 
     def __init__(self, reason: str, detail: str, *, again: bool = False) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.again = again
+        """Whether the question should be re-queued, because a generator was at fault."""
         self.lengths: list[int] = []
-        """Completion tokens of its samples, as far as they had come."""
-        """Whether the question is worth another attempt: not it, but a generator was at fault."""
+        """Completion tokens of its samples, as far as they were received."""
 
 
 class ForeignError(RuntimeError):
-    """No process can be had any more in which foreign code would run."""
+    """No process for foreign code can be started any more."""
 
 
 class Caller(Protocol):
-    """Who runs foreign code: a Crew."""
+    """Something that runs calls of foreign code: a Crew."""
 
     ready: Ready
 
     async def call(self, ask: Callable[[int], Ask]) -> Answer:
-        """The answer. Raises Failed, Lost or NotMade, CallError or what msgspec does."""
+        """The answer. Raises Failed, Lost or NotMade, CallError or msgspec's errors."""
 
 
 class Foreign:
     """The task and the tokenizer of a run."""
 
     def __init__(self, items: Caller, scores: Caller, text: Caller, limit_s: float) -> None:
-        """`limit_s` is what a call may take, for the log."""
+        """`limit_s`: time limit of a call in seconds, for the log."""
         self._items, self._scores, self._text, self._limit_s = items, scores, text, limit_s
 
     @property
     def vocabulary(self) -> int:
-        """Tokens that the tokenizer knows."""
+        """Vocabulary size of the tokenizer."""
         return self._text.ready.size
 
     @property
     def held_out(self) -> int:
-        """Questions that the task keeps back for an evaluation."""
+        """Number of questions that the task holds out for an evaluation."""
         return self._items.ready.held_out
 
     async def question(self, index: int, *, held_out: bool = False) -> Question:
-        """The task's index-th question, or the index-th that it holds out. Raises GroupLost, or DataEnded when it has
-        none of that index."""
+        """The task's question `index`, or its held-out question `index`. Raises GroupLost, or DataEnded when there is
+        no such question."""
         answer = await self._call(
             self._items, "task", f"question {index}", lambda call: calls.AskItem(call, index, held_out)
         )
@@ -84,13 +84,13 @@ class Foreign:
         return answer.question
 
     async def encode(self, question: Question) -> list[int]:
-        """Token ids of a question's prompt, one at least. Raises GroupLost."""
+        """Token ids of a question's prompt, at least one. Raises GroupLost."""
         prompt = question.prompt
         what = "template" if isinstance(prompt, Chat) else "tokenizer"
         answer = await self._call(self._text, what, question.key, lambda call: calls.AskEncode(call, prompt))
         assert isinstance(answer, calls.TokensAre)
         if not answer.token_ids:
-            raise GroupLost("task error: prompt", f"{question.key}: a prompt of no token")
+            raise GroupLost("task error: prompt", f"{question.key}: the prompt has no tokens")
         return answer.token_ids
 
     async def decode(self, token_ids: list[int], about: str = "a completion") -> str:
@@ -100,7 +100,7 @@ class Foreign:
         return answer.text
 
     async def score(self, question: Question, prompt_ids: list[int], turn: Turn) -> Score:
-        """The task's score. One that fails, is late or is no number loses the group: it is never taken for 0.
+        """The task's score. If it fails, is late or is not a number, the group is lost: it is never taken as 0.
 
         Raises GroupLost.
         """
@@ -127,7 +127,7 @@ class Foreign:
                 raise self._late(what, about) from None
             raise GroupLost(f"{what} crash: {lost}", f"{about} ended its process") from None
         except NotMade as error:
-            raise ForeignError(f"no process for the {what} can be had: {error}") from None
+            raise ForeignError(f"no process for the {what} can be started: {error}") from None
         except (CallError, msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
             raise GroupLost(f"{what} error: {type(error).__name__}", f"{about} can't be sent: {error}") from None
 
@@ -136,7 +136,7 @@ class Foreign:
 
 
 def _defect(score: Score, tokens: int) -> str | None:
-    """Why a score of so many tokens can't be learnt from, as a reason to count it by."""
+    """Why a score can't be used for a turn of `tokens` tokens, as a reason to count it by; None for a valid one."""
     indices = [index for index, _ in score.step_rewards]
     if indices != sorted(set(indices)) or not all(0 <= index < tokens for index in indices):
         return "step_rewards"
@@ -148,9 +148,9 @@ def _defect(score: Score, tokens: int) -> str | None:
 
 @contextlib.asynccontextmanager
 async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
-    """Child processes for a run's foreign code, all of which end with the context.
+    """Child processes for a run's foreign code; all of them end with the context.
 
-    Raises ConfigError when the task or the tokenizer can't be made.
+    Raises ConfigError when the task or the tokenizer can't be constructed.
     """
     rollout, task = config.rollout, config.task
     bounds = Bounds(
@@ -165,7 +165,7 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
     scores = Crew(msgspec.structs.replace(make, scores_only=True), scoring, _workers(rollout))
     text = Crew(_make_tokenizer(config.model), bounds, 1)
     async with contextlib.AsyncExitStack() as stack:
-        for crew in (items, scores, text):  # all at once: each takes a while
+        for crew in (items, scores, text):  # all started before the first is awaited: each takes a while
             stack.push_async_callback(crew.close)
             crew.start()
         for crew, place in (

@@ -1,6 +1,6 @@
-"""What a child process serves: one task, or one tokenizer; each call is checked on its way in and out.
+"""The object that a child process serves: one task or one tokenizer; each call is checked on its way in and out.
 
-Runs in the child. Whatever foreign code returns is looked at here, so that what travels to the actor is well formed.
+Runs in the child. Results of foreign code are checked here, so that only well-formed messages are sent to the actor.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, plain_sc
 from inflight.tasks.course import Course, DataEnded
 
 MAX_KEY = 512
-"""Characters of a question's key: what a types.Name holds."""
+"""Most characters of a question's key: those of a types.Name."""
 
 
 class Unfit(Exception):
-    """Foreign code gave something that can't be used; `kind` is what it is counted by."""
+    """Foreign code returned something unusable; it is counted by `kind`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -48,14 +48,14 @@ class Host(Protocol):
     """Foreign code behind calls."""
 
     def ready(self) -> Ready:
-        """What the actor must know of it."""
+        """What the actor needs to know about it."""
 
     async def answer(self, ask: Ask) -> Answer:
-        """Raises Unfit, or whatever the foreign code does."""
+        """Carries out a call. Raises Unfit, or whatever the foreign code raises."""
 
 
 def host(message: Make) -> Host:
-    """Makes what is asked for. Raises ConfigError, or whatever the foreign code does."""
+    """Constructs the task or tokenizer. Raises ConfigError, or whatever the foreign code raises."""
     if isinstance(message, MakeTask):
         task = make(TaskConfig(message.name, message.options), message.seed)
         return TaskHost(task, None if message.scores_only else Course(task, message.epochs))
@@ -69,14 +69,14 @@ class TaskHost:
         self._task, self._course = task, course
 
     def ready(self) -> Ready:
-        """Whether its score is asynchronous, and wants turns; how many questions it holds out."""
+        """Whether its score is asynchronous, and needs turns; how many questions it holds out."""
         turns = isinstance(self._task, TurnScorer)
         score = self._task.score_turn if isinstance(self._task, TurnScorer) else getattr(self._task, "score", None)
         held_out = self._held_out_size() if self._course is not None else 0
         return Ready(concurrent=inspect.iscoroutinefunction(score), turns=turns, held_out=held_out)
 
     async def answer(self, ask: Ask) -> Answer:
-        """Of AskItem and AskScore."""
+        """Handles AskItem and AskScore."""
         if isinstance(ask, AskItem):
             try:
                 item = self._held_out(ask.index) if ask.held_out else self._item(ask.index)
@@ -89,10 +89,10 @@ class TaskHost:
 
     def _item(self, index: int) -> Any:
         if self._course is None:
-            raise Unfit("call", "it was made for scores")
+            raise Unfit("call", "this child was made for scores only")
         try:
             return self._course.item(index)
-        except StopIteration as error:  # which a coroutine would turn into a RuntimeError
+        except StopIteration as error:  # a coroutine would turn it into a RuntimeError
             raise Unfit("StopIteration", str(error)) from None
 
     def _held_out_size(self) -> int:
@@ -113,10 +113,10 @@ class TaskHost:
 
 
 class Tokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods that are needed of a tokenizer."""
 
     size: int
-    """Tokens in the vocabulary."""
+    """Vocabulary size."""
 
     def encode(self, prompt: str | Chat) -> Iterable[Any]:
         """Token ids of a prompt."""
@@ -126,17 +126,17 @@ class Tokens(Protocol):
 
 
 class TextHost:
-    """A tokenizer's two directions."""
+    """A tokenizer's encoding and decoding."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
 
     def ready(self) -> Ready:
-        """With the size of the vocabulary."""
+        """The size of the vocabulary."""
         return Ready(size=self._tokens.size)
 
     async def answer(self, ask: Ask) -> Answer:
-        """Of AskEncode and AskDecode."""
+        """Handles AskEncode and AskDecode."""
         if isinstance(ask, AskEncode):
             ids = ask.prompt if isinstance(ask.prompt, list) else self._tokens.encode(ask.prompt)
             return TokensAre(ask.call, _token_ids(ids))
@@ -149,17 +149,17 @@ class TextHost:
 
 
 def _question(item: Any) -> Question:
-    """An item as it travels. Raises Unfit for one that is none."""
+    """An item as a message. Raises Unfit for an object that is no item."""
     for name in ("key", "prompt", "answer"):
         if not hasattr(item, name):
             raise Unfit("item", f"an item has key, prompt and answer, {type(item).__name__} has no {name}")
-    if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not read such a group
+    if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not decode such a group
         raise Unfit("key", f"a key is text of 1 to {MAX_KEY} characters")
     return Question(item.key, _prompt(item.prompt), item.answer, dict(getattr(item, "columns", {})))
 
 
 def _prompt(prompt: Any) -> str | list[int] | Chat:
-    """Raises Unfit for what is no prompt."""
+    """A prompt as a message. Raises Unfit for an object that is no prompt."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Chat):
@@ -172,7 +172,7 @@ def _prompt(prompt: Any) -> str | list[int] | Chat:
 
 
 def _score(call: int, score: Any) -> ScoreIs:
-    """A score as it travels, in plain numbers. Raises Unfit for anything else."""
+    """A score as a message, in plain numbers. Raises Unfit for anything else."""
     if not isinstance(score, Score):
         raise Unfit("score", f"score_turn gives a Score, not {type(score).__name__}")
     steps = [(_index(index), _number(reward)) for index, reward in score.step_rewards]
@@ -181,7 +181,7 @@ def _score(call: int, score: Any) -> ScoreIs:
 
 
 def _number(value: Any) -> float:
-    """Of anything that is a number: numpy's and torch's, too. Raises Unfit for text, None and others."""
+    """Converts any kind of number, including numpy's and torch's. Raises Unfit for text, None and others."""
     if not hasattr(type(value), "__float__"):
         raise Unfit("no number", f"a score is a number, not {type(value).__name__}")
     return float(value)
@@ -194,7 +194,7 @@ def _index(value: Any) -> int:
 
 
 def _token_ids(values: Iterable[Any]) -> list[int]:
-    """Ids of a prompt. Raises Unfit; ids beyond the vocabulary are the generator's to refuse."""
+    """Ids of a prompt. Raises Unfit; ids beyond the vocabulary are refused by the generator."""
     ids = [_index(value) for value in values]
     if any(each < 0 for each in ids):
         raise Unfit("token ids", "a token's id is 0 or more")

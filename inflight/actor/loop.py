@@ -1,7 +1,7 @@
-"""The actor: answers the questions that it is granted, ships what comes of them and keeps it until acknowledged.
+"""The actor: answers the questions that it is granted, sends the groups and keeps each until it is acknowledged.
 
-Everything that happens to it is an event in one queue, handled one after the other: messages of the buffer (a thread
-reads the link), finished groups (a task each), the ticks that repeat unacknowledged deliveries, and the stop.
+Every input is an event in one queue, handled one after the other: messages of the buffer (a thread reads the link),
+finished groups (one asyncio task each), the ticks that repeat unacknowledged deliveries, and the stop.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ log = logging.getLogger(__name__)
 TICK_S = 1.0
 REPEAT_AFTER_S = 5.0
 END_TIMEOUT_S = 5.0
-"""How long the end waits for the last acknowledgements."""
+"""Seconds for which the end waits for the last acknowledgements."""
 _POLL_S = 0.1
 
 
 class ActorError(RuntimeError):
-    """The actor can't go on; one line."""
+    """The actor can't continue; the text is one line."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ Event = AnyMessage | Stop | _Tick | BaseException
 
 
 class Actor:
-    """One actor; the buffer decides which of the task's questions are its own."""
+    """One actor; the buffer decides which of the task's questions it answers."""
 
     def __init__(self, name: str, link: Link, sampler: Sampler, *, concurrency: int, give_up_after_s: float) -> None:
         self.name = name
@@ -77,29 +77,29 @@ class Actor:
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._unacked: dict[str, tuple[GroupDone | GroupFailed, float]] = {}
-        """Deliveries by group id, with when they were last sent (monotonic seconds)."""
+        """Group id → delivery, and when it was last sent (monotonic seconds)."""
         self._waiting: dict[str, int] = {}
-        """Groups granted and not started, in their order, with the questions that they answer."""
+        """Granted groups that are not started, in order: name → index of the question."""
         self.started = self.done = self.failed = 0
         self._streak = Streak(give_up_after_s)
         self._accepted: collections.Counter[str] = collections.Counter()
-        """Tokens of groups that the buffer has, by the generator that they came from."""
+        """Generator → tokens of its groups that the buffer has accepted."""
         self._last_rewards: collections.deque[float] = collections.deque(maxlen=16)
         self._logged: set[str] = set()
 
     @property
     def in_flight(self) -> int:
-        """Groups being sampled or scored."""
+        """Number of groups being sampled or scored."""
         return len(self._running)
 
     def stop(self) -> None:
-        """Asks the actor to end soon and clean; call from its event loop."""
+        """Makes `run` end soon and cleanly; to be called from its event loop."""
         self._events.put_nowait(Stop())
 
     async def run(self) -> str:
-        """Works until the buffer says Finish (its reason is returned) or `stop` is called.
+        """Works until the buffer sends Finish (its reason is returned) or `stop` is called.
 
-        Raises ActorError when the buffer is gone or refuses this actor, when a generator does not tag its tokens, when
+        Raises ActorError when the buffer is lost or refuses this actor, when a generator does not tag its tokens, when
         foreign code can't be run any more, or when items have failed for `give_up_after_s` without one success.
         """
         with self._pump():
@@ -158,7 +158,7 @@ class Actor:
         self._start_groups()
 
     def _has(self, name: str) -> bool:
-        """Whether it works on a group already: one that was presumed lost may be granted again."""
+        """Whether it has the group already: one that was presumed lost may be granted again."""
         return name in self._running or name in self._unacked or name in self._waiting
 
     def _start_groups(self) -> None:
@@ -168,7 +168,7 @@ class Actor:
             self._running[name] = asyncio.create_task(self._group(name, self._waiting.pop(name)), name=name)
 
     async def _group(self, name: str, index: int) -> None:
-        """One group from question to delivery; never raises."""
+        """Produces one group from question to delivery; never raises."""
         try:
             group = await self._sampler.group(name, index)
         except GroupLost as lost:
@@ -177,7 +177,7 @@ class Actor:
             self._deliver(GroupFailed(group_id=name, reason=DATA_ENDED, again=False, questions=end.questions), name)
         except Exception as error:  # noqa: BLE001 - ends the actor through its queue
             self._events.put_nowait(error)
-            return  # still running as far as the books go: the end settles it
+            return  # still in flight for the buffer: `_end` reports it as failed
         else:
             self._streak.succeeded()
             self.done += 1
@@ -187,11 +187,11 @@ class Actor:
         self._events.put_nowait(_Tick())
 
     def _lost(self, name: str, lost: GroupLost) -> None:
-        """Counts a failed group; failures without a success slow the actor down, and end it in the end."""
+        """Counts a failed group. Failures without a success slow the actor down, and finally end it."""
         self.failed += 1
         if lost.reason not in self._logged:
             self._logged.add(lost.reason)
-            log.warning("group %s failed: %s (told once a reason)", name, lost)
+            log.warning("group %s failed: %s (logged once per reason)", name, lost)
         reason, lengths = lost.reason[:128], lost.lengths
         self._deliver(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths), name)
         pause = self._streak.failed(time.monotonic(), outage=lost.again)
@@ -218,7 +218,7 @@ class Actor:
             if now - sent > REPEAT_AFTER_S:
                 self._unacked[name] = (message, now)
                 self._send(message, name)
-        if now - self._hello_sent > REPEAT_AFTER_S:  # one that was taken for lost joins again by it
+        if now - self._hello_sent > REPEAT_AFTER_S:  # lets an actor that was presumed dead rejoin
             self._say_hello()
 
     def _say_hello(self) -> None:
@@ -227,7 +227,7 @@ class Actor:
             self._link.send(self._hello)
 
     def _send(self, message: GroupDone | GroupFailed, name: str) -> None:
-        """A link that can't take it now is no loss: unacknowledged deliveries are repeated."""
+        """A link that can't queue it now loses nothing: unacknowledged deliveries are repeated."""
         try:
             self._link.send(message)
         except BusError:
@@ -239,7 +239,7 @@ class Actor:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     async def _end(self, reason: str) -> None:
-        """Gives up what is under way, waits (bounded) until all that is done was acknowledged, and says good-bye."""
+        """Cancels groups in progress, waits (bounded) until all deliveries are acknowledged, and says goodbye."""
         await self._cancel_groups()
         self.failed += len(self._running) + len(self._waiting)
         self._running.clear()
@@ -258,7 +258,7 @@ class Actor:
             self._link.send(ActorBye(reason=reason))
 
     async def _cancel_groups(self) -> None:
-        """Cancels what is still under way; those groups stay in `_running`, unsettled."""
+        """Cancels groups in progress; they stay in `_running` as not settled."""
         tasks = list(self._running.values())
         for task in tasks:
             task.cancel()
@@ -268,11 +268,11 @@ class Actor:
 
     @contextlib.contextmanager
     def _pump(self) -> Iterator[None]:
-        """A thread moves what the link receives into the queue; it ends with the context or with the link."""
+        """Runs a thread that moves received messages into the queue; it ends with the context or with the link."""
         loop, ended = asyncio.get_running_loop(), threading.Event()
 
         def put(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the actor has ended
                 loop.call_soon_threadsafe(self._events.put_nowait, event)
 
         def pump() -> None:

@@ -1,4 +1,4 @@
-"""Which generator gets the next request: the least loaded of those that may be asked and answer."""
+"""Chooses the generator for each request: the least loaded of those that are listed for requests and answer."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ class NoGenerator(RuntimeError):
 
 @dataclass
 class Generator:
-    """A server as this actor sees it."""
+    """A generator as this actor sees it."""
 
     name: str
     url: str = ""
     load: int = 0
-    """Requests of this actor that it works on."""
+    """Number of this actor's requests that it works on."""
     up: bool = False
     calls: Calls = field(default_factory=Calls)
     version: int = 0
-    """Version of the newest token seen from it."""
+    """Version of the newest token received from it."""
 
 
 class Pool:
-    """All generators of the run. One that fails is left alone until it is healthy, at the url that it then has.
+    """All generators of the run. One that fails gets no requests until it is healthy, at the URL that it then has.
 
-    One whose url is withdrawn gets no new requests: it has to catch up first. Those that it works on go on.
+    One whose URL is withdrawn gets no new requests, because it has to catch up first; its current ones continue.
 
-    Use from one event loop; `async with` starts and stops the probing of those that are down.
+    To be used from one event loop; `async with` starts and stops the probing of generators that are down.
     """
 
     def __init__(
         self, session: aiohttp.ClientSession, names: list[str], url_of: Callable[[str], str], *, most: int = 1 << 16
     ) -> None:
-        """`url_of` gives a generator's current url and raises OSError while it must not be asked.
+        """`url_of` returns a generator's current URL and raises OSError while it must not get requests.
 
-        At most `most` leases are given at a time, so that no more connections are open.
+        At most `most` leases exist at a time, which bounds the number of open connections.
         """
         self._session = session
         self._free = asyncio.Semaphore(most)
@@ -66,7 +66,7 @@ class Pool:
             await asyncio.gather(self._probing, return_exceptions=True)
 
     async def wait_any(self, timeout_s: float) -> None:
-        """Returns when a generator is up. Raises NoGenerator naming those that are not within `timeout_s`."""
+        """Returns when a generator is up. Raises NoGenerator after `timeout_s`, naming the generators."""
 
         async with self._came_up:
             try:
@@ -77,10 +77,10 @@ class Pool:
 
     @contextlib.asynccontextmanager
     async def lease(self, avoid: Collection[str], timeout_s: float) -> AsyncIterator[Generator]:
-        """The least loaded generator that is up, rather one that is not in `avoid`; counts as load while in use.
+        """The least loaded generator that is up, preferably one not in `avoid`; counts as load while in use.
 
-        Waits for others to end while as many leases are given as may be; they are served in turn. After that, raises
-        NoGenerator when no generator is up within `timeout_s`.
+        Waits while the maximum number of leases is in use; waiters are served in order. After that, raises NoGenerator
+        when no generator is up within `timeout_s`.
         """
         async with self._free:
             generator = await self._one_that_is_up(avoid, timeout_s)
@@ -104,21 +104,21 @@ class Pool:
         return generator
 
     def mark_down(self, generator: Generator) -> None:
-        """Routes nothing to it until it answers a probe."""
+        """Sends it no requests until it answers a probe."""
         generator.up = False
 
     def _choose(self, avoid: Collection[str]) -> Generator | None:
         return min(self._up(), key=lambda generator: (generator.name in avoid, generator.load), default=None)
 
     def _up(self) -> list[Generator]:
-        """Raises what has ended the probing: nobody would come up any more."""
+        """Raises the error that ended the probing: without it no generator could come up again."""
         if self._probing is not None and self._probing.done():
             self._probing.result()
         return [generator for generator in self.generators.values() if generator.up]
 
     async def _probe(self) -> None:
         try:
-            async with asyncio.TaskGroup() as all_of_them:  # one that hangs keeps none of the others waiting
+            async with asyncio.TaskGroup() as all_of_them:  # one that hangs does not delay the others
                 for generator in self.generators.values():
                     all_of_them.create_task(self._watch(generator), name=f"probe {generator.name}")
         finally:

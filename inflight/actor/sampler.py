@@ -1,4 +1,4 @@
-"""A group from prompt to reward: G samples from the generators, scored, or the reason why it can't be had."""
+"""Produces a group from prompt to reward: G samples from the generators, scored, or the reason why it failed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from inflight.tasks.base import Score
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 
 SCORE_AGAIN_AFTER_S = (2.0, 8.0, 32.0)
-"""Pauses before a failed score is tried again: a judge that is down for half a minute costs no question."""
+"""Pauses in seconds before a failed score is retried: a judge that is down for half a minute costs no question."""
 
 T = TypeVar("T")
 
 
 class Sampler:
-    """Makes groups. Holds no state but counters, so that any number of groups may be under way in one event loop."""
+    """Makes groups. Its only state is counters, so that any number of groups may run at once in one event loop."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Sampler:
         *,
         max_model_len: int,
     ) -> None:
-        """`max_model_len` is how many tokens of prompt and completion the generators take."""
+        """`max_model_len`: most tokens of prompt and completion that the generators accept."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
@@ -49,7 +49,7 @@ class Sampler:
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
     async def group(self, group_id: str, index: int) -> RolloutGroup:
-        """All samples of the task's index-th question, scored. Raises GroupLost or Unpatched."""
+        """All samples of the task's question `index`, scored. Raises GroupLost or Unpatched."""
         question = await self._foreign.question(index)
         prompt_ids = await self._foreign.encode(question)
         if len(prompt_ids) >= self._max_model_len:
@@ -90,7 +90,7 @@ class Sampler:
         )
 
     async def _turn(self, answer: Answer, prompt_ids: list[int], seed: int) -> Turn:
-        """The sample, finished. Raises GroupLost or Unpatched."""
+        """The finished sample. Raises GroupLost or Unpatched."""
         try:
             return await self.answers.finish(answer, prompt_ids, seed)
         except Retry as error:
@@ -101,7 +101,8 @@ class Sampler:
             raise GroupLost(NO_GENERATOR, str(error), again=True) from None
 
     async def _score(self, question: Question, prompt_ids: list[int], turn: Turn) -> tuple[Score, str]:
-        """The score, or what `rollout.on_reward_failure` puts in its place, then with the reason. Raises GroupLost."""
+        """The score and an empty reason, or the replacement according to `rollout.on_reward_failure` and the failure's
+        reason. Raises GroupLost."""
         policy = self._config.on_reward_failure
         pauses = iter(SCORE_AGAIN_AFTER_S if policy == "retry" else ())
         while True:
@@ -118,12 +119,12 @@ class Sampler:
                 await asyncio.sleep(pause)
 
     def _seed_of(self, rollout_id: str) -> int:
-        """A sampling seed of its own for each sample, the same in a run with the same seed."""
+        """A separate sampling seed for each sample, the same in every run with the same seed."""
         return int.from_bytes(blake2b(f"{self._seed}:{rollout_id}".encode(), digest_size=8).digest()) >> 1
 
 
 async def _all(parts: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the rest, waits for them and is raised."""
+    """All results in order; the first failure cancels the rest, waits for their end and is raised."""
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
         return await asyncio.gather(*tasks)

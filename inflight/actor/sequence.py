@@ -1,9 +1,9 @@
-"""One sampled sequence while it grows: the tokens of one generator, or of several that continued each other's.
+"""One sampled sequence while it grows: tokens of one generator, or of several of which each continued the one before.
 
-Tags stay as exact as those of a whole answer. The generator that continues a sequence computes the KV of everything
-before from its own weights, and says so itself: as after a preemption, a prefill event from position 0 on. A
-generator that is lost takes its prefill events with it, because vLLM tells them with the last chunk only; its tokens
-keep their versions, and their KV is marked as unknown.
+Tags stay as exact as those of an uninterrupted answer. A generator that continues a sequence computes the KV of all
+tokens before from its own weights and reports that: as after a preemption, a prefill event from position 0 on. The
+prefill events of a lost generator are lost, because vLLM sends them with the last chunk only; its tokens keep their
+versions, and their KV is marked as unknown.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from inflight.completions import Choice, Retry, Unpatched, checked, kept_sets, l
 from inflight.types import Piece, PrefillSpan, Turn, VersionSpan, versions_of_tokens
 
 UNKNOWN = -1
-"""Version in a prefill event where nobody can tell."""
+"""Version in a prefill event if it is unknown."""
 
 
 class Sequence:
-    """Tokens so far, with what the engines said about them."""
+    """The tokens so far, with their tags."""
 
     def __init__(self, prompt_tokens: int, most: int, asked: int = 0) -> None:
-        """Of at most `most` tokens; `asked` is how many log-probabilities were asked for beside the drawn token's."""
+        """`most`: most tokens; `asked`: number of log-probabilities requested in addition to the sampled token's."""
         self._prompt = prompt_tokens
         self._most = most
         self._asked = asked
         self.token_ids: list[int] = []
         self.pieces: list[Piece] = []
-        """Who made which tokens; the last piece may still grow."""
+        """Which generator made which tokens; the last piece may still grow."""
         self._logprobs: list[float] = []
         self._kept: list[list[int]] = []
         self._spans: list[VersionSpan] = []
@@ -41,18 +41,18 @@ class Sequence:
 
     @property
     def seam(self) -> int:
-        """Index of the first token of the newest piece; 0 while there is one piece only."""
+        """Index of the first token of the newest piece; 0 if there is only one piece."""
         return self.pieces[-1].start if self.pieces else 0
 
     def begin(self, generator: str) -> None:
-        """From here on tokens come from `generator`."""
+        """Starts a piece: the following tokens come from `generator`."""
         self.pieces.append(Piece(len(self.token_ids), generator))
 
     def add(self, choice: Choice) -> None:
-        """Takes in one chunk of a stream, whose spans count from the first token of the newest piece.
+        """Appends one chunk of a stream, whose spans count from the first token of the newest piece.
 
-        Raises Unpatched for one without tags, Rejected for one with a log-probability that is no number and
-        Retry("malformed answer") for any other that contradicts itself or the chunks before; nothing is kept of those.
+        Raises Unpatched for a chunk without tags, Rejected for a log-probability that is no number, and
+        Retry("malformed answer") for a chunk that contradicts itself or earlier ones; nothing of it is kept.
         """
         generator, seam = self.pieces[-1].generator, self.seam
         tokens, have = choice.token_ids or [], len(self.token_ids) - seam
@@ -62,7 +62,7 @@ class Sequence:
                 f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)"
             )
         if len(self.token_ids) + len(tokens) > self._most:
-            raise Retry("malformed answer", detail=f"{generator}: more than the {self._most} tokens asked for")
+            raise Retry("malformed answer", detail=f"{generator}: more than the requested {self._most} tokens")
         logprobs = logprobs_of(choice, generator) if tokens else []
         kept = kept_sets(choice, self._asked, generator) if tokens else []
         spans = choice.token_versions or []
@@ -83,9 +83,9 @@ class Sequence:
         self.finish_reason = choice.finish_reason
 
     def lose(self) -> None:
-        """The generator of the newest piece will say no more. A piece without tokens never was.
+        """Ends the newest piece, whose generator sends no more. A piece without tokens is removed.
 
-        One that gave the request up of its own accord has told its prefill events.
+        A generator that aborted the request itself has sent its prefill events.
         """
         self.finish_reason = None
         self._prefills = [each for each in self._prefills if each.output_index < len(self.token_ids)]
@@ -95,23 +95,23 @@ class Sequence:
             self._prefills += self._unknown_prefills()
 
     def cut(self, length: int) -> None:
-        """Forgets all tokens of the newest piece from index `length` on."""
+        """Removes all tokens of the newest piece from index `length` on."""
         del self.token_ids[length:], self._logprobs[length:], self._kept[length:]
         self._spans = [span for span in self._spans if span.start < length]
         self._prefills = [each for each in self._prefills if each.output_index < length]
 
     def drop_piece(self) -> None:
-        """Forgets the newest piece: its generator talks nonsense."""
+        """Removes the newest piece: its generator sent malformed data."""
         self.cut(self.seam)
         self.lose()
 
     def restart(self) -> None:
-        """Forgets all tokens: this sequence can't be continued exactly."""
+        """Removes all tokens: this sequence can't be continued exactly."""
         self.pieces.clear()
         self.cut(0)
 
     def turn(self) -> Turn:
-        """The whole sequence, once it is finished. Raises Retry("malformed answer") when a part is out of bounds."""
+        """The complete sequence, once it is finished. Raises Retry("malformed answer") when a part is out of bounds."""
         turn = Turn(
             token_ids=self.token_ids,
             logprobs=self._logprobs,
@@ -128,9 +128,10 @@ class Sequence:
                 self._spans.append(span)
 
     def _unknown_prefills(self) -> list[PrefillSpan]:
-        """What is certain without the generator's word: the step that samples a token computes the position before it.
+        """Prefill events that hold without the generator's report: the step that samples a token computes the position
+        before it.
 
-        Everything before may have been computed under any version: by chunks of the prefill before a swap at the
+        Everything earlier may have been computed under any version: by chunks of the prefill before a swap at the
         start, and anew, after a preemption, wherever a later version begins.
         """
         starts = sorted({self.seam, *(span.start for span in self._spans if span.start > self.seam)})

@@ -1,7 +1,7 @@
-"""Whether a request that brings no token is lost, or only has to wait for others.
+"""Decides whether a request without new tokens is presumed lost, or only waits in the engine's queue.
 
-A sample may take as long as its tokens take. What is bounded is the time without one, and a request that waits in the
-engine's queue is not late for that: vLLM begins requests in the order in which they came.
+The time for a whole sample is not bounded, the time without a token is. A request that waits in the engine's queue is
+not late for that: vLLM begins requests in the order of their arrival.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ SILENT = "generator silent"
 
 @dataclass(eq=False)
 class Call:
-    """A request under way. Times are monotonic seconds."""
+    """A request in progress. Times are monotonic seconds."""
 
     asked: float
     heard: float | None = None
-    """When its newest tokens came."""
+    """When its newest tokens arrived."""
 
 
 @dataclass
@@ -25,21 +25,21 @@ class Calls:
     """The requests of this actor to one generator."""
 
     heard: float = float("-inf")
-    """When the newest tokens of any of them came."""
+    """When the newest tokens of any request arrived."""
     begun: float = float("-inf")
-    """When the one that was asked last was asked, of those that have got tokens."""
+    """Of the requests that have got tokens, when the latest one was sent."""
 
     def hear(self, call: Call, now: float) -> None:
-        """Tokens came."""
+        """Records that tokens arrived."""
         call.heard = self.heard = now
         self.begun = max(self.begun, call.asked)
 
     def verdict(self, call: Call, now: float, bound_s: float) -> str | None:
         """Why a request is presumed lost, or None; one of
 
-        `generator silent`: for `bound_s` nobody got a token of it;
-        `stalled`: this request got none for `bound_s` after its first ones, while others were served;
-        `passed over`: it has none yet, and one that was asked more than `bound_s` later has.
+        `generator silent`: for `bound_s` no request got a token from the generator;
+        `stalled`: this request got no token for `bound_s` after its first ones, while others did;
+        `passed over`: it has no token yet, while a request sent more than `bound_s` later has.
         """
         if now - max(self.heard, call.asked) > bound_s:
             return SILENT

@@ -1,6 +1,6 @@
-"""Failures without a success between them: how they slow an actor down, and when it gives up.
+"""Failures in a row: how they slow an actor down, and when it gives up.
 
-Time counts, not their number: what fails for one cause fails together, as many groups as are in flight.
+Their duration counts, not their number: with one cause, as many groups fail together as are in flight.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 MAX_PAUSE_S = 5.0
 MIN_PAUSE_S = 0.05
 PROBE_AFTER = 20
-"""Failures in a row after which groups are started one at a time, so that few questions are lost to what may pass."""
+"""Failures in a row after which groups are started one at a time, so that a temporary cause costs few questions."""
 
 
 class Streak:
@@ -17,18 +17,19 @@ class Streak:
     def __init__(self, give_up_after_s: float) -> None:
         self.give_up_after_s = give_up_after_s
         self._since: float | None = None
-        """The first failure that an item was to blame for."""
+        """Time of the first failure that is an item's fault."""
         self._number = 0
         self._paused_until = 0.0
 
     def succeeded(self) -> None:
-        """A group was finished."""
+        """Records a finished group."""
         self._since, self._number, self._paused_until = None, 0, 0.0
 
     def failed(self, now: float, *, outage: bool) -> float:
-        """A group was lost; seconds that no other one should be started, longer the longer all have failed.
+        """Records a failed group; returns the seconds for which no other should be started, which grow with the
+        duration of the streak.
 
-        An `outage` of generators is no item's fault: however long it lasts, nothing is known of items from it.
+        An `outage` of generators is no item's fault: however long it lasts, it does not count towards giving up.
         """
         if outage:
             self._since, self._number = None, 0
@@ -40,11 +41,11 @@ class Streak:
         return pause
 
     def hopeless(self, now: float) -> bool:
-        """Whether items have failed for so long that the next would as well."""
+        """Whether items have failed for so long that the actor should give up."""
         return self._since is not None and self._number > 1 and now - self._since >= self.give_up_after_s
 
     def room(self, now: float, most: int) -> int:
-        """Groups that may be in flight now, of `most`."""
+        """How many of `most` groups may be in flight now."""
         if now < self._paused_until:
             return 0
         return most if self._number < PROBE_AFTER else 1

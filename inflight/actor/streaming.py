@@ -1,7 +1,7 @@
-"""A completion as vLLM's OpenAI server streams it: server-sent events, one JSON object in each.
+"""Reads a completion streamed by vLLM's OpenAI server: server-sent events, one JSON object in each.
 
-vLLM sends a chunk for the first token, then one for as many as its `stream_interval` says, then the rest with the
-reason for the end (generator/engine_args.py). Nothing here waits for the whole.
+vLLM sends a chunk for the first token, then one per `stream_interval` tokens, then the rest with the finish reason
+(generator/engine_args.py). Chunks are processed as they arrive.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from inflight.completions import MAX_ANSWER_BYTES, Choice, Retry, lost, refused
 
 CONNECT_S = 10.0
 LOOKS_A_BOUND = 20
-"""How often silence is looked at within its bound; what is late by so little is none."""
+"""How often silence is checked within its timeout; the resulting delay is tolerable."""
 DONE = b"[DONE]"
 
 
@@ -39,7 +39,7 @@ _decoder = msgspec.json.Decoder(_Chunk)
 async def chunks(
     session: aiohttp.ClientSession, generator: str, url: str, request: dict[str, Any]
 ) -> AsyncGenerator[Choice, None]:
-    """What comes of a request, chunk by chunk, until the server says that it is done.
+    """The chunks of a request's response, until the server marks its end.
 
     Raises Retry or Rejected. Ends only by them, by the server's last event or by cancellation; see `unless_silent`.
     """
@@ -62,7 +62,7 @@ async def chunks(
 
 
 def _choices(event: bytes, generator: str) -> list[Choice]:
-    """Of one event. Raises Retry or Rejected for one that tells of an error, or is damaged."""
+    """The choices in one event. Raises Retry or Rejected for an event that reports an error or is damaged."""
     try:
         chunk = _decoder.decode(event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -76,7 +76,7 @@ def _choices(event: bytes, generator: str) -> list[Choice]:
 
 
 async def _events(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
-    """The data of each event; vLLM writes one line of it an event. aiohttp's own lines have a limit that the first
+    """The data of each event; vLLM writes one line per event. aiohttp's own line reader has a limit that the first
     chunk of a long prompt exceeds."""
     rest = b""
     async for data in _bounded(content, generator):
@@ -98,9 +98,9 @@ async def _bounded(content: aiohttp.StreamReader, generator: str) -> AsyncIterat
 async def unless_silent(
     reading: Coroutine[Any, Any, None], call: Call, calls: Calls, generator: str, bound_s: float
 ) -> None:
-    """Awaits `reading`, which reports tokens to `calls`, for as long as they keep coming.
+    """Awaits `reading`, which reports tokens to `calls`, as long as tokens keep arriving.
 
-    Raises what it raises, and Retry with the verdict when it is presumed lost.
+    Raises what it raises, and Retry with the verdict when the request is presumed lost.
     """
     task = asyncio.ensure_future(reading)
     suspected = False
@@ -113,7 +113,7 @@ async def unless_silent(
             if verdict is not None and suspected:
                 detail = f"{generator}: no token of this request for {bound_s:g} s"
                 raise Retry(verdict, down=verdict == SILENT, detail=detail)
-            suspected = verdict is not None  # this process may have slept, with the tokens waiting in a socket
+            suspected = verdict is not None  # twice: this process may have been suspended, with tokens in a socket
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

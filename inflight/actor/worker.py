@@ -1,9 +1,9 @@
-"""`python -m inflight.actor.worker`: a child of the actor in which foreign code runs, and may hang, crash or fill its
+"""`python -m inflight.actor.worker`: a child of the actor that runs foreign code, which may hang, crash or fill its
 memory.
 
-It is made for one task (or tokenizer), answers calls over a socket that it inherits, and is killed from outside when a
-call is late: nothing here is relied on to end foreign code. Asynchronous calls are given up here, at their limit, as
-long as the event loop turns.
+It constructs one task (or tokenizer), answers calls over an inherited socket, and is killed from outside when a call is
+late: nothing here is needed to end foreign code. Asynchronous calls are cancelled here at their limit, as long as the
+event loop runs.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from inflight.lifeline import end_with
 from inflight.models import ModelError
 
 MAX_TEXT = 1000
-"""Characters of an exception that travel."""
+"""Most characters of an exception's text that are sent."""
 
 
 async def serve(connection: socket.socket) -> None:
-    """Makes what the first message names, then answers calls until the actor closes the connection."""
+    """Constructs what the first message names, then answers calls until the actor closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection)
     message = await calls.read_to_child(reader)
     if not isinstance(message, MakeTask | MakeTokenizer):
@@ -47,7 +47,7 @@ async def serve(connection: socket.socket) -> None:
     while (ask := await calls.read_to_child(reader)) is not None:
         if not isinstance(ask, MakeTask | MakeTokenizer):
             task = asyncio.create_task(_work(made, ask, writer, limit_s))
-            working.add(task)  # the loop itself holds tasks weakly
+            working.add(task)  # the loop itself holds only weak references
             task.add_done_callback(working.discard)
 
 
@@ -61,12 +61,12 @@ def _make(message: Make) -> Host | Unusable:
 
 
 async def _work(made: Host, ask: Ask, writer: asyncio.StreamWriter, limit_s: float | None) -> None:
-    writer.write(calls.encode(calls.Begun(ask.call)))  # sent at once: what follows may not return
+    writer.write(calls.encode(calls.Begun(ask.call)))  # sent before the call, which may never return
     writer.write(await answered(made, ask, limit_s))
 
 
 async def answered(made: Host, ask: Ask, limit_s: float | None) -> bytes:
-    """The frame of an answer, or of why there is none."""
+    """The frame with the answer, or with the error."""
     scope = asyncio.timeout(limit_s)
     try:
         async with scope:
@@ -83,11 +83,11 @@ async def answered(made: Host, ask: Ask, limit_s: float | None) -> bytes:
 
 
 def _text(error: BaseException) -> str:
-    """What an exception says, in text that travels; its own `__str__` is foreign code as well."""
+    """An exception's text, in characters that can be encoded; its `__str__` is foreign code too."""
     try:
         return _clean(str(error) or repr(error))
     except BaseException:  # noqa: BLE001
-        return f"{_clean(type(error).__name__)}, whose text can't be had"
+        return f"{_clean(type(error).__name__)}, whose text can't be read"
 
 
 def _clean(text: str) -> str:
@@ -95,8 +95,8 @@ def _clean(text: str) -> str:
 
 
 def _bound(memory_mib: int) -> None:
-    """Private memory of this process and of each that it starts; no core files of crashes; first in line when the
-    machine itself runs out of memory."""
+    """Limits the private memory of this process and of each child, disables core files, and makes this process the
+    first to be killed when the machine runs out of memory."""
     if memory_mib:
         resource.setrlimit(resource.RLIMIT_DATA, (memory_mib << 20, memory_mib << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _bound(arguments.memory_mib)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="worker %(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=arguments.connection)
-    connection.set_inheritable(False)  # else what the task starts would hold it open
+    connection.set_inheritable(False)  # else processes that the task starts would hold it open
     try:
-        # Not asyncio.run: it would cancel, and wait for, what foreign code has left in threads.
+        # Not asyncio.run, which would cancel threads of foreign code and wait for them.
         asyncio.new_event_loop().run_until_complete(serve(connection))
     except CallError as error:
         print(f"inflight actor's worker: {error}", file=sys.stderr)
@@ -128,4 +128,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    os._exit(code)  # without waiting for threads and exit handlers of foreign code
+    os._exit(code)  # skips threads and exit handlers of foreign code

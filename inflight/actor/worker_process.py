@@ -1,8 +1,8 @@
-"""One child process that runs foreign code, from the actor's side: started, asked, and killed when it is late.
+"""One child process that runs foreign code, from the actor's side: started, called, and killed when it is late.
 
 starting --Ready--> serving --late answer, memory--> spent --last call answered--> killed
-                       |  a call later than its limit, end of the process
-                       +--> killed; each of its calls fails, and is told whether others were under way beside it
+                       |  a call exceeds its limit, or the process ends
+                       +--> killed; each of its calls fails, with the information whether others ran beside it
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from inflight.actor.calls import Answer, Begun, CallError, FromChild, Make, Rais
 from inflight.descendants import kill_tree, orphans
 
 GRACE_S = 1.0
-"""A call is late so long after its limit, until which the child may give it up by itself."""
+"""Seconds after a call's limit during which the child may still cancel it by itself."""
 
 LAST_WORDS_S = 0.5
-"""What a child has sent is read for so long after its end."""
+"""Seconds for which a child's output is read after its end."""
 
 _births = threading.Lock()
 """Held while a child is started, until `_children` has it."""
 _children = set[int]()
-"""Process ids of all workers of this process that were started and not reaped."""
+"""Pids of all workers of this process that were started and not reaped."""
 
 
 class Failed(Exception):
@@ -44,44 +44,44 @@ class Failed(Exception):
 
 
 class Lost(Exception):
-    """The child ended while the call was under way."""
+    """The child ended during the call."""
 
     def __init__(self, how: str, *, late: bool, company: bool) -> None:
         super().__init__(how)
         self.late = late
-        """It was killed because a call was late."""
+        """The child was killed because a call was late."""
         self.company = company
-        """Other calls were under way beside this one: any of them may be at fault."""
+        """Other calls ran beside this one: any of them may be at fault."""
 
 
 class NotMade(Exception):
-    """The child could not make what it is for; the text says why."""
+    """The child could not construct its task or tokenizer; the text says why."""
 
     def __init__(self, why: str, *, bad_input: bool = False) -> None:
         super().__init__(why)
         self.bad_input = bad_input
-        """Another one would not make it either."""
+        """Another child would fail as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a child may take."""
+    """Limits of a child process."""
 
     limit_s: float
-    """For a call."""
+    """Seconds for a call."""
     start_s: float
-    """To make what it is for."""
+    """Seconds for constructing the task or tokenizer."""
     memory_mib: int
-    """Private memory of each of its processes; 0: as much as there is."""
+    """Private memory of each of its processes; 0: unlimited."""
     concurrency: int
-    """Calls at once, where they wait for something else most of the time."""
+    """Calls at once, if they are asynchronous."""
 
 
 @dataclass
 class _Pending:
     result: asyncio.Future[Answer]
     since: float = field(default_factory=time.monotonic)
-    """When it was sent; when it was begun, once it is."""
+    """When it was sent; once it has begun, when it began."""
     begun: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -91,11 +91,11 @@ class _Pending:
             self.fail(Failed(message.kind, message.text, late=message.late))
         else:
             self._end()
-            if not self.result.done():  # else nobody waits for it any more
+            if not self.result.done():  # else the caller has given up
                 self.result.set_result(message)
 
     def fail(self, error: Failed | Lost) -> None:
-        """It will not be answered."""
+        """The call gets no answer."""
         self._end()
         if not self.result.done():
             self.result.set_exception(error)
@@ -106,15 +106,16 @@ class _Pending:
 
 
 class WorkerProcess:
-    """A child process; use from one event loop. `changed` is called when it is ready, has a free slot, or has ended."""
+    """A child process; to be used from one event loop. `changed` is called when it is ready, has a free slot, or has
+    ended."""
 
     def __init__(self, make: Make, bounds: Bounds, changed: Callable[[], None]) -> None:
-        """Starts it. Raises OSError when no process can be started."""
+        """Starts the child. Raises OSError when no process can be started."""
         self._make, self._bounds, self._changed = make, bounds, changed
         self.ready: Ready | None = None
         self.ended = self.over = False
         self.not_made: NotMade | None = None
-        """Why it could not make what it is for, once it is over."""
+        """Why it could not construct its task or tokenizer, once it has ended."""
         self._spent = self._late = False
         self._heard = time.monotonic()
         self._pending: dict[int, _Pending] = {}
@@ -126,25 +127,25 @@ class WorkerProcess:
 
     @property
     def lasting(self) -> bool:
-        """Whether it is, or will be, of use."""
+        """Whether it can take calls, now or when it is ready."""
         return not (self.ended or self._spent)
 
     @property
     def slots(self) -> int:
-        """Calls that it can have under way."""
+        """Most calls at once."""
         if self.ready is None or not self.lasting:
             return 0
         return self._bounds.concurrency if self.ready.concurrent else 1
 
     @property
     def load(self) -> int:
-        """Calls under way."""
+        """Number of calls in progress."""
         return len(self._pending)
 
     def submit(self, number: int, frame: bytes) -> asyncio.Future[Answer]:
-        """Sends the frame of a call; its answer, or Failed or Lost.
+        """Sends the frame of a call; the future gets its answer, or Failed or Lost.
 
-        When the future is cancelled, the call keeps its place until the child has answered it or is killed for it.
+        When the future is cancelled, the call keeps its slot until the child has answered it or is killed for it.
         """
         pending = _Pending(asyncio.get_running_loop().create_future())
         self._pending[number] = pending
@@ -153,7 +154,7 @@ class WorkerProcess:
         return pending.result
 
     async def close(self) -> None:
-        """Kills it, with all that it has started; returns when it is gone."""
+        """Kills the child and its descendants; returns when they have ended."""
         self._stop.set()
         await asyncio.shield(self._life)
 
@@ -167,7 +168,7 @@ class WorkerProcess:
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({talking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if self._process.poll() is not None:  # what it said last may not have been read
+            if self._process.poll() is not None:  # its last output may be unread
                 await asyncio.wait({talking}, timeout=LAST_WORDS_S)
         finally:
             self.ended = True
@@ -218,10 +219,10 @@ class WorkerProcess:
         self._changed()
 
     def _watch(self, pending: _Pending) -> None:
-        """Looks at the call again when it would be late; when it is, everything ends."""
+        """Checks the call again at the time when it would be late; if it is, kills the child."""
         if pending.timer is not None:
             pending.timer.cancel()
-        # One that was not begun waits behind others: what is heard of those shows that it is not forgotten.
+        # A call that has not begun waits behind others: any message of the child shows that it is not stuck.
         since = pending.since if pending.begun else max(pending.since, self._heard)
         left = since + self._bounds.limit_s + GRACE_S - time.monotonic()
         if left > 0:
@@ -231,7 +232,7 @@ class WorkerProcess:
             self._stop.set()
 
     def _over(self, error: object, how: str) -> None:
-        """The child is gone: so are its calls."""
+        """The child has ended, and its calls with it."""
         if self.ready is None:
             self.not_made = error if isinstance(error, NotMade) else NotMade(f"its process ended: {how}")
         elif isinstance(error, CallError):
@@ -244,20 +245,20 @@ class WorkerProcess:
         self._changed()
 
     def _reap(self) -> int:
-        """Kills it, if it has not ended, with all that it has started; its exit code."""
+        """Kills the child unless it has ended, and all its descendants; returns its exit code."""
         if self._process.poll() is None:
             kill_tree(self._process.pid, reap=False)
         code = self._process.wait()
         with _births:
             _children.discard(self._process.pid)
             left = orphans(_children)
-        for pid in left:  # of a child that ended by itself: this process has adopted it
+        for pid in left:  # of a child that ended by itself: this process has adopted its orphans
             kill_tree(pid)
         return code
 
 
 def _start(connection: socket.socket, memory_mib: int) -> subprocess.Popen[bytes]:
-    """A child of this process with one end of a connection."""
+    """A child of this process that holds one end of a connection."""
     number = connection.fileno()
     command = ["--connection", str(number), "--parent", str(os.getpid()), "--memory-mib", str(memory_mib)]
     with _births:

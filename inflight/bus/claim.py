@@ -1,5 +1,5 @@
-"""One listener an address. zmq itself takes a Unix socket's file from a process that still listens on it, without a
-word to either: the first hears no new connection from then on."""
+"""Ensures one listener per address. zmq itself takes over the file of a Unix socket on which another process still
+listens, without an error on either side: the first listener gets no more new connections."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _held: weakref.WeakSet[Claim] = weakref.WeakSet()
 
 
 class ClaimError(RuntimeError):
-    """An address that is in use; the text says by whom."""
+    """The address is in use; the text names the process."""
 
 
 class Claim:
-    """An flock on `FILE.lock` beside a Unix socket's file; it ends with the process at the latest, however that dies.
+    """An flock on `FILE.lock` beside a Unix socket's file; it is released at the latest when the process ends.
 
     TCP addresses need none: the kernel refuses a second listener there.
     """
@@ -35,14 +35,14 @@ class Claim:
         except BlockingIOError:
             holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip()
             os.close(lock)
-            raise ClaimError(f"process {holder or 'unknown'} listens there already, and an address has one") from None
+            raise ClaimError(f"process {holder or 'unknown'} already listens there; one listener per address") from None
         os.ftruncate(lock, 0)
         os.pwrite(lock, str(os.getpid()).encode(), 0)
         self._lock = lock
         _held.add(self)
 
     def release(self) -> None:
-        """Lets another listener have the address. A second call does nothing."""
+        """Releases the address for another listener. A second call does nothing."""
         if self._lock is not None:
             lock, self._lock = self._lock, None
             with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ class Claim:
 
 
 def _forget() -> None:
-    """A forked child shares the lock, and would keep the address from the next listener after its parent's death."""
+    """In a forked child: it shares the lock, and would keep the address locked after its parent's death."""
     for claim in list(_held):
         claim.release()
 

@@ -1,4 +1,4 @@
-"""What both ends of a control socket share: the thread, the queues and their bounds, and what is refused."""
+"""The common part of both sides of a control socket: the thread, the queues and their limits, and refusals."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from inflight.config import BusConfig
 from inflight.messages import MAX_FRAME_BYTES, AnyMessage, WireError, decode
 
 MAX_QUEUED = 4096
-"""Messages waiting on either side of a socket; more means that the peer, or our reader, has stopped reading."""
+"""Most messages waiting on either side of a socket; more means that the peer, or our reader, has stopped reading."""
 MAX_QUEUED_BYTES = 256 << 20
-"""The same in bytes; one message may go beyond it."""
+"""Most bytes waiting; a single message may exceed it."""
 READ_AT_ONCE = 1024
-"""Messages that are read before others are sent and heartbeats looked at: a peer that floods us must not keep us from
-that."""
+"""Most messages read in one go, before sending and heartbeats have their turn again: a flooding peer must not block
+those."""
 HIGH_WATER = 64
-"""Messages that zmq itself holds for a connection, each way; beyond, the other side has to wait."""
+"""Messages that zmq itself queues for a connection, each way; beyond that the sender has to wait."""
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 TAIL = b"#"
-"""Between a peer's identity and the random part of what zmq knows its connection by. zmq hands over what is for a name
-to whoever connects under it, before any message is looked at: so it must be one that nobody else can know."""
+"""Separates a peer's identity from the random part of its routing id in zmq. zmq delivers messages for an id to any
+connection that uses it, before any message is checked, so the id must be one that no other process can guess."""
 _LINGER_MS = 1000
 
 
 class BusError(RuntimeError):
-    """A message that can't be sent or an endpoint that is closed."""
+    """A message can't be sent, or the endpoint is closed."""
 
 
 class PeerLost(BusError):
-    """The other side gave no sign of life for the configured time."""
+    """Nothing was received from the other side for the configured time."""
 
 
 class Endpoint:
-    """What both ends share: the thread, the outgoing and incoming queues, and waking the thread to send."""
+    """The common part of Link and Listener: the thread, the outgoing and incoming queues, and waking the thread."""
 
     def __init__(self, kind: int, name: str, config: BusConfig) -> None:
         self._config = config
@@ -56,18 +56,18 @@ class Endpoint:
         self._wake_out.setblocking(False)
         self._outbox: collections.deque[tuple[str, bytes]] = collections.deque()
         self._inbox: queue.Queue[tuple[Any, int]] = queue.Queue()
-        """What came (AnyMessage in a Link, Received and Lost in a Listener) with its bytes on the wire."""
+        """Received items (AnyMessage in a Link, Received and Lost in a Listener), each with its size in bytes."""
         self._bytes_out = self._bytes_in = 0
-        """Bytes of both queues."""
+        """Total bytes of the messages in each queue."""
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._broken: BaseException | None = None
         self.refusals = Refusals(name)
-        """What was not taken, by reason."""
+        """Input that was refused, by reason."""
 
     @property
     def refused(self) -> int:
-        """Frames and connections that were not taken."""
+        """Number of frames and connections that were refused."""
         return self.refusals.total
 
     def _start(self, name: str) -> None:
@@ -100,13 +100,13 @@ class Endpoint:
                     self._read_all()
                 self._tend(time.monotonic())
             self._send_last()
-        except BaseException as error:  # noqa: BLE001 - kept and raised to whoever uses the endpoint
+        except BaseException as error:  # noqa: BLE001 - stored, and raised by the next call of a method
             self._broken = error
         finally:
             self._free()
 
     def _send_queued(self) -> None:
-        """Sends what the socket takes now; what it does not take stays, in order."""
+        """Sends what the socket accepts now; the rest stays queued, in order."""
         with self._lock:
             waiting, self._outbox = self._outbox, collections.deque()
         stuck: set[str] = set()
@@ -124,7 +124,7 @@ class Endpoint:
             self._bytes_out = sum(len(frame) for _, frame in self._outbox)
 
     def _send_last(self) -> None:
-        """What is queued at the end; waits a little for a peer that must read before it can take more."""
+        """Sends the rest of the queue on closing; waits briefly for a peer that must read before it accepts more."""
         deadline = time.monotonic() + _LINGER_MS / 1000
         self._send_queued()
         while self._outbox and time.monotonic() < deadline:
@@ -144,11 +144,12 @@ class Endpoint:
         self._inbox.put((item, nbytes))
 
     def _free(self) -> None:
-        """Ends what the thread alone may touch."""
+        """Frees objects that only the thread may use."""
         self._socket.close()
 
     def close(self) -> None:
-        """Sends what is queued (bounded), stops the thread and frees the socket. A second call does nothing."""
+        """Sends what is queued (within a timeout), stops the thread and frees the socket. A second call does
+        nothing."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -173,7 +174,7 @@ class Endpoint:
         return self._inbox.qsize() < MAX_QUEUED and self._bytes_in < MAX_QUEUED_BYTES
 
     def _take(self, timeout_s: float) -> Any:
-        """The oldest of what came in, or None when nothing did within `timeout_s`."""
+        """The oldest received item, or None after `timeout_s`. Raises BusError when the thread has ended."""
         self._check()
         try:
             item, nbytes = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()

@@ -1,4 +1,4 @@
-"""Connections to a listening socket that never became one: port scanners, other protocols, unknown keys."""
+"""Counts failed connections to a listening socket: port scanners, other protocols, unknown keys."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ FAILED = {
 NO_GREETING = "no greeting of ZeroMQ"
 _OTHERS = (zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED)
 AT_ONCE = 1024
-"""Events that are read in one go; the rest waits for the next."""
+"""Most events that are read in one go; the rest is read next time."""
 
 
 class Handshakes:
-    """Counts what zmq's monitor tells of one socket; used by the socket's thread alone.
+    """Counts the events of zmq's monitor of one socket; used by the socket's thread alone.
 
-    Where keys are asked for, zmq drops who begins without its greeting and says no more than that somebody has left.
-    It does not say either whose handshake has succeeded. So the open ones are counted: who leaves while there is one,
-    without a failure that was told, has left from there.
+    With CURVE enabled, zmq silently drops peers that do not send the ZMTP greeting; the monitor only reports a
+    disconnect. Nor does it report which connection completed its handshake. So open handshakes are counted: a
+    disconnect while one is open, without a reported failure, counts as that handshake's.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], refusals: Refusals) -> None:
         self._socket, self._refusals = socket, refusals
         self._events = socket.get_monitor_socket(sum(FAILED) + sum(_OTHERS))
         self._open = 0
-        """Connections whose handshake has neither succeeded nor ended with them."""
+        """Connections whose handshake is neither completed nor ended by a disconnect."""
         self._failed = 0
-        """Of those the ones whose failure was told, and that are about to leave."""
+        """Of these, the ones whose failure was reported and whose disconnect is still to come."""
 
     def read(self) -> None:
-        """Takes what has been told since the last call; waits for nothing."""
+        """Reads the events since the last call, without waiting."""
         for _ in range(AT_ONCE):
             if not self._events.poll(0):
                 return
@@ -60,6 +60,6 @@ class Handshakes:
         self._refusals.add("a stranger", reason)
 
     def close(self) -> None:
-        """Before the socket is."""
+        """Must be called before the socket is closed."""
         self._socket.disable_monitor()
         self._events.close()

@@ -1,10 +1,10 @@
-"""CURVE keys of a run: who may speak on its sockets where other hosts can reach them.
+"""CURVE keys of a run: they authenticate processes on sockets that other hosts can reach.
 
-The launcher makes a pair for the listeners and one for each process, named as its identities begin (`g0` for `g0.r1`).
-Secret keys lie in files that only their owner may read, public ones in `allowed/`. A listener takes connections of
-those alone, and a message only under the names of the key that it came with, and sends to where it came from: a stolen
-key is one process, not all.
-Encryption numbers each message, so a recorded one can't be sent again.
+The launcher makes one pair for the listeners and one for each process, named like the start of its identities (`g0` for
+`g0.r1`). Secret keys lie in files that only their owner may read, public ones in `allowed/`. A listener accepts only
+connections with these keys and only messages whose sender's name belongs to the connection's key, and replies over the
+same connection: a stolen key affects one process, not all. Encryption numbers each message, so a recorded one can't be
+replayed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from zmq.auth.thread import ThreadAuthenticator
 
 LISTENER = "listener"
 _Z85 = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
-"""A key as ZeroMQ writes it."""
+"""A key in ZeroMQ's text encoding."""
 
 
 class KeysError(RuntimeError):
-    """Keys that are missing or can't be used; one line."""
+    """Keys are missing or can't be used; the text is one line."""
 
 
 def make_keys(folder: Path, names: Iterable[str]) -> None:
-    """Makes new pairs for the listeners and the named processes. Raises OSError when they can't be written."""
+    """Makes new key pairs for the listeners and the named processes. Raises OSError when they can't be written."""
     before = os.umask(0o077)
     try:
         allowed = folder / "allowed"
@@ -43,7 +43,7 @@ def make_keys(folder: Path, names: Iterable[str]) -> None:
 
 
 def needed(endpoint: str) -> bool:
-    """Whether other hosts may reach an address: everything but Unix sockets and loopback."""
+    """Whether other hosts may reach an address: true except for Unix sockets and loopback."""
     kind, _, rest = endpoint.partition("://")
     host = rest.rpartition(":")[0].strip("[]")
     if kind in ("ipc", "inproc"):
@@ -55,7 +55,7 @@ def needed(endpoint: str) -> bool:
 
 
 def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> ThreadAuthenticator:
-    """Lets a listening socket take the allowed keys alone; the result is to be stopped after it is closed."""
+    """Restricts a listening socket to the allowed keys; stop the returned authenticator after closing the socket."""
     public, secret = _load(folder / f"{LISTENER}.key_secret")
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
@@ -66,14 +66,14 @@ def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], fo
 
 
 def identify(socket: zmq.Socket[bytes], identity: str, folder: Path) -> None:
-    """Gives a connecting socket its key, and the one that it must find at the other end."""
+    """Gives a connecting socket its own key and the public key that it requires of the listener."""
     public, secret = _load(folder / f"{name_of(identity)}.key_secret")
     socket.curve_publickey, socket.curve_secretkey = public, secret
     socket.curve_serverkey = _load(folder / f"{LISTENER}.key", secret=False)[0]
 
 
 def owners(folder: Path) -> dict[str, str]:
-    """Allowed public key → the name that it belongs to."""
+    """Allowed public key → the name of the process that it belongs to."""
     return {_load(path, secret=False)[0].decode(): path.stem for path in (folder / "allowed").glob("*.key")}
 
 

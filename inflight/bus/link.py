@@ -15,14 +15,14 @@ from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
 
 FIRST_CONTACT_S = 300.0
-"""How long a Link waits for the first sign of a listener, whose process may still be starting."""
+"""Seconds for which a Link waits for the first heartbeat of a listener, whose process may still be starting."""
 
 
 class Link(Endpoint):
     """The side that connects, under an identity such as `g0.r1`."""
 
     def __init__(self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S):
-        """Connects in the background. Raises BusError for an identity or address that can't be used."""
+        """Connects in the background. Raises BusError for an invalid identity or address."""
         super().__init__(zmq.DEALER, identity, config)
         self._endpoint = endpoint
         self._next_beat = 0.0
@@ -54,14 +54,14 @@ class Link(Endpoint):
         return message
 
     def close(self, *, asked: bool = False) -> None:
-        """Says goodbye, so that the listener need not wait until it takes this end for dead; then as any endpoint.
-        `asked`: this process was asked to end.
+        """Sends a goodbye, so that the listener need not wait for the timeout of this peer; then closes as any
+        endpoint. `asked`: this process was asked to end.
 
-        Of more than HIGH_WATER messages that the listener has not read by then, zmq may drop the last with the
-        connection: what must arrive is to be acknowledged.
+        If the listener has not read more than HIGH_WATER messages by then, zmq may drop the last ones with the
+        connection: messages that must arrive need an acknowledgement.
         """
         self._leaving = True
-        with contextlib.suppress(BusError):  # closed before, or nobody reads
+        with contextlib.suppress(BusError):  # already closed, or the listener does not read
             self.send(Goodbye(asked=asked))
         super().close()
 
@@ -84,7 +84,7 @@ class Link(Endpoint):
                 self._put(message, len(frame))
 
     def _tend(self, now: float) -> None:
-        if now >= self._next_beat and not self._leaving:  # a heartbeat after the goodbye would be a sign of life
+        if now >= self._next_beat and not self._leaving:  # a heartbeat after the goodbye would look like a new peer
             self._next_beat = now + self._config.heartbeat_s
             with contextlib.suppress(zmq.Again):
                 self._socket.send(encode(Heartbeat()), zmq.NOBLOCK)

@@ -20,54 +20,54 @@ from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, Refused, encode
 
 MAX_NAMES = 4096
-"""Names whose connections are remembered, and of each the newest KNOWN_EACH."""
+"""Number of names whose connections are remembered; of each, the newest KNOWN_EACH."""
 KNOWN_EACH = 16
 
 
 @dataclass(slots=True)
 class _Peer:
-    """A connection by which a peer was heard, and when."""
+    """A connection on which a peer was heard, and when."""
 
     address: bytes
-    """What zmq knows it by: the peer's name and what its Link has added."""
+    """Its routing id in zmq: the peer's name and the suffix that its Link has added."""
     seen: float
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message and who sent it."""
+    """A message and its sender."""
 
     peer: str
     message: AnyMessage
     nbytes: int = field(default=0, compare=False)
-    """Its size on the wire."""
+    """Its size on the wire, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A peer that has said goodbye, was silent for `dead_after_s`, or whose connection is gone."""
+    """A peer has said goodbye, was silent for `dead_after_s`, or its connection was closed."""
 
     peer: str
     asked: bool = False
-    """It said goodbye because it was asked to end."""
+    """The peer said goodbye because it was asked to end."""
 
 
 class Listener(Endpoint):
     """The side that binds. `endpoint` is resolved: a `tcp://127.0.0.1:*` shows its port."""
 
     def __init__(self, endpoint: str, config: BusConfig) -> None:
-        """Raises BusError when the address can't be bound, another process listens on it, or it can be reached by other
-        hosts and there are no keys."""
+        """Raises BusError when the address can't be bound, another process listens on it, or other hosts can reach it
+        and there are no keys."""
         super().__init__(zmq.ROUTER, endpoint, config)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a Link that connects anew, after its connection broke
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a Link that reconnects after its connection broke
         self._peers: dict[str, _Peer] = {}
         self._known: dict[str, collections.deque[bytes]] = {}
-        """Name → the connections that were heard under it, in the order of their first message."""
+        """Name → connections on which it was heard, in the order of their first message."""
         self._rate = Rate()
         self._authenticator = None
         self._owners: dict[str, str] = {}
-        """Public key → name, where keys are used."""
+        """Public key → name, if keys are used."""
         self._handshakes = Handshakes(self._socket, self.refusals)
         self._claim: Claim | None = None
         try:
@@ -99,11 +99,11 @@ class Listener(Endpoint):
         return cast("Received | Lost | None", self._take(timeout_s))
 
     def peers(self) -> set[str]:
-        """Identities that are alive as far as known."""
+        """Identities of the peers that are presumed alive."""
         return set(self._peers)
 
     def _send_frame(self, peer: str, frame: bytes) -> None:
-        """To where the peer was heard last; what is for a peer that was lost meanwhile is lost with it."""
+        """Sends to the peer's latest connection; a frame for a peer that was lost meanwhile is discarded."""
         if peer not in self._peers:
             return
         try:
@@ -141,7 +141,7 @@ class Listener(Endpoint):
         if message is None:
             return
         if isinstance(message, Goodbye):
-            if peer in self._peers and self._peers[peer].address == address:  # else another process has its name by now
+            if peer in self._peers and self._peers[peer].address == address:  # else a newer process has this name
                 self._lose(peer, asked=message.asked)
             return
         if self._is_replaced(peer, address):
@@ -149,14 +149,14 @@ class Listener(Endpoint):
             return
         self._peers[peer] = _Peer(address, time.monotonic())
         if isinstance(message, Heartbeat):
-            # A peer with a full queue has enough to read; one that has closed may have said more, and goodbye, before.
+            # A full queue proves life without a heartbeat; a closed peer may have sent more, and its goodbye, before.
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send_multipart([address, encode(Heartbeat())], zmq.NOBLOCK)
         else:
             self._put(Received(peer, message, len(frame)), len(frame))
 
     def _is_replaced(self, peer: str, address: bytes) -> bool:
-        """Whether a later process has the name: one that was stopped and wakes up must not be taken for it."""
+        """Whether a later process has this name: a suspended one that wakes up must not be mistaken for it."""
         known = self._known.setdefault(peer, collections.deque(maxlen=KNOWN_EACH))
         if address not in known:
             known.append(address)
@@ -171,7 +171,7 @@ class Listener(Endpoint):
             self._socket.send_multipart([address, encode(Refused(reason=reason))], zmq.NOBLOCK)
 
     def _owns(self, frame: zmq.Frame, peer: str) -> bool:
-        """Whether a message came with the key of the process that it names; True where no keys are used."""
+        """Whether a message came with the key of the process that it names; True if no keys are used."""
         if self._authenticator is None:
             return True
         return self._owners.get(str(frame.get("User-Id"))) == keys.name_of(peer)
@@ -187,6 +187,6 @@ class Listener(Endpoint):
     def _tend(self, now: float) -> None:
         self._handshakes.read()
         if not self._has_room():
-            return  # heartbeats are waiting unread behind our own slow reader
+            return  # heartbeats may be unread behind our own slow reader
         for peer in [name for name, each in self._peers.items() if now - each.seen > self._config.dead_after_s]:
             self._lose(peer)

@@ -1,4 +1,4 @@
-"""How many messages a peer may send: a token bucket each."""
+"""Limits how many messages a peer may send: one token bucket per peer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import time
 
 PER_SECOND = 1000.0
 BURST = 8192.0
-"""Far above what any party of a run sends; what is beyond is refused unread."""
+"""Far above what any process of a run sends; messages beyond it are refused unread."""
 MAX_PEERS = 1024
 
 
 class Rate:
-    """Of the peers of one socket; used by its thread alone."""
+    """The buckets of one socket's peers; used by its thread alone."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}
-        """Peer → what it may still send, and as of when."""
+        """Peer → remaining messages, and the time of that count."""
 
     def allows(self, peer: str) -> bool:
-        """Takes one message off the peer's bucket; False when it is empty, or for one peer too many."""
+        """Takes one message from the peer's bucket; False when the bucket is empty or there are too many peers."""
         now = time.monotonic()
         if peer not in self._left and len(self._left) >= MAX_PEERS:
             self._left = {name: state for name, state in self._left.items() if now - state[1] < BURST / PER_SECOND}

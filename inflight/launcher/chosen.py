@@ -1,8 +1,8 @@
-"""What a user has set, as against what is a default: on the command line, or in a configuration file of their own.
+"""Distinguishes values that the user has set, on the command line or in a configuration file, from defaults.
 
-Two things depend on it. A value that was set and can't have an effect is refused, where a default of the same value is
-none of the user's business (config/effect.py). And a run that goes on keeps the configuration that it began with,
-except for what is set anew (launcher/resume.py).
+Two things depend on it. A value that was set and has no effect is refused, while an equal default is accepted
+(config/effect.py). And a resumed run keeps the configuration that it began with, except for values that are set again
+(launcher/resume.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from omegaconf import OmegaConf
 from inflight.config import RunConfig
 
 OWN = "main"
-"""Hydra's word for files of the folder that it was started with."""
+"""Hydra's name for the folder of configurations that it was started with."""
 
 
 def chosen(name: str, overrides: Sequence[str], *, own_folder: bool) -> list[str]:
-    """Dotted names of the values that `overrides` set and, with `own_folder`, the files that configuration `name` is
-    made of, those aside that come with this package. To be called where Hydra has been initialized with the folder."""
+    """Dotted names of the values that `overrides` set and, with `own_folder`, those set in the files that configuration
+    `name` is composed of, except files shipped with this package. Call it while Hydra is initialized with the
+    folder."""
     found = set(_of_overrides(overrides))
     if own_folder:
         found.update(_of_files(name, overrides))
     sections = {each.name for each in fields(RunConfig)}
-    return sorted(each for each in found if each.partition(".")[0] in sections)  # groups of files are none
+    return sorted(each for each in found if each.partition(".")[0] in sections)  # without names of config groups
 
 
 def _of_overrides(overrides: Sequence[str]) -> Iterator[str]:
@@ -47,7 +48,7 @@ def _of_files(name: str, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _leaves(name: str, value: Any) -> Iterator[str]:
-    """A list, and a mapping with nothing in it, is a value itself."""
+    """A list and an empty mapping count as values."""
     if isinstance(value, Mapping) and value:
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}" if name else str(key), inner)

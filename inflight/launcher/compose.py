@@ -1,4 +1,4 @@
-"""From the name of a configuration and overrides to a checked RunConfig; Hydra does the merging."""
+"""Composes a checked RunConfig from the name of a configuration and overrides; Hydra does the merging."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inflight.resources import folder
 
 
 def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
-    """The configuration `name` with overrides, validated; `run_dir` becomes absolute and, unless given, a new name.
+    """The configuration `name` with overrides, validated; `run_dir` becomes absolute, a new name unless it is given.
 
     Raises ConfigError with one line for an unknown name, key or value and for a damaged file.
     """
@@ -47,20 +47,20 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error, [own] if directory is None else [own, directory])) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}.yaml, or what it builds on, is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}.yaml, or a file it includes, is not YAML: {' '.join(str(error).split())}") from None
     except FrozenInstanceError as error:  # Hydra lets a + add any key
         raise ConfigError(f"a + can't add a key that is not known: {error}, in {' '.join(overrides)}") from None
-    except ValueError as error:  # Hydra's own, for one without a key
+    except ValueError as error:  # Hydra's own, for an override without a key
         raise ConfigError(f"can't read {' '.join(overrides)}: {error}") from None
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
-    require(not config.chosen, "chosen", config.chosen, "it is found out")
+    require(not config.chosen, "chosen", config.chosen, "the launcher determines it")
     return replace(config, run_dir=str(config.path.expanduser().resolve()), chosen=names)
 
 
 def _one_line(error: Exception, folders: Sequence[Path]) -> str:
-    """Hydra's and OmegaConf's messages without their explanations and decoration, but with what there is instead."""
+    """Messages of Hydra and OmegaConf in one line, without their explanations, and with the available names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         return f"can't read {error.override!r}: {lines[0] if '=' in error.override else 'it takes KEY=VALUE'}"
@@ -70,7 +70,7 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
             return f"{said}; there are: {', '.join(error.options)}"
         names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
         return f"{said}; the configurations are: {', '.join(names)}"
-    cause = error.__cause__ or error.__context__  # the latter where a file has what is wrong
+    cause = error.__cause__ or error.__context__  # the latter for an error in a file
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and is_dataclass(cause.object_type):
         groups = sorted({path.name for folder in folders for path in folder.glob("[!._]*/")})
         file = lines[0].partition(":")[0] + ": " if lines[0].startswith("In ") else ""
@@ -81,7 +81,8 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
 
 
 def _unknown(full_key: str, kind: type, groups: Sequence[str]) -> str:
-    """A key that `kind` has no field for, and the one that may have been meant, else all; groups stand at the top."""
+    """An error for a key that `kind` has no field for, with the closest name, else all names; `groups` are top
+    level."""
     section, _, key = full_key.rpartition(".")
     names = [each.name for each in fields(kind)] + ([] if section else list(groups))
     near = difflib.get_close_matches(key, names, n=1)

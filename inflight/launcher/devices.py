@@ -1,4 +1,4 @@
-"""Which GPUs each process of a run sees, as values of CUDA_VISIBLE_DEVICES, and whether the cores are there."""
+"""Assigns GPUs to each process of a run, as values of CUDA_VISIBLE_DEVICES, and checks the configured CPU cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUERY_TIMEOUT_S = 30.0
 
 
 def available() -> list[str]:
-    """The GPUs that this process may hand out; [] on a machine without any.
+    """The GPUs that this process may assign; [] on a machine without any.
 
     Raises ConfigError when the driver does not answer.
     """
@@ -30,12 +30,12 @@ def available() -> list[str]:
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=False)
     except (OSError, subprocess.SubprocessError) as error:
-        raise ConfigError(f"can't ask for GPUs: {error}; set CUDA_VISIBLE_DEVICES, empty for none") from None
+        raise ConfigError(f"can't list the GPUs: {error}; set CUDA_VISIBLE_DEVICES, empty for none") from None
     return done.stdout.split() if done.returncode == 0 else []
 
 
 def require_gpu(config: RunConfig) -> None:
-    """Raises ConfigError when the configuration asks for what only a GPU has, and there is none."""
+    """Raises ConfigError when the configuration requires a GPU and there is none."""
     transport, swap = config.publish.transport, config.generator.swap
     choices = (
         (config.launch.needs_gpu, "machine=gpu (launch.needs_gpu=true)", "machine=cpu"),
@@ -51,7 +51,7 @@ def require_gpu(config: RunConfig) -> None:
 
 
 def require_exportable(config: RunConfig, devices: list[str], environment: Mapping[str, str]) -> None:
-    """Raises ConfigError for settings of torch's allocator under which the trainer's weights reach no generator."""
+    """Raises ConfigError for settings of torch's allocator with which the trainer's weights can't be sent."""
     setting, transport = expandable_segments(environment), config.publish.transport
     if not devices or not setting or transport in ("nccl", "gloo"):
         return
@@ -69,9 +69,9 @@ def require_exportable(config: RunConfig, devices: list[str], environment: Mappi
 def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
     """Process name → CUDA_VISIBLE_DEVICES; {} without GPUs.
 
-    Each of the trainer's ranks has one of the first, each generator as many of the next as it has ranks; a single GPU
-    is shared by all. After its own, a generator sees that of the trainer's rank 0 too: it pulls weights from there over
-    CUDA IPC.
+    Each of the trainer's ranks gets one of the first, each generator as many of the next as it has ranks; a single GPU
+    is shared by all. A generator also sees the GPU of the trainer's rank 0, after its own: it pulls weights from there
+    over CUDA IPC.
 
     Example: four GPUs, one generator of two ranks: {"trainer": "0", "g0": "1,2,0"}.
 
@@ -96,7 +96,7 @@ def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
 
 
 def require_cores(config: RunConfig) -> None:
-    """Raises ConfigError when a process is to be held to cores that this machine lacks, or there is no such process."""
+    """Raises ConfigError when `cores` names a core that this machine does not have, or an unknown process."""
     allowed = os.sched_getaffinity(0)
     known = {"generator", "actor", "a0", *config.rank_names(), *config.generator_names()}
     for name, cores in config.launch.affinity.items():

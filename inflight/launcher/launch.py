@@ -1,8 +1,8 @@
-"""Starts a run and watches over it: `python -m inflight.launcher --config-name demo trainer.steps=10`.
+"""Starts a run and supervises it: `python -m inflight.launcher --config-name demo trainer.steps=10`.
 
-The run ends with the trainer, when any process fails for good (its code and the end of its log are shown) or on Ctrl-C
-or SIGTERM; the exit code says which (exits.py). In every case all processes, and theirs, are gone when this one
-returns.
+The run ends with the trainer, when any process fails permanently (its exit code and the end of its log are shown), or
+on Ctrl-C or SIGTERM; the exit code tells which (exits.py). In every case all processes and their descendants have ended
+when this one returns.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from inflight.trainer.checkpoint.index import CheckpointError
 POLL_S = 0.2
 LOG_LINES = 20
 ENDS_A_RUN = (DONE, DATA_ENDED, STOPPED)
-"""With these codes a trainer has ended the run by itself; with any other one it has failed."""
+"""Exit codes with which a trainer has ended the run by itself; any other code is a failure."""
 FAREWELL_S = 30.0
-"""How long others may be gone before the trainer, which has told them that the run is over, follows."""
+"""Seconds for which the trainer may outlive processes that exited after its Finish message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +50,10 @@ class Outcome:
     """How a run ended: by the trainer, by a process that failed, or by a signal."""
 
     trainer: Ended | None = None
-    """Where it ended the run by itself: all is done, the data has ended, or it was asked to stop."""
+    """The trainer, if it ended the run by itself: all steps are done, the data has ended, or it was asked to stop."""
     failed: Ended | None = None
     note: str = ""
-    """What else is to be said about the process that failed."""
+    """A remark about the process that failed."""
     interrupted: signal.Signals | None = None
 
     @property
@@ -83,10 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, LaunchError, CheckpointError, BusError) as error:
         print(f"inflight launch: {error}", file=sys.stderr)
         return BAD_INPUT
-    except OSError as error:  # a full disk, say
+    except OSError as error:  # for example a full disk
         print(f"inflight launch: the run can't be started or watched: {error}", file=sys.stderr)
         return GIVEN_UP
-    except KeyboardInterrupt:  # before anything was started; afterwards it is noted and handled
+    except KeyboardInterrupt:  # before anything was started; afterwards _Interrupt handles it
         print("inflight launch: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
 
@@ -104,8 +104,8 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
         if config.start_version >= config.trainer.steps:
             print(f"{config.run_dir}: all {config.trainer.steps} steps are done; more: trainer.steps=…", flush=True)
             return DONE
-        commands = usual_commands(config) if commands is None else commands  # refused now, no run has begun
-        with Listener(config.endpoint("status"), config.bus) as listener:  # an address that can't be had begins no run
+        commands = usual_commands(config) if commands is None else commands  # may refuse, before the run begins
+        with Listener(config.endpoint("status"), config.bus) as listener:  # may refuse, before the run begins
             anew = set_anew(config)
             configuration.save(config)
             print(f"run folder  {config.run_dir}", flush=True)
@@ -113,7 +113,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             if dropped := foreign(os.environ, ""):
                 print(f"the processes of the run do not inherit {', '.join(dropped)}", flush=True)
             if config.resume:
-                print(", ".join([f"going on from step {config.start_version}", *anew]), flush=True)
+                print(", ".join([f"resuming from step {config.start_version}", *anew]), flush=True)
             outcome, late = _run(config, commands, folder, listener)
     _report(config, outcome, late)
     return outcome.code
@@ -122,7 +122,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 def _run(
     config: RunConfig, commands: Sequence[Command], folder: RunFolder, listener: Listener
 ) -> tuple[Outcome, list[str]]:
-    """From the first start to the last end: how the run ended, and who had to be killed."""
+    """Starts the processes and waits for the end. Returns how the run ended, and the names that had to be killed."""
     interrupt = _Interrupt()
     with (
         View(Progress(config), line_every_s=config.launch.line_every_s) as view,
@@ -141,7 +141,7 @@ def _run(
 def usual_commands(config: RunConfig) -> list[Command]:
     """The trainer's ranks, the generators and an actor, with their logs, threads, cores and GPUs.
 
-    Raises ConfigError when the machine has GPUs, but too few, or lacks a core.
+    Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
     """
     run_dir = config.run_dir
     devices.require_cores(config)
@@ -171,7 +171,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
 
 
 class _Interrupt:
-    """Notes Ctrl-C, SIGTERM and SIGHUP instead of dying of them, while it is entered."""
+    """While entered, records Ctrl-C, SIGTERM and SIGHUP instead of dying from them."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -181,8 +181,8 @@ class _Interrupt:
 
     def __enter__(self) -> _Interrupt:
         numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-            numbers.append(signal.SIGHUP)  # the terminal was closed
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so does this process then
+            numbers.append(signal.SIGHUP)  # sent when the terminal is closed
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -192,16 +192,16 @@ class _Interrupt:
 
 
 def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Interrupt, restarts: Restarts) -> Outcome:
-    """Until the trainer is done, something failed for good or a signal came.
+    """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
-    Others may end first, with code 0, when the trainer told them that the run is over, but then it must follow.
+    Others may end before the trainer, with code 0, after its Finish message; then it must follow within FAREWELL_S.
     """
     gone: tuple[Ended, float] | None = None
     while True:
         if interrupt.received is not None:
             return Outcome(interrupted=interrupt.received)
         lately = processes.ended()
-        # What they said before counts, also where a busy launcher comes to read it afterwards only.
+        # Status messages sent before a process ended still count when a busy launcher reads them afterwards.
         known = [*processes.running(), *(ended.command.name for ended in lately)]
         _read_status(listener, view, restarts, known)
         for ended in lately:
@@ -213,7 +213,7 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
                     return Outcome(failed=ended, note=restarts.given_up(ended.command.name))
                 view.tell(f"inflight launch: {planned}")
                 view.progress.forget(ended.command.name)
-                processes.kill_orphans()  # a generator's engine, say, that would keep memory and ports
+                processes.kill_orphans()  # for example a generator's engine, which would keep memory and ports
             else:
                 gone = gone or (ended, time.monotonic())
         if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
@@ -224,7 +224,7 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
 
 
 def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequence[str]) -> None:
-    """Waits for news up to the poll interval, then takes all there are: of `known` links, under the links' names."""
+    """Waits up to the poll interval for status messages, then handles all that are queued from `known` processes."""
     event = listener.receive(POLL_S)
     while event is not None:
         if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
@@ -237,9 +237,9 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
     grace = config.launch.stop_grace_s
     for name in late:
         text = f"{name} did not stop within {grace} s, killed"
-        if outcome.interrupted is not None:  # as it may be: a step of a trainer can take longer than anyone waits
-            lost = "; what it did since the last checkpoint will be done again" if name == "trainer" else ""
-            text = f"{name} was busy when it was asked to stop and was ended after {grace} s, as planned{lost}"
+        if outcome.interrupted is not None:  # no failure: a trainer's step can take longer than the grace period
+            lost = "; its work since the last checkpoint is lost and will be repeated" if name == "trainer" else ""
+            text = f"{name} was busy when it was asked to stop and was killed after {grace} s, as planned{lost}"
         print(f"inflight launch: {text}", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
         _summarize(config)
@@ -252,13 +252,13 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         for line in last_words(outcome.trainer.command.log, 1):
             print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
     if outcome.code and (checkpoint := index.newest(config.path)) is not None:
-        print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} goes on from there")
+        print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} resumes from it")
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
 
 
 def _summarize(config: RunConfig) -> None:
-    """Says so when it can't: a run that failed may have left damaged files, and why it failed must still be told."""
+    """Reports a failure in one line: a failed run may have damaged files, and its own error must still be shown."""
     from inflight.report import summary
 
     try:

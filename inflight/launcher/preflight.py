@@ -1,4 +1,4 @@
-"""What is looked at before a run begins, so that bad input costs a line and not a start."""
+"""The checks before a run begins, so that bad input is refused in one line before anything is started."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ CHECK_S = 120.0
 
 
 def ready_to_start(config: RunConfig) -> RunConfig:
-    """Checks GPUs, what is named and the patch, and prepares the model; the result names the model by its directory or,
-    of the hub, with its commit.
+    """Checks GPUs, options, names and vLLM's patch, and prepares the model. Returns the configuration with the model
+    named by its directory or, for a model of the hub, with its commit.
 
-    Raises ConfigError for what does not exist, LaunchError when the patch or the model is not there.
+    Raises ConfigError for a name that does not exist, LaunchError when the patch or the model is missing.
     """
     from inflight import models, patching
 
@@ -55,8 +55,8 @@ def ready_to_start(config: RunConfig) -> RunConfig:
 
 
 def _placed(model: ModelConfig) -> ModelConfig:
-    """A model of the hub with its commit, any other one by its directory; requests still call it by the name that it
-    was given. Raises ModelError."""
+    """Adds the commit to a model of the hub, and names any other one by its directory; requests still use the name that
+    the user gave. Raises ModelError."""
     from inflight import models
 
     commit = models.fetch(model.name, model.revision, trust_remote_code=model.trust_remote_code)
@@ -67,14 +67,14 @@ def _placed(model: ModelConfig) -> ModelConfig:
 
 
 def _require_own_task(config: RunConfig) -> None:
-    """Raises ConfigError for a task of the user's own that does not exist, does not take its options or can't be made.
+    """Raises ConfigError for a task of the user's own that does not exist, rejects its options or can't be constructed.
 
-    It is made where it can do no harm: its module may raise, hang or end its process.
+    It is constructed in a child process: its module may raise, hang or end its process.
     """
     looked = _look(config, "inflight.tasks", [], "actor")
     if looked.code is None:
         raise ConfigError(f"task.name={config.task.name!r} can't be imported: it takes longer than {CHECK_S:g} s")
-    if looked.code in (0, -signal.SIGALRM):  # the latter: it takes long to be made, which is no fault
+    if looked.code in (0, -signal.SIGALRM):  # the latter: construction takes long, which is allowed
         return
     said = looked.words[-1:] or ["nothing"]
     if said[0].startswith(SAYS):
@@ -84,7 +84,7 @@ def _require_own_task(config: RunConfig) -> None:
 
 
 def _require_task(config: RunConfig) -> None:
-    """Raises ConfigError for a task that does not exist, lacks an option, or gives less than is learnt from."""
+    """Raises ConfigError for a task that does not exist, misses an option, or gives less than the trainer needs."""
     from inflight import tasks
 
     if ":" in config.task.name:
@@ -95,15 +95,16 @@ def _require_task(config: RunConfig) -> None:
         learnt_from.append("trainer.advantage.name=process")
     if learnt_from and not isinstance(task, tasks.TurnScorer):
         raise ConfigError(
-            f"{learnt_from[0]} is not allowed with task.name={config.task.name}: the task scores whole answers, and"
-            " gives neither step rewards nor a teacher's word (docs/tasks.md, score_turn)"
+            f"{learnt_from[0]} is not allowed with task.name={config.task.name}: the task scores whole completions, and"
+            " returns neither step rewards nor teacher log-probabilities (docs/tasks.md, score_turn)"
         )
 
 
 def _require_named(config: RunConfig) -> None:
     """Raises ConfigError for an objective, advantage, rule or schedule that does not exist or take its options.
 
-    The trainer looks, in a process of its own: it takes torch to know options, and the user's modules to know theirs.
+    The trainer checks them, in a child process: its own options are known only after importing torch, the user's only
+    after importing their modules.
     """
     trainer, gate = config.trainer, config.gate
     chosen = (gate.rules, gate.ratio_rules, trainer.objective.options, trainer.advantage.options)
@@ -121,19 +122,19 @@ def _require_named(config: RunConfig) -> None:
 
 @dataclass(frozen=True)
 class _Looked:
-    """What came of a look: the exit code, None for one that did not end in time, and the last lines of its output."""
+    """Result of a check in a child process: its exit code, None if it timed out, and the last lines of its output."""
 
     code: int | None
     words: Sequence[str]
 
 
 def _look(config: RunConfig, module: str, arguments: Sequence[str], kind: str) -> _Looked:
-    """Has a module look at the configuration in a process of its own, within CHECK_S; of that process and what it has
-    started nothing is left."""
+    """Runs a module's check of the configuration in a child process, within CHECK_S; that process and all its
+    descendants have ended afterwards."""
     with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
         configuration.save(replace(config, run_dir=folder))
         log = Path(folder) / "look.log"
-        with log.open("wb") as output:  # a file: what the process starts may keep a pipe open for longer
+        with log.open("wb") as output:  # not a pipe: a descendant could keep it open after the process has ended
             process = subprocess.Popen(
                 [sys.executable, "-m", module, "--run-dir", folder, *arguments],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,

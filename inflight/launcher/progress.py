@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live view in a terminal, a line now and then elsewhere.
+"""What a person sees while a run is active: a live view in a terminal, else a line from time to time.
 
 Fed by the processes' `Status` messages. Known keys, all optional:
 
@@ -7,7 +7,7 @@ Fed by the processes' `Status` messages. Known keys, all optional:
 * generator  version, running, waiting, tokens_per_s, phase;
 * actor      in_flight, done, failed, phase.
 
-`warnings` are lines that each are told once. `phase` is a short text such as "loading", shown until the numbers come.
+Each line of `warnings` is shown once. `phase` is a short text such as "loading", shown until there are numbers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Value = float | int | str
 
 
 def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
-    """The last `width` values as a row of blocks, scaled from their minimum to their maximum; "" for none."""
+    """The last `width` values as a row of block characters, scaled from minimum to maximum; "" for none."""
     shown = values[-width:]
     if not shown:
         return ""
@@ -45,7 +45,7 @@ def sparkline(values: list[float], width: int = SPARK_WIDTH) -> str:
 
 
 class Progress:
-    """The latest values of every process and the reward of every step seen; renders them."""
+    """The latest values of every process and the reward of every step received; renders them."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -54,14 +54,14 @@ class Progress:
         self._rewards: dict[int, float] = {}
 
     def update(self, source: str, values: Mapping[str, Value]) -> None:
-        """Takes one status; keys that it does not name keep their last values."""
+        """Merges one status message; keys that it does not contain keep their last values."""
         self._latest.setdefault(source, {}).update(values)
         step, reward = values.get("step"), values.get("reward")
         if source == "trainer" and isinstance(step, int) and step > 0 and _is_finite(reward):
             self._rewards[step] = float(reward)
 
     def forget(self, source: str) -> None:
-        """What a process said before it ended is no news of the one that takes its place."""
+        """Drops the values of a process that ended: they do not describe the one that replaces it."""
         self._latest.pop(source, None)
 
     def line(self) -> str:
@@ -69,7 +69,7 @@ class Progress:
         return f"{self._elapsed()} · {self.news()}"
 
     def news(self) -> str:
-        """The line without the time."""
+        """The line without the elapsed time."""
         trainer = self._of("trainer")
         parts = [f"step {self._step()}/{self._config.trainer.steps}"]
         parts += self._trainer_parts(trainer) or [str(trainer.get("phase", "starting"))]
@@ -95,7 +95,7 @@ class Progress:
         return Group(title, rows)
 
     def _step(self) -> Value:
-        """The trainer's, or the one that the run goes on from."""
+        """The trainer's step, or the one that the run is resumed from."""
         return self._of("trainer").get("step", self._config.start_version)
 
     def _of(self, source: str) -> dict[str, Value]:
@@ -106,7 +106,7 @@ class Progress:
         return f"{minutes}:{seconds:02d}"
 
     def _trainer_parts(self, values: Mapping[str, Value]) -> list[str]:
-        """What is known about learning and swaps, each a few words."""
+        """The known figures on learning and swaps, each a few words."""
         parts = []
         if "reward" in values:
             of_all = f" (all {_number(values['reward_all'])})" if _differs(values) else ""
@@ -153,7 +153,7 @@ class View:
             self._live = Live(console=self._console, auto_refresh=False)
 
     def heard(self, source: str, values: Mapping[str, Value]) -> None:
-        """Takes one status; a warning in it that is new is told at once."""
+        """Merges one status message; a new warning in it is shown at once."""
         self.progress.update(source, values)
         for warning in str(values.get("warnings", "")).splitlines():
             if (source, warning) not in self._warned:
@@ -161,7 +161,7 @@ class View:
                 self.tell(f"inflight launch: {source}: {warning}")
 
     def refresh(self) -> None:
-        """Shows what is known now; cheap to call often."""
+        """Redraws the view; cheap to call often."""
         if self._live is not None:
             self._live.update(self.progress.render(), refresh=True)
         elif time.monotonic() >= self._next_line:
@@ -169,14 +169,14 @@ class View:
             self._print_news()
 
     def tell(self, text: str) -> None:
-        """An event that must be seen, above the live view or among the lines."""
+        """Prints an event that must be seen, above the live view or among the lines."""
         if self._live is not None:
             self._live.console.print(text, highlight=False, markup=False)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def _print_news(self) -> None:
-        """A line that says nothing new is left out, but not for long: silence looks like a hang."""
+        """Skips a line that equals the last one, but not for long: no output would look like a hang."""
         news = self.progress.news()
         if news != self._last_line or time.monotonic() - self._same_since > SAME_LINE_S:
             self._last_line, self._same_since = news, time.monotonic()
@@ -198,7 +198,7 @@ class View:
 
 
 def _differs(values: Mapping[str, Value]) -> bool:
-    """Whether the gate has left groups out, so that the reward of those trained on is not that of all."""
+    """Whether the gate has dropped groups, so that the reward of those trained on is not that of all."""
     return "reward_all" in values and values["reward_all"] != values["reward"]
 
 

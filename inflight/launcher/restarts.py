@@ -1,4 +1,4 @@
-"""Which processes of a run are started again when they fail, when, and when that is given up."""
+"""Which processes of a run are restarted when they fail, when, and when the launcher gives up."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from inflight.exits import BAD_INPUT
 from inflight.processes import Command, Ended
 
 KINDS = ("generator", "actor")
-"""A trainer is not started again: what it held is in its checkpoint, and `resume=true` goes on from there."""
+"""A trainer is not restarted: its state is in its checkpoint, which `resume=true` resumes from."""
 
 
 @dataclass
 class _Record:
     failures: int = 0
     worked: bool = False
-    """Whether it was ever heard of: one that never was would not do better the next time."""
+    """Whether it has ever sent a status: a process that never did would fail again in the same way."""
     tokens: float = 0.0
-    """That it had a part in and that the trainer's buffer has accepted, since its last failure."""
+    """Tokens that it contributed and that the trainer's buffer accepted, since its last failure."""
 
 
 class Restarts:
-    """Decides; the launcher acts. Delays double from one failure of a process to its next.
+    """Decides on restarts; the launcher carries them out. The delay doubles with each failure of a process.
 
-    Failures are forgiven by work done: by as many tokens as a step has at the most, shared by the processes of a kind.
+    The failure count is reset by work: by as many accepted tokens as one step has at most, divided among the processes
+    of a kind.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -38,18 +39,18 @@ class Restarts:
         self._due: dict[str, tuple[float, Command]] = {}
 
     def heard(self, name: str, values: Mapping[str, object]) -> None:
-        """A process reports that it works. What an actor says of accepted tokens is to its credit and that of the
-        generators that they came from."""
+        """Takes a status message. Tokens that an actor reports as accepted count for it and for the generators that
+        sampled them."""
         self._of(name).worked = True
         for key, value in values.items():
             word, _, generator = key.partition(".")
             if word == "accepted" and isinstance(value, int | float):
                 before = self._seen.get((name, key), 0.0)
                 self._seen[name, key] = value
-                self._of(generator or name).tokens += value - before if value >= before else value  # it began anew
+                self._of(generator or name).tokens += value - before if value >= before else value  # it was restarted
 
     def failed(self, ended: Ended) -> str | None:
-        """Plans the next start of a process that failed and says so in one line; None when it is given up."""
+        """Plans the restart of a process that failed and returns a line about it; None: the process is given up."""
         record, command = self._of(ended.command.name), ended.command
         if command.kind in self._enough and record.tokens >= self._enough[command.kind]:
             record.failures = 0
@@ -60,18 +61,16 @@ class Restarts:
             return None
         delay = self._delay_s * 2.0 ** (record.failures - 1)
         self._due[command.name] = (time.monotonic() + delay, command)
-        return (
-            f"{ended}; it is started again in {delay:g} s ({record.failures} of {self._limit}); its log: {command.log}"
-        )
+        return f"{ended}; it is restarted in {delay:g} s ({record.failures} of {self._limit}); its log: {command.log}"
 
     def due(self) -> list[Command]:
-        """What is to be started now."""
+        """The commands that are to be started now."""
         now = time.monotonic()
         ready = [name for name, (at, _) in self._due.items() if at <= now]
         return [self._due.pop(name)[1] for name in ready]
 
     def given_up(self, name: str) -> str:
-        """How often it was started again, for the last line about it; empty when it was not."""
+        """A remark on how often it was restarted, for the last line about it; empty when it was not."""
         failures = self._of(name).failures
         return f", after {failures - 1} restarts (launch.restarts={self._limit})" if failures > 1 else ""
 

@@ -1,4 +1,4 @@
-"""The configuration of a run that goes on: the one that it began with, and what the user has set anew."""
+"""The configuration of a resumed run: the one that it began with, plus values that the user has set again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig, require, schema
 
 OF_EACH_START = ("run_dir", "resume", "checkpoint")
-"""Never taken from before."""
+"""Options that are always taken from the new start."""
 
 
 def resumed_config(asked: RunConfig) -> RunConfig:
-    """What the run in `asked.run_dir` goes on with; `asked` itself where there is none, or where nobody knows what of
-    it was set.
+    """The configuration with which to resume the run in `asked.run_dir`. Returns `asked` itself when there is no such
+    run, or when it is unknown which of its values were set.
 
     A value is taken from `asked` where the user has set it (`RunConfig.chosen`), else from the run's own config.yaml:
-    a default that is another one today changes no run that has begun. What may not change is refused where the folder
-    is taken (run_folder.py). Raises ConfigError when the run's configuration can't be read or is of another task.
+    a default that has changed since does not change a run that has begun. Values that must not change are refused in
+    run_folder.py. Raises ConfigError when the run's configuration can't be read or is of another task.
     """
     if not asked.resume or asked.chosen is None or not (asked.path / configuration.CONFIG_FILE).is_file():
         return asked
@@ -32,8 +32,8 @@ def resumed_config(asked: RunConfig) -> RunConfig:
 
 
 def set_anew(now: RunConfig) -> list[str]:
-    """`name=value` of what the user has set for this start, and is another one than the run had before. To be asked
-    before the folder's configuration is written."""
+    """`name=value` for each value that the user has set for this start and that differs from the run's own. Must be
+    called before the folder's configuration is written."""
     if not (now.path / configuration.CONFIG_FILE).is_file():
         return []
     ours, theirs = OmegaConf.structured(now), OmegaConf.structured(configuration.load(now.path))

@@ -1,9 +1,10 @@
-"""The run folder as the launcher holds it: made or found again, locked while any process of the run lives, its sockets.
+"""The run folder as the launcher uses it: created or found again, locked while any process of the run lives, its
+sockets.
 
-The lock belongs to an open file that the run's processes inherit, so it lasts until the last of them is gone: a folder
-is never written to by two starts of a run, not even when the launcher was killed and the trainer is still stopping. A
-second lock is the launcher's alone. Who has that one may end those who still hold the first and have it from a launcher
-that is gone: they were left behind.
+The lock belongs to an open file that the run's processes inherit, so it is held until the last of them has ended: two
+starts of a run never write to the folder at once, not even when the launcher was killed and the trainer is still
+stopping. A second lock is held by the launcher alone. Its holder may kill processes that inherited the first lock from
+a launcher that has died: they are orphans.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Self
 from inflight import config as configuration
 from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
-from inflight.launcher.run_lock import holders, kill_left_behind, left_behind, sign
+from inflight.launcher.run_lock import holders, kill_orphaned, orphaned, sign
 from inflight.processes import KILL_WAIT_S, describe
 from inflight.trainer.checkpoint import index
 
 MAX_SOCKET_PATH = 107
-"""Bytes of a Unix socket's path on Linux."""
+"""Longest path of a Unix socket on Linux, in bytes."""
 LOCK_WAIT_S = 30.0
-"""How long a resumed run waits for the launcher of its last start, which may be stopping, to end."""
+"""Seconds for which a resumed run waits for the launcher of its last start, which may be stopping."""
 FIXED = (
     "model.name",
     "model.revision",
@@ -40,22 +41,22 @@ FIXED = (
     "rollout.group_size",
     *(f"rollout.{name}" for name in Sampling.__dataclass_fields__),
 )
-"""What may not differ when a run goes on. It decides the weights and the questions, and what the rollouts that were
-recorded before mean: their log-probabilities are of one distribution, for the trainer and for an audit."""
+"""Options that must not differ when a run is resumed. They decide the weights, the questions, and the meaning of the
+rollouts recorded so far: the trainer and an audit take their log-probabilities to be of one distribution."""
 
 
 class LaunchError(RuntimeError):
-    """A run that can't be started; one line for the user."""
+    """A run can't be started; the text is one line for the user."""
 
 
 class RunFolder:
-    """Use as a context manager; leaving it removes the sockets and gives up the lock."""
+    """Used as a context manager; leaving it removes the sockets and releases the lock."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Makes the folder or, with `resume`, finds the run in it; `config` is then what its processes shall read.
+        """Creates the folder or, with `resume`, finds the run in it; `config` is then what its processes read.
 
-        Raises LaunchError when the folder holds a run (or, with `resume`, none), is in use, or can't be made;
-        ConfigError or CheckpointError when the run in it can't go on with this configuration.
+        Raises LaunchError when the folder holds a run (or, with `resume`, none), is in use, or can't be created;
+        ConfigError or CheckpointError when its run can't be resumed with this configuration.
         """
         self.path = config.path
         _holds_run(config)
@@ -66,7 +67,7 @@ class RunFolder:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:
             self._take_over(config)
-            holds_run = _holds_run(config)  # another launcher may have begun it meanwhile
+            holds_run = _holds_run(config)  # another launcher may have begun a run meanwhile
         except BaseException:
             self._close()
             raise
@@ -82,7 +83,7 @@ class RunFolder:
 
     @property
     def bus(self) -> Path:
-        """Where the sockets are; a link when the path is too long for them."""
+        """The folder of the sockets; a link when the path is too long for them."""
         return self.path / "bus"
 
     def __enter__(self) -> Self:
@@ -100,21 +101,21 @@ class RunFolder:
         os.close(self._own_lock)
 
     def _take_over(self, config: RunConfig) -> None:
-        """Takes and signs the locks. A run that goes on ends who was left behind by a launcher that is gone."""
+        """Takes and signs the locks. A resumed run first ends the orphans of a launcher that has died."""
         if not _locks(self._own_lock, LOCK_WAIT_S if config.resume else 0.0):
             who = describe(holders(self._own_lock))
             raise LaunchError(f"{self.path} is in use: its launcher is still alive: {who}")
-        grace_s = config.launch.stop_grace_s if config.resume else 0.0  # they were told to end when their launcher died
+        grace_s = config.launch.stop_grace_s if config.resume else 0.0  # they began to stop when their launcher died
         if not _locks(self.lock, grace_s):
             self._wrest(grace_s, kill=config.resume)
         sign(self.lock)
 
     def _wrest(self, grace_s: float, *, kill: bool) -> None:
-        left = left_behind(self.lock)
+        left = orphaned(self.lock)
         if left and kill:
-            text = f"left behind by the last start and not ended within {grace_s} s, killed: {describe(left)}"
+            text = f"orphans of the last start that did not end within {grace_s} s, killed: {describe(left)}"
             print(f"inflight launch: {text}", file=sys.stderr, flush=True)
-            left = kill_left_behind(self.lock)
+            left = kill_orphaned(self.lock)
         if left:
             raise LaunchError(f"{self.path} is in use: processes of its last start do not end: {describe(left)}")
         if not _locks(self.lock, KILL_WAIT_S):
@@ -135,7 +136,8 @@ class RunFolder:
             raise
 
     def _make_secrets(self) -> None:
-        """New ones for each start: the key of the generators' HTTP servers, and of sockets that others can reach."""
+        """Makes new ones at each start: the API key of the generators, and CURVE keys where other users reach a
+        socket."""
         file = os.open(self.config.api_key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "w") as key:
             key.write(secrets.token_urlsafe(32) + "\n")
@@ -154,19 +156,19 @@ class RunFolder:
 
 
 def _holds_run(config: RunConfig) -> bool:
-    """Whether there is a configuration to go on with. Raises LaunchError when what there is does not fit `resume`."""
+    """Whether the folder has a configuration to resume. Raises LaunchError when its content does not fit `resume`."""
     path = config.path
     holds_run = (path / configuration.CONFIG_FILE).exists()
     if holds_run and not config.resume:
-        raise LaunchError(f"{path} holds a run already; choose another run_dir, or go on with it: resume=true")
+        raise LaunchError(f"{path} holds a run already; choose another run_dir, or resume the run: resume=true")
     begun = holds_run or (path / "lock").exists()  # a launcher may be killed before it has written anything
     if config.resume and not begun:
-        raise LaunchError(f"{path} holds no run that could go on; leave resume=true out to start one")
+        raise LaunchError(f"{path} holds no run to resume; leave resume=true out to start one")
     return holds_run
 
 
 def _locks(file: int, timeout_s: float) -> bool:
-    """Whether the lock could be taken in time."""
+    """Takes a lock; returns False when that failed for `timeout_s`."""
     deadline, told = time.monotonic() + timeout_s, False
     while True:
         try:
@@ -182,7 +184,7 @@ def _locks(file: int, timeout_s: float) -> bool:
 
 
 def _resumed(config: RunConfig) -> RunConfig:
-    """The configuration of the next start: its own values, from the newest checkpoint of the run in the folder."""
+    """The configuration of the next start: its own values, and the newest checkpoint of the run in the folder."""
     before = configuration.load(config.path)
     for name in FIXED:
         was, now = operator.attrgetter(name)(before), operator.attrgetter(name)(config)

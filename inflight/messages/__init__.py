@@ -1,6 +1,6 @@
-"""Every message between processes: typed, tagged, msgpack, with a schema number and a bounded size.
+"""All messages between processes: typed, tagged, in msgpack, with a schema number and a bounded size.
 
-A frame is one byte of schema number followed by the msgpack body. Decoding refuses another schema, an unknown
+A frame is one byte with the schema number followed by the msgpack body. Decoding refuses another schema, an unknown
 message, unknown or missing fields, wrong types and frames over the limit, with a `WireError` that says which.
 """
 
@@ -37,7 +37,7 @@ from inflight.types import Name
 
 SCHEMA = 5
 MAX_FRAME_BYTES = 64 << 20
-"""A rollout group of 4,096 samples of 1,000 tokens fits; weights never travel here."""
+"""Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 
 
 class WireError(ValueError):
@@ -48,14 +48,14 @@ class WireError(ValueError):
 
 
 class Heartbeat(Message, tag=True):
-    """Sent by both sides at the bus's interval; carries nothing, proves that the peer lives."""
+    """Sent by both sides at the bus's interval; has no content, proves that the peer lives."""
 
 
 class Goodbye(Message, tag=True):
-    """The peer has closed its end: nothing more comes from it, and what is sent to it is lost."""
+    """The peer has closed its side: it sends nothing more, and what is sent to it is discarded."""
 
     asked: bool = False
-    """It was asked to end (SIGTERM): what it leaves unfinished is no failure."""
+    """It was asked to end (SIGTERM): work that it leaves unfinished is no failure."""
 
 
 class Refused(Message, tag=True):
@@ -65,7 +65,7 @@ class Refused(Message, tag=True):
 
 
 class Finish(Message, tag=True):
-    """The run is over: no more groups are wanted."""
+    """The run is over: no more groups are needed."""
 
     reason: Text
 
@@ -74,7 +74,7 @@ class Finish(Message, tag=True):
 
 
 class Status(Message, tag=True):
-    """A snapshot for the progress view: metric name to value."""
+    """A snapshot for the progress view: name of a figure → value."""
 
     source: Name
     values: Annotated[dict[Name, float | int | str], Meta(max_length=4096)]
@@ -111,7 +111,7 @@ _decoder = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def encode(message: AnyMessage) -> bytes:
-    """One frame. Raises WireError when the message is larger than MAX_FRAME_BYTES."""
+    """Encodes one frame. Raises WireError when the message is larger than MAX_FRAME_BYTES."""
     frame = bytes([SCHEMA]) + _encoder.encode(message)
     if len(frame) > MAX_FRAME_BYTES:
         raise WireError(f"{type(message).__name__} of {len(frame)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
@@ -119,11 +119,11 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(frame: bytes) -> AnyMessage:
-    """The message of one frame. Raises WireError on anything that is not exactly one valid message."""
+    """Decodes one frame. Raises WireError for anything but exactly one valid message."""
     if not 2 <= len(frame) <= MAX_FRAME_BYTES:
         raise WireError(f"frame of {len(frame)} bytes, allowed are 2 to {MAX_FRAME_BYTES}")
     if frame[0] != SCHEMA:
-        raise WireError(f"frame of schema {frame[0]}, this side speaks {SCHEMA}")
+        raise WireError(f"frame of schema {frame[0]}, this side has schema {SCHEMA}")
     try:
         return _decoder.decode(memoryview(frame)[1:])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What all messages have in common."""
+"""The common part of all messages."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from msgspec import Meta
 
 Text = Annotated[str, Meta(max_length=4096)]
 MAX_REASON = 1000
-"""Characters that are told of why something failed."""
+"""Most characters of an error's reason."""
 Seconds = Annotated[float, Meta(ge=0)]
 Checksum = Annotated[int, Meta(ge=0, lt=1 << 32)]
 MAX_BUCKETS = 1 << 18
-"""Of a version."""
+"""Most buckets of one version."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Why something failed, as it is told to others."""
+    """The reason in a message about a failure: the error's type and text, cut to MAX_REASON."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
 
 

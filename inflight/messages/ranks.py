@@ -11,26 +11,26 @@ from inflight.messages.base import Message, Text
 from inflight.types import Count, Name
 
 PIECE_BYTES = 8 << 20
-"""Of a micro-batch, in a message."""
+"""Most bytes of a micro-batch in one message."""
 MAX_PARCEL_BYTES = 4 << 30
-"""Of a micro-batch: 64 sequences of 32,768 tokens with kept sets of 19 tokens have 0.4 GiB."""
+"""Most bytes of a micro-batch: 64 sequences of 32,768 tokens with 19 recorded alternatives each have 0.4 GiB."""
 Counts = Annotated[dict[Name, int], Meta(max_length=1024)]
 
 
 class TrainerHello(Message, tag=True):
-    """A rank of the trainer is there and waits to be told where all meet."""
+    """A rank of the trainer has started and waits for Meet."""
 
     rank: Annotated[int, Meta(ge=1)]
 
 
 class Meet(Message, tag=True):
-    """All ranks of the trainer are there: form the process group at `rendezvous`."""
+    """All ranks of the trainer have started: they form the process group at `rendezvous`."""
 
     rendezvous: Text
 
 
 class TensorData(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor by value: small ones alone, weights never travel here."""
+    """A tensor by value; for small ones only, weights are never sent as messages."""
 
     dtype: Annotated[str, Meta(pattern="^(bool|int32|int64|float32|float64)$")]
     shape: Annotated[list[Count], Meta(max_length=8)]
@@ -38,12 +38,12 @@ class TensorData(msgspec.Struct, frozen=True, array_like=True):
 
 
 Parcel = Annotated[dict[Name, TensorData], Meta(max_length=64)]
-"""A micro-batch, by field of the trainer's Batch."""
+"""A micro-batch: name of a field of the trainer's Batch → tensor."""
 
 
 class Piece(Message, tag=True):
-    """A part of a micro-batch (its Parcel in msgpack, `total` bytes) from byte `offset` on, before the Learn that it is
-    for, which bears the same `number`. In order and without a gap. Answered by Took."""
+    """A part of a micro-batch (its Parcel in msgpack, `total` bytes) from byte `offset` on. Pieces are sent in order
+    and without a gap, before the Learn message with the same `number`. Answered by Took."""
 
     number: Count
     offset: Count
@@ -52,15 +52,15 @@ class Piece(Message, tag=True):
 
 
 class Took(Message, tag=True):
-    """So many bytes of the micro-batch have come."""
+    """`nbytes` bytes of the micro-batch have arrived."""
 
     number: Count
     nbytes: Count
 
 
 class Learn(Message, tag=True):
-    """What to do with the micro-batch that has come in pieces. `purpose`: `learn`, forward and backward pass, answered
-    by Learned; `score`, its log-probabilities alone, answered by Scored.
+    """What to do with the micro-batch that was sent in pieces. `purpose`: `learn`, a forward and backward pass,
+    answered by Learned; `score`, its log-probabilities alone, answered by Scored.
 
     `number` counts the orders to a rank from 1.
     """
@@ -70,7 +70,7 @@ class Learn(Message, tag=True):
 
 
 class Learned(Message, tag=True):
-    """What a rank's micro-batch adds to the step's loss, and what happened, by field of the trainer's Stats."""
+    """What a rank's micro-batch adds to the step's loss, and its figures, by field of the trainer's Stats."""
 
     number: Count
     loss: float
@@ -78,18 +78,18 @@ class Learned(Message, tag=True):
 
 
 class Scored(Message, tag=True):
-    """[B, L] log-probabilities of a rank's micro-batch under the weights as they are."""
+    """[B, L] log-probabilities of a rank's micro-batch under the current weights."""
 
     number: Count
     logprobs: TensorData
 
 
 class Order(Message, tag=True):
-    """Something that all ranks do together. Answered by Done.
+    """An operation that all ranks carry out together. Answered by Done.
 
-    `update`: the optimizer's step. `step`: the same for the last time in a batch, and the learning rate's. `gather`:
-    the parameters to publish. `checkpoint`: parameters and optimizer. `drop`: the gradient is not wanted.
-    `compare`: a forward pass, of which rank 0 alone wants what it gives.
+    `update`: an optimizer step. `step`: the same for the last time in a batch, plus the learning-rate schedule.
+    `gather`: the parameters to publish. `checkpoint`: parameters and optimizer. `drop`: the gradient is discarded.
+    `compare`: a forward pass whose result only rank 0 uses.
     """
 
     number: Count
@@ -97,13 +97,13 @@ class Order(Message, tag=True):
 
 
 class Done(Message, tag=True):
-    """A rank has done an order."""
+    """A rank has carried out an order."""
 
     number: Count
 
 
 class RankFailed(Message, tag=True):
-    """A rank of the trainer ends, and why."""
+    """A rank of the trainer ends, with the reason."""
 
     reason: Text
 

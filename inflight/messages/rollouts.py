@@ -12,9 +12,9 @@ from inflight.types import Count, Name, RolloutGroup
 
 
 class ActorHello(Message, tag=True):
-    """An actor joins, and says so again every few seconds; it may start no group before it is granted one.
+    """An actor joins, and repeats this every few seconds; it may start no group before it gets a Grant.
 
-    `incarnation` differs from process to process: a new one under the same name comes from a restart.
+    `incarnation` differs between processes: a new one under the same name comes from a restart.
     """
 
     actor: Name
@@ -22,9 +22,9 @@ class ActorHello(Message, tag=True):
 
 
 class Grant(Message, tag=True):
-    """Questions that this actor shall answer, by their index in the task's stream, beyond those of earlier grants.
+    """Questions that this actor is to answer, by their index in the task's stream, in addition to earlier grants.
 
-    `attempts`: of those whose answers were too old before, how often they were; the group's name tells it.
+    `attempts`: for questions whose earlier answers were too stale, how many there were; part of the group's name.
     """
 
     questions: Annotated[list[Count], Meta(min_length=1, max_length=1 << 16)]
@@ -32,33 +32,33 @@ class Grant(Message, tag=True):
 
 
 class GroupDone(Message, tag=True):
-    """A finished group; repeated until acknowledged."""
+    """A finished group; sent again until acknowledged."""
 
     group: RolloutGroup
 
 
 class GroupFailed(Message, tag=True):
-    """A started group that will not come, with the reason by which it is counted.
+    """A group that was started and will not be delivered, with the reason by which it is counted.
 
-    `again`: the question is not at fault (a generator was), so it should be asked once more.
+    `again`: the question is not at fault (a generator was), so it should be re-queued.
     """
 
     group_id: Name
     reason: Annotated[str, Meta(max_length=128)]
     again: bool
     lengths: Annotated[list[Count], Meta(max_length=4096)] = msgspec.field(default_factory=list)
-    """Completion tokens of its samples, as far as they had come."""
+    """Numbers of completion tokens of its samples, as far as they were received."""
     questions: Count | None = None
-    """How many questions the task has, when this one is none of them: then nothing has failed."""
+    """The task's number of questions, when this question is beyond its end; nothing has failed then."""
 
 
 class GroupAck(Message, tag=True):
-    """The buffer has the group (or has counted it as failed); the actor forgets it."""
+    """The buffer has the group (or has counted it as failed); the actor may forget it."""
 
     group_id: Name
 
 
 class ActorBye(Message, tag=True):
-    """The actor leaves; what it was granted and has not delivered is to be asked again."""
+    """The actor leaves; questions that it was granted and has not answered are to be re-queued."""
 
     reason: Annotated[str, Meta(max_length=128)]

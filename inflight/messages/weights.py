@@ -11,7 +11,7 @@ from inflight.types import Count, Digest, Incarnation, Name, ParamMeta, Url, Ver
 
 
 class BucketMeta(Message):
-    """A contiguous run of bytes that travels as one piece."""
+    """A contiguous run of bytes that is transferred as one piece."""
 
     offset: Count
     nbytes: Annotated[int, Meta(gt=0)]
@@ -25,10 +25,10 @@ class Slot(Message):
 
 
 class Manifest(Message):
-    """All that both sides must agree on about the bytes of a version; its digest names it.
+    """The layout of a version's bytes, which both sides must agree on; its digest names it.
 
     `slots` ascend by offset, aligned to `alignment` bytes; `buckets` tile `[0, total_bytes)` in order.
-    `tied` maps a parameter that shares storage with another to the name that travels.
+    `tied` maps a parameter that shares storage with another to the name of the one that is sent.
     """
 
     slots: Annotated[list[Slot], Meta(max_length=1 << 18)]
@@ -40,9 +40,9 @@ class Manifest(Message):
 
 
 class RankHello(Message, tag=True):
-    """A worker rank asks to take part. It holds `version` of `publisher`; None: it has not been sent any version yet.
+    """A worker rank asks to join; may be repeated. It holds `version` of `publisher`; None: it has received no version.
 
-    A version's number names a set of weights only together with the publisher that sent it. It may be repeated.
+    A version number identifies a set of weights only together with the publisher that sent it.
     """
 
     generator: Name
@@ -54,7 +54,7 @@ class RankHello(Message, tag=True):
 
 
 class EngineHello(Message, tag=True):
-    """A generator's engine asks to take part: it will be sent Commit. `url` is where it serves.
+    """A generator's engine asks to join and will get Commit messages. `url` is its HTTP address.
 
     It stamps `version` of `publisher`; None: it has committed no version yet.
     """
@@ -68,7 +68,7 @@ class EngineHello(Message, tag=True):
 
 
 class Enquire(Message, tag=True):
-    """The publisher does not know (any more) what this rank or engine holds: it is to say hello."""
+    """The publisher does not know (any more) what this rank or engine holds, and requests a hello."""
 
 
 class Welcome(Message, tag=True):
@@ -85,14 +85,14 @@ class Welcome(Message, tag=True):
     transport_size: Annotated[int, Meta(ge=2)]
     timeout_s: Seconds
     publisher: Incarnation = ""
-    """Random, and differs from one Publisher to the next: the versions that follow are its."""
+    """Random id of a Publisher: the versions that follow are its own."""
 
 
 class Prepare(Message, tag=True):
-    """Buckets of `version` are about to stream; the rank fills its shadow with them.
+    """Buckets of `version` are about to be sent; the rank fills its shadow with them.
 
-    `attempt` numbers the publisher's deliveries, upwards; answers repeat it, so that each is matched to its attempt.
-    `checksums` are those of the bytes as they lie in the send buffer, one a bucket; empty when the manifest has none.
+    `attempt` numbers the publisher's deliveries, ascending; answers repeat it, so that each is matched to its attempt.
+    `checksums` are those of the bytes in the send buffer, one per bucket; empty when the manifest has none.
     """
 
     version: Version
@@ -113,10 +113,10 @@ class Ready(Message, tag=True):
 
 
 class Failed(Message, tag=True):
-    """The rank could not get `version` ready (or committed); its live weights are untouched unless `poisoned`.
+    """The rank could not make `version` ready (or commit it); its live weights are untouched unless `poisoned`.
 
-    An engine says it of a commit, with no attempt. Phase `fit`: the engine's model has no use for what the manifest
-    describes, so no version of this publisher can ever be loaded.
+    An engine sends it about a commit, without an attempt. Phase `fit`: the engine's model does not fit the manifest, so
+    no version of this publisher can ever be loaded.
     """
 
     version: Version
@@ -127,7 +127,7 @@ class Failed(Message, tag=True):
 
 
 class Commit(Message, tag=True):
-    """All ranks of this generator are ready: swap at the next step boundary. A repeat is answered and does nothing."""
+    """All ranks of this generator are ready: swap at the next step boundary. A repeated Commit only gets the answer."""
 
     version: Version
     publisher: Incarnation = ""
@@ -143,11 +143,11 @@ class Committed(Message, tag=True):
     gap_s: Seconds
     running: Count
     publisher: Incarnation = ""
-    """Of the Commit that this answers."""
+    """That of the Commit that this answers."""
 
 
 class Abort(Message, tag=True):
-    """Discard the shadow of `version`; the live weights stay. Always answered, also by a rank that knows of nothing."""
+    """Discard the shadow of `version`; the live weights stay. Always answered, even by a rank that has no attempt."""
 
     version: Version
     attempt: Count

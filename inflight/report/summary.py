@@ -1,6 +1,6 @@
-"""What a run came to, computed from its folder alone: the numbers of summary.json and the table at the end of a run.
+"""The results of a run, computed from its folder alone: the figures of summary.json and the table at the end of a run.
 
-Read are metrics.jsonl (a line a step), swaps.jsonl (a line for each version and generator) and the rollout stream.
+It reads metrics.jsonl (one line per step), swaps.jsonl (one line per version and generator) and the rollout stream.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from inflight.types import Rollout
 
 SUMMARY_FILE = "summary.json"
 EDGE_STEPS = 5
-"""Steps that the first and the last reward are averaged over."""
+"""Number of steps over which the first and the last reward are averaged."""
 _RECORDED = ("rollouts", "aborted", "retried", "tokens", "tokens_per_s", "mixed_rollouts", "max_versions")
-"""What the rollout stream alone can tell."""
+"""Figures that need the rollout stream."""
 _PUBLISHING = ("publish_wait_s", "pack_s", "guard_s")
 
 
@@ -39,58 +39,59 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished (or interrupted) run. A figure is None where nothing was measured."""
+    """One finished (or interrupted) run. A figure is None if nothing was measured."""
 
     steps: int
     seconds: float | None
     """From when the trainer began to wait for the first batch until it wrote the last step's line."""
     version: int
-    """The last one published."""
+    """The last published version."""
     swaps: int
     swaps_while_running: int
     """Swaps with at least one unfinished sequence in the engine."""
     swaps_failed: int
     swaps_superseded: int
-    """Passed over, since a newer version was there before they could be sent."""
+    """Versions that were skipped at a generator, because a newer one existed before they could be sent."""
     gap_ms: Spread | None
-    """How long a swap held up the engine's step loop."""
+    """Stall of the engine's step loop in a swap."""
     publish_wait_ms: Spread | None
-    """What a publish cost the trainer: waiting for a free buffer, packing, and the optimizer's wait for it to end."""
+    """Time that a publish costs the trainer: waiting for a free buffer, packing, and the optimizer's wait for it."""
     rollouts: int | None
-    """None, as all that is told of them, where none were recorded (`rollout.keep=false`)."""
+    """This and all other figures of the rollout stream are None if it was not recorded (`rollout.keep=false`)."""
     aborted: int | None
-    """Requests for these rollouts that an engine gave up and that were made again; also among the retried."""
+    """Requests for these rollouts that an engine aborted and that were retried; included in `retried`."""
     retried: int | None
-    """Requests for these rollouts that came to nothing, for any reason, and were made again."""
+    """Requests for these rollouts that failed, for any reason, and were retried."""
     groups_failed: dict[str, int]
-    """Started groups that never came, by reason; those cut off by the end of the run are not counted here."""
+    """Started groups that were never delivered, by reason; without those cut off by the end of the run."""
     groups_dropped: dict[str, int]
     rollouts_dropped: dict[str, int] = {}
-    """Members that the gate has left out, of groups that were dropped too, by reason."""
+    """Rollouts that the gate excluded, by reason, including those of dropped groups."""
     tokens: int | None
     tokens_per_s: float | None
     tokens_trained: int
     tokens_masked: int
     mixed_rollouts: int | None
-    """Sequences whose tokens were sampled under two or more versions."""
+    """Sequences whose tokens were sampled by two or more versions."""
     max_versions: int | None
     """The most versions within one sequence."""
     lag: dict[int, int]
-    """Tokens that the gate's rules let through by lag, in versions; rules on log-ratios aside."""
+    """Number of tokens that the gate's rules accepted, by lag in versions; rules on log-ratios are not included."""
     reward_first: float | None
     reward_last: float | None
-    """Of the groups that were trained on."""
+    """Mean reward of the groups that were trained on."""
     reward_all_first: float | None = None
     reward_all_last: float | None = None
-    """Of all that have finished; None for a run that did not tell."""
+    """Mean reward of all groups that finished; None for a run that did not report it."""
     by_lag: list[Row]
-    """What age did to the tokens (staleness.py)."""
+    """Figures of the tokens by lag (staleness.py)."""
     torn_tail: str | None
-    """What the rollout stream ends with, if not with a whole group."""
+    """The incomplete end of the rollout stream, if it has one."""
 
 
 def summarize(run_dir: Path) -> Summary:
-    """Raises ValueError naming the file when one of the run's files is damaged (other than by a torn tail)."""
+    """Computes the summary. Raises ValueError that names the file when one of the run's files is damaged (except for a
+    torn tail)."""
     steps, swaps = read_lines(run_dir / METRICS_FILE), read_lines(run_dir / SWAPS_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE)
     with damage_named(run_dir):
@@ -99,7 +100,7 @@ def summarize(run_dir: Path) -> Summary:
 
 @contextlib.contextmanager
 def damage_named(run_dir: Path) -> Iterator[None]:
-    """What fails for want of a figure in a line, or for one of another kind, is a ValueError naming the files."""
+    """Turns errors about a missing figure in a line, or one of a wrong type, into a ValueError that names the files."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
@@ -151,7 +152,7 @@ def read(run_dir: Path) -> Summary:
 
 
 def table(summary: Summary) -> str:
-    """The summary for a person, a figure a line."""
+    """The summary as text, one figure per line."""
     lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
     rows = [
         ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
@@ -161,7 +162,7 @@ def table(summary: Summary) -> str:
         ("swaps", f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
                   f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"),
         ("gap of a swap", _spread_text(summary.gap_ms)),
-        ("trainer held up", f"{_spread_text(summary.publish_wait_ms)} per publish"),
+        ("trainer delayed", f"{_spread_text(summary.publish_wait_ms)} per publish"),
         *_recorded(summary),
         ("gate", f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked, "
                  f"groups dropped: {_counts(summary.groups_dropped)}"),
@@ -177,11 +178,11 @@ def table(summary: Summary) -> str:
 
 
 def _of_all(summary: Summary) -> list[tuple[str, str]]:
-    """Where the gate has left groups out, the reward of those that were trained on is not the success rate."""
+    """Rewards of all groups: if the gate dropped some, the reward of those trained on is not the success rate."""
     first, last = summary.reward_all_first, summary.reward_all_last
     if (first, last) in ((None, None), (summary.reward_first, summary.reward_last)):
         return []
-    return [("of all groups", f"{_text(first)} to {_text(last)}, with those that the gate has left out")]
+    return [("of all groups", f"{_text(first)} to {_text(last)}, including those that the gate dropped")]
 
 
 def _recorded(summary: Summary) -> list[tuple[str, str]]:
@@ -190,7 +191,7 @@ def _recorded(summary: Summary) -> list[tuple[str, str]]:
         return [("rollouts", f"none recorded, {failed}")]
     share = f"{(summary.mixed_rollouts or 0) / summary.rollouts:.0%}" if summary.rollouts else "–"
     return [
-        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, {summary.retried} asked again, {failed}"),
+        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, {summary.retried} retried, {failed}"),
         ("versions", f"{share} of the rollouts hold 2 or more, at most {summary.max_versions}"),
         ("tokens", f"{summary.tokens} sampled, {_text(summary.tokens_per_s)} per second"),
     ]
@@ -198,7 +199,7 @@ def _recorded(summary: Summary) -> list[tuple[str, str]]:
 
 @dataclass
 class _Tally:
-    """What is counted of the rollouts, which may be more than memory holds."""
+    """Counts over the rollouts, which are read one by one: together they may not fit into memory."""
 
     rollouts: int = 0
     tokens: int = 0
@@ -218,7 +219,7 @@ class _Tally:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """From the first submission to the last completion."""
+        """Over the time from the first submission to the last completion."""
         return self.tokens / (self.last - self.first) if self.last > self.first else None
 
     def add(self, rollout: Rollout) -> None:
@@ -242,7 +243,7 @@ def _tally(path: Path) -> tuple[_Tally | None, str | None]:
 
 
 def _seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """The clock of the lines runs since the trainer's start: what came before the first step is taken off."""
+    """The lines' clock starts with the trainer; the time before the first step is subtracted."""
     if not steps:
         return None
     first = sum(float(steps[0][phase]) for phase in ("wait_s", "train_s", "publish_wait_s", "pack_s"))

@@ -1,4 +1,4 @@
-"""The books of a run as they are kept and as they are shown: counters, and the questions that are done with."""
+"""The state of the rollout ledger: the part kept in a checkpoint, and the counters that are reported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.types import Count
 
 
 class Books(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint keeps: the questions that its optimizer is done with, and the counters up to there."""
+    """The part that a checkpoint keeps: the questions settled up to its optimizer step, and the counters up to then."""
 
     settled_below: Count
     settled_beyond: list[Count]
@@ -21,23 +21,23 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     rollouts_dropped: dict[str, Count]
     ignored: dict[str, Count]
     too_old: dict[int, Count] = msgspec.field(default_factory=dict)
-    """Of questions that are not done with: how often an answer was too old (`gate.on_stale`)."""
+    """Unsettled question → how many of its groups were too stale (`gate.on_stale`)."""
 
     @property
     def settled(self) -> Indices:
-        """The questions that are done with."""
+        """The settled questions."""
         return Indices(self.settled_below, self.settled_beyond)
 
 
 NO_BOOKS = Books(
     settled_below=0, settled_beyond=[], trained=0, dropped={}, failed={}, rollouts_dropped={}, ignored={}
 )  # fmt: skip
-"""Of a run that begins."""
+"""The state of a new run."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Where every group is; a snapshot."""
+    """How many groups are where; a snapshot."""
 
     granted: int
     in_flight: int
@@ -45,13 +45,13 @@ class Counts:
     buffered: int
     trained: int
     dropped: dict[str, int]
-    """Groups that the gate left out, by reason."""
+    """Groups that the gate dropped, by reason."""
     failed: dict[str, int]
-    """Granted groups that never came or could not be used, by reason; most of them were asked again."""
+    """Granted groups that were not delivered or could not be used, by reason; most of them were re-queued."""
     rollouts_dropped: dict[str, int]
-    """Members left out of groups, whether the group was trained on or dropped, by reason."""
+    """Rollouts excluded from groups, whether the group was trained on or dropped, by reason."""
     ignored: dict[str, int]
-    """Messages that changed nothing, by reason: repeats of settled groups, groups that nobody was granted."""
+    """Messages without effect, by reason: repeats of settled groups, groups that were never granted."""
 
     def check(self) -> None:
         """Raises RuntimeError when a group was lost or counted twice."""

@@ -1,14 +1,14 @@
 """The bounded buffer between actors and the trainer: admission, acknowledgement and the gate at take time.
 
-    actor --ActorHello--> buffer         an actor joins, or says that it is still there
-    actor <----Grant----- buffer         slots: the questions that it shall answer
-    actor --GroupDone---> buffer         checked, written to the run folder, kept, GroupAck
+    actor --ActorHello--> buffer         an actor joins, or reports that it is still there
+    actor <----Grant----- buffer         slots: the questions that it is to answer
+    actor --GroupDone---> buffer         validated, written to the run folder, buffered, GroupAck
     actor --GroupFailed-> buffer         counted by its reason, slot freed, GroupAck
-    actor --ActorBye----> buffer         leaves; what it was granted is asked again
+    actor --ActorBye----> buffer         leaves; its unanswered questions are re-queued
                           buffer --take--> trainer      gated now, first in first out, slots freed
 
 A slot is held from its grant until the trainer takes the group, the gate drops it or it fails, so that generation
-waits when the trainer is behind. ledger.py keeps the books; here are the thread, the lock and the bus.
+waits when the trainer is behind. ledger.py does the accounting; this file has the thread, the lock and the bus.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ log = logging.getLogger(__name__)
 
 
 class BufferClosed(RuntimeError):
-    """The buffer's thread has ended or the run was finished: no batch will come."""
+    """The buffer's thread has ended or the run was finished: there will be no batch."""
 
 
 class DataEnded(RuntimeError):
-    """The task has no question left, and what waits is no whole batch: the text says how many there were."""
+    """The task has no more questions, and the rest does not make a batch: the text has the numbers."""
 
 
 class Buffer:
     """Holds finished groups until the trainer takes them; runs a thread over the listener.
 
-    The listener stays the caller's to close, after the buffer.
+    The listener is not closed with the buffer: the caller closes it afterwards.
 
     Example:
         with Listener(config.endpoint("rollouts"), config.bus) as listener, Buffer(listener, config) as buffer:
@@ -64,9 +64,10 @@ class Buffer:
         vocabulary: int = MAX_VOCABULARY,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
-        """Starts at once; a run that goes on brings its checkpoint's books and the groups that wait to be trained on.
+        """Starts at once. For a resumed run: `books` of its checkpoint, and the groups still to be trained on.
 
-        Groups with token ids of `vocabulary` and above are refused. `warn` gets a line when the gate lets nothing pass.
+        Refuses groups with token ids of `vocabulary` and above. Calls `warn` with a line when the gate drops
+        everything.
 
         Raises OSError or StreamError when the run folder's rollout file can't be written.
         """
@@ -77,7 +78,7 @@ class Buffer:
         self._changed = threading.Condition()
         self._taking = threading.Lock()
         self._synchronous = self._held_back = config.trainer.synchronous
-        """No group is started: until the trainer waits for some."""
+        """No group is started until the trainer waits for some."""
         self._heard: dict[str, float] = {}
         self._finish: Finish | None = None
         self._broken: BaseException | None = None
@@ -88,9 +89,9 @@ class Buffer:
     def take(self, n_groups: int, version: int, timeout_s: float) -> list[GatedGroup]:
         """The oldest `n_groups` that pass the gate at `version`; older ones that don't are dropped and counted.
 
-        `version` must be the newest one published. Raises TimeoutError telling what is missing (usable groups stay
-        buffered), BufferClosed when no batch can come any more,
-        DataEnded when the task has no more questions, ValueError for more groups than may ever be buffered.
+        `version` must be the newest one published. Raises TimeoutError that says what is missing (usable groups stay
+        buffered), BufferClosed when there can be no further batch, DataEnded when the task has no more questions, and
+        ValueError for more groups than may ever be buffered.
         """
         if not 1 <= n_groups <= self._ledger.capacity:
             raise ValueError(f"can't take {n_groups} groups at once: the capacity is {self._ledger.capacity}")
@@ -108,7 +109,7 @@ class Buffer:
                     self._held_back = self._synchronous
                     self._grant()
                     return usable
-                self._grant()  # what the gate dropped has freed slots
+                self._grant()  # groups that the gate dropped have freed slots
                 if (questions := self._ledger.data_ended) is not None:
                     rest = f"{len(usable)} groups are left, fewer than the {n_groups} of a step"
                     raise DataEnded(f"all {questions} questions were asked, and {rest}")
@@ -124,7 +125,7 @@ class Buffer:
             self._grant()
 
     def finish(self, reason: str, timeout_s: float = 10.0) -> bool:
-        """Tells all actors that the run is over, waits until nothing is in flight; False when some did not answer."""
+        """Sends Finish to all actors and waits until nothing is in flight; False when some did not answer in time."""
         with self._changed:
             self._finish = Finish(reason=reason)
             for actor in self._ledger.in_flight:
@@ -135,19 +136,19 @@ class Buffer:
             )
 
     def counts(self) -> Counts:
-        """Where every group is now."""
+        """How many groups are where now."""
         with self._changed:
             return self._ledger.counts()
 
     def lengths(self) -> dict[str, float]:
-        """How long answers were, for metrics."""
+        """Mean lengths of completions, for metrics."""
         with self._changed:
             return self._ledger.lengths.values()
 
     @property
     def rewards(self) -> list[float]:
-        """Of all rollouts that the last batch was chosen from: its own, and those that the gate has left out since the
-        batch before."""
+        """Rewards of all rollouts from which the last batch was selected: its own, and those that the gate has dropped
+        since the batch before."""
         with self._changed:
             return self._ledger.judged.of_batch
 
@@ -158,16 +159,16 @@ class Buffer:
 
     @property
     def refused(self) -> Counter[str]:
-        """What its socket did not take, by reason."""
+        """Input that its socket has refused, by reason."""
         return Counter(self._listener.refusals.counts)
 
     def books(self) -> Books:
-        """What a checkpoint keeps of it: the questions whose groups were taken, dropped or given up so far."""
+        """The part that a checkpoint keeps: the questions whose groups were taken, dropped or given up so far."""
         with self._changed:
             return self._ledger.books()
 
     def close(self) -> None:
-        """Stops the thread and closes the rollout file; what is still in flight is counted as failed."""
+        """Stops the thread and closes the rollout file; groups still in flight are counted as failed."""
         self._closing.set()
         self._thread.join(timeout=5)
         with self._changed:
@@ -207,7 +208,7 @@ class Buffer:
                 self._send(actor, Grant(questions=questions, attempts=self._ledger.attempts(questions)))
 
     def _send(self, peer: str, message: AnyMessage) -> None:
-        """A peer that is gone is not an error here: the bus reports it as Lost, which is where it is counted."""
+        """A lost peer is no error here: the bus reports it as Lost, where it is counted."""
         with contextlib.suppress(BusError):
             self._listener.send(peer, message)
 
@@ -217,13 +218,13 @@ class Buffer:
                 event = self._listener.receive(_POLL_S)
                 if event is not None:
                     self._step(event)
-        except BaseException as error:  # noqa: BLE001 - kept and raised to whoever takes
+        except BaseException as error:  # noqa: BLE001 - stored, and raised by `take`
             with self._changed:
                 self._broken = self._broken or error
                 self._changed.notify_all()
 
     def _step(self, event: Received | Lost) -> None:
-        """One event, whole or not at all for a taker: what breaks half-way is known before the lock is free."""
+        """Handles one event under the lock; an error in the middle is stored before the lock is released."""
         with self._changed:
             try:
                 if isinstance(event, Lost):
@@ -251,7 +252,7 @@ class Buffer:
             self._ledger.ignore(f"unexpected {type(message).__name__}")
 
     def _settle(self, peer: str, message: GroupDone | GroupFailed) -> None:
-        """Written before it is acknowledged, acknowledged every time it comes."""
+        """Written before it is acknowledged; repeats are acknowledged too."""
         stored = self._ledger.settle(peer, message)
         if stored is not None and self._writer is not None:
             self._writer.append_frame(stored.frame)

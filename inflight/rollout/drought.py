@@ -1,4 +1,4 @@
-"""A gate that lets nothing pass: noticed after a bounded number of groups, and by which of its rules."""
+"""Detects a gate that drops everything, after a bounded number of groups, and which of its rules do so."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import Counter
 from inflight.rollout.gated import GatedGroup
 
 LEAST = 16
-"""Groups that are judged before anything is said, at the least."""
+"""Fewest groups that are judged before a warning."""
 
 
 class Drought:
     """Groups that were dropped since the last one that passed."""
 
     def __init__(self, step: int) -> None:
-        """`step` groups make a batch: it is told once two batches' worth were dropped, then at each doubling."""
+        """`step` groups make a batch. The warning is due after two dropped batches, then at each doubling."""
         self._first = max(LEAST, 2 * step)
         self._news: str | None = None
         self._reset()
@@ -24,7 +24,7 @@ class Drought:
         self._reasons, self._members, self._rules = Counter[str](), Counter[str](), Counter[str]()
 
     def judged(self, gated: GatedGroup) -> None:
-        """Counts a verdict of the gate."""
+        """Counts a result of the gate."""
         if gated.dropped is None:
             self._reset()
             return
@@ -36,19 +36,19 @@ class Drought:
             self._news, self._told_at = str(self), 2 * self.groups
 
     def news(self) -> str | None:
-        """A line when one is due; None when not."""
+        """The warning when one is due, else None."""
         news, self._news = self._news, None
         return news
 
     def __str__(self) -> str:
-        """Empty while something passes."""
+        """Empty while groups pass."""
         if not self.groups:
             return ""
-        text = f"the gate has let nothing pass: {self.groups} groups dropped in a row ({_counts(self._reasons)})"
+        text = f"the gate drops everything: {self.groups} groups dropped in a row ({_counts(self._reasons)})"
         if self._rules:
             text += f", by {_counts(self._rules)}"
         if self._members:
-            text += f"; rollouts left out of them: {_counts(self._members)}"
+            text += f"; rollouts excluded from them: {_counts(self._members)}"
         return text
 
 

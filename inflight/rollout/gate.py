@@ -1,19 +1,19 @@
-"""The gate: what an old token may still do, judged when a batch is taken. Pure functions, no clock, no state.
+"""The gate: how stale tokens may be used, decided when a batch is taken. Pure functions, no clock, no state.
 
-A group goes through rules (rules.py), one after the other; as they stand by default:
+A group passes through rules (rules.py), one after the other; by default:
 
-1. token: `lag = version now - version that sampled it`; above `max_token_lag` the token is masked. It takes no part
-   in the loss but stays in the sequence, as context of the tokens after it.
+1. token: `lag = version now - version that sampled it`; above `max_token_lag` the token is masked. It is excluded from
+   the loss but stays in the sequence, as context of the following tokens.
 2. sequence: dropped when no token is left, or when the unmasked share is below `min_trained_share`.
-3. those of `gate.rules`, in their order.
-4. group: dropped when fewer than two usable sequences are left (an advantage relative to nothing means nothing).
+3. the rules in `gate.rules`, in their order.
+4. group: dropped when fewer than two usable sequences are left (an advantage relative to nothing is undefined).
 
-A group with a token of a version that was never published is dropped before all of them. How old a group can get at
-all is bounded by what the buffer admits (`gate.max_lag`).
+A group with a token of a version that was never published is dropped before all rules. The greatest possible lag is
+bounded by how much the buffer admits (`gate.max_lag`).
 
-Rewards of *all* members of a kept group count for its baseline, those of dropped members too: they answer the same
-prompt and their rewards are as good as any. Leaving them out would favour short answers, because the long ones are
-those that grow old. So advantages are taken over `GatedGroup.rewards`, and only `GatedGroup.rollouts` are trained on.
+The baseline of a kept group uses the rewards of *all* its members, including dropped ones: they answer the same prompt,
+and their rewards are as valid as any. Excluding them would favour short completions, because the long ones become
+stale. So advantages are computed from `GatedGroup.rewards`, and only `GatedGroup.rollouts` are trained on.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 __all__ = ["GatedGroup", "GatedRollout", "GroupDrop", "SequenceDrop", "gate_group", "rules_of", "token_lags"]
 
 MIN_GROUP = 2
-"""Sequences that a group must keep for a relative advantage."""
+"""Fewest sequences of a group for a relative advantage."""
 
 Rule = Callable[[GatedGroup], GatedGroup]
 
 
 def token_lags(rollout: Rollout, version: int) -> list[int]:
-    """[T] how many versions each token is behind `version`; negative for a version not published yet.
+    """[T] number of versions by which each token is behind `version`; negative for a version not published yet.
 
     Raises ValueError when the spans do not fit the tokens.
     """
@@ -46,12 +46,12 @@ def token_lags(rollout: Rollout, version: int) -> list[int]:
 
 
 def rules_of(config: GateConfig) -> list[Rule]:
-    """The configured rules. Raises ConfigError naming a rule or an option that does not exist."""
+    """The configured rules. Raises ConfigError that names an unknown rule or option."""
     return [_rule(each, f"gate.rules[{index}]") for index, each in enumerate(config.rules)]
 
 
 def gate_group(group: RolloutGroup, version: int, config: GateConfig) -> GatedGroup:
-    """All rules on one group at trainer version `version`. Raises ValueError when spans do not fit tokens."""
+    """Applies all rules to one group at trainer version `version`. Raises ValueError when spans do not fit tokens."""
     gated, blamed = _ungated(group, version), list[str]()
     for name, rule in _chain(config):
         if gated.dropped is not None:
@@ -79,7 +79,7 @@ def _ungated(group: RolloutGroup, version: int) -> GatedGroup:
 
 
 def _chain(config: GateConfig) -> list[tuple[str, Rule]]:
-    """The rules in their order, each under the name of what it is configured by."""
+    """The rules in their order, each with the option that configures it."""
     lag, share = config.max_token_lag, config.min_trained_share
     own = [f"gate.rules[{index}] ({each['name']})" for index, each in enumerate(config.rules)]
     return [
@@ -87,15 +87,15 @@ def _chain(config: GateConfig) -> list[tuple[str, Rule]]:
         (f"gate.min_trained_share={share:g}", lambda group: rules.trained_share(group, at_least=share)),
         *zip(own, rules_of(config), strict=True),
         (
-            "a token at least in each rollout",
+            "at least one token in each rollout",
             lambda group: rules.drop_members(group, lambda member: not any(member.mask), SequenceDrop.STALE),
         ),
-        (f"{MIN_GROUP} rollouts at least", lambda group: rules.smallest_group(group, at_least=MIN_GROUP)),
+        (f"at least {MIN_GROUP} rollouts", lambda group: rules.smallest_group(group, at_least=MIN_GROUP)),
     ]
 
 
 def _rule(entry: dict[str, Any], place: str) -> Rule:
-    """A rule from its entry: `name`, and its options beside it."""
+    """A rule from its entry: `name`, and its options as further keys."""
     options = {key: value for key, value in entry.items() if key != "name"}
     rule: Rule = with_options(find(entry["name"], rules.RULES, f"{place}.name"), options, place)
     return rule

@@ -1,4 +1,4 @@
-"""What the gate says of a group: records that its rules pass on."""
+"""The gate's result for a group: the records that rules take and return."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SequenceDrop(StrEnum):
 
 
 AGED = frozenset({SequenceDrop.STALE, SequenceDrop.OLDEST, SequenceDrop.MEAN})
-"""Reasons that younger tokens would not have given."""
+"""Reasons that depend on the age of tokens."""
 
 
 class GroupDrop(StrEnum):
@@ -29,14 +29,14 @@ class GroupDrop(StrEnum):
     INCOMPLETE = "a member was dropped"
     UNIFORM = "all rewards equal"
     RETRIED = "too old, to be sampled again"
-    """By one of the above, for want of fresh members (`gate.on_stale`)."""
+    """Dropped for one of the reasons above because members are too stale (`gate.on_stale`)."""
     NOT_FINITE = "gradient not finite"
-    """It had passed the gate: of a batch whose gradient could not be used."""
+    """Passed the gate, but the gradient of its batch could not be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatedRollout:
-    """A sequence with the gate's verdict on each of its tokens.
+    """A sequence with the gate's decision on each of its tokens.
 
     Example: at version 9 with `max_token_lag=8`, spans `[(0, 0), (3, 5)]` over 5 tokens give `lags=[9, 9, 9, 4, 4]`
     and `mask=[False, False, False, True, True]`.
@@ -51,25 +51,25 @@ class GatedRollout:
 
 @dataclass(frozen=True, slots=True)
 class GatedGroup:
-    """A group with the gate's verdict."""
+    """A group with the gate's decision."""
 
     group: RolloutGroup
     version: int
-    """The version that lags were judged against."""
+    """The version from which lags are counted."""
     rollouts: list[GatedRollout]
     """The members to train on; empty when the group is dropped."""
     dropped: str | None
     """The reason, usually a GroupDrop."""
     members_dropped: dict[str, int]
-    """Members left out by reason, usually a SequenceDrop, whether or not the group is kept."""
+    """Number of members excluded, by reason (usually a SequenceDrop), whether or not the group is kept."""
     masked: dict[str, int] = field(default_factory=dict)
-    """Tokens masked by reason, of members that were dropped later too."""
+    """Number of tokens masked, by reason; includes members that were dropped later."""
     rules: tuple[str, ...] = ()
-    """The rules that have masked or left out something, in their order."""
+    """The rules that have masked or excluded something, in their order."""
 
     @property
     def stale(self) -> bool:
-        """Whether it is dropped for members that have grown too old."""
+        """Whether it is dropped because members are too stale."""
         incomplete = self.dropped is not None and self.dropped not in (GroupDrop.UNIFORM, GroupDrop.UNPUBLISHED)
         return incomplete and not AGED.isdisjoint(self.members_dropped)
 
@@ -81,5 +81,5 @@ class GatedGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """[G] rewards of all members, dropped ones included: what the baseline is computed over."""
+        """[G] rewards of all members, including dropped ones; the baseline is computed from them."""
         return [rollout.reward for rollout in self.group.rollouts]

@@ -1,4 +1,4 @@
-"""What the gate has judged: the rewards of all groups that a batch was chosen from, and why groups were dropped."""
+"""What the gate has judged: the rewards of all groups from which a batch was selected, and why groups were dropped."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from inflight.rollout.gated import GatedGroup
 
 
 class Judged:
-    """The mean reward of all groups is the success rate. That of a batch is not, where a rule looks at rewards."""
+    """The mean reward of all groups is the success rate. That of a batch is not, if a rule selects by reward."""
 
     def __init__(self) -> None:
         self.of_batch: list[float] = []
-        """Of all rollouts that the last batch was chosen from: its own, and those left out since the batch before."""
+        """Rewards of all rollouts from which the last batch was selected: its own, and those dropped since the one
+        before."""
         self._left_out: list[float] = []
         self._reasons: dict[str, str] = {}
 
     def leave_out(self, group: GatedGroup, reason: str) -> None:
-        """The gate has dropped a group."""
+        """Records a group that the gate has dropped, and the reason."""
         self._left_out += group.rewards
         self._reasons[group.group.group_id] = reason
 
     def train(self, batch: Iterable[GatedGroup]) -> None:
-        """The trainer has taken a batch."""
+        """Records a batch that the trainer has taken."""
         self.of_batch = [*self._left_out, *(reward for group in batch for reward in group.rewards)]
         self._left_out = []
 

@@ -1,14 +1,14 @@
-"""The buffer's books: questions, slots, queue and counters. No threads, no sockets, no clock: events in, verdicts out.
+"""The buffer's accounting: questions, slots, queue and counters. No threads, no sockets, no clock.
 
-A grant is in exactly one place, and at any moment
+A grant is in exactly one place, and at any time
 
     granted  = in flight + failed + produced
     produced = trained + dropped + buffered
     in flight + buffered <= capacity                        (more only just after a resume)
     trained + in flight + buffered <= steps * groups_per_step
 
-The last line ends a run without waste: what would not be trained on is not asked. Together with `Questions` it makes a
-run that is killed and resumed train on the very questions of an undisturbed one.
+The last line ends a run without waste: questions that would not be trained on are not requested. Together with
+`Questions` it makes a run that is killed and resumed train on the same questions as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ UNDELIVERED = "not delivered before the buffer closed"
 MAX_REASONS = 64
 """Distinct reasons counted by name; further ones are counted as `other`."""
 MAX_TRIES = 5
-"""Failed attempts at a question, without fault of its own, after which it is given up."""
+"""Failed attempts at a question, for reasons other than a missing generator, after which it is given up."""
 
 
 @dataclass
@@ -45,13 +45,13 @@ class _Account:
 
     incarnation: str
     in_flight: set[int] = field(default_factory=set)
-    """Questions granted and not settled."""
+    """Questions that were granted and are not settled."""
 
 
 class Ledger:
-    """Books of one run; not thread-safe, its owner holds a lock.
+    """The accounting of one run; not thread-safe, its owner holds a lock.
 
-    An actor is never granted more than its concurrency at once, so that a granted group is a started one.
+    An actor is never granted more than its concurrency at once, so that every granted group is started.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Ledger:
         *,
         vocabulary: int = MAX_VOCABULARY,
     ) -> None:
-        """Goes on from `books`, with `groups` (of questions that are not settled in there) buffered.
+        """Continues from `books`, with `groups` (of questions that are not settled there) buffered.
 
-        `vocabulary` is how many tokens the model that learns can embed.
+        `vocabulary`: number of token ids that the trained model can embed.
         """
         self.capacity = config.capacity
         self._wanted = books.trained + (config.trainer.steps - config.start_version) * config.trainer.groups_per_step
@@ -74,12 +74,12 @@ class Ledger:
         self._queue = Waiting(groups, most_bytes(config))
         self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
         self.drought = Drought(self._step)
-        """Whether anything passes the gate."""
+        """Detects that nothing passes the gate."""
         self.lengths = Lengths()
         self._questions = Questions(books.settled, self._queue.indices)
         self._tries: collections.Counter[int] = collections.Counter()
         self._too_old = collections.Counter(books.too_old)
-        """Of questions that are not settled: how often an answer was too old."""
+        """Unsettled question → how many of its groups were too stale."""
         self.judged = Judged()
         self._trained = books.trained
         self._dropped = collections.Counter(books.dropped)
@@ -100,7 +100,8 @@ class Ledger:
         return len(self._queue)
 
     def books(self) -> Books:
-        """What is settled now. What is buffered or in flight is not: it comes from the run folder or is asked again."""
+        """The settled state. Buffered groups are not in it: they are in the run folder. Those in flight are
+        re-queued."""
         settled = self._questions.settled
         return Books(
             settled_below=settled.below, settled_beyond=settled.beyond, trained=self._trained,
@@ -109,14 +110,14 @@ class Ledger:
         )  # fmt: skip
 
     def hello(self, actor: str, incarnation: str) -> None:
-        """An actor joins, or says that it is still there. Of a restarted process the predecessor's work is lost."""
+        """An actor joins, or is still there. With a new incarnation, the work of its predecessor is lost."""
         known = self._accounts.get(actor)
         if known is None or known.incarnation != incarnation:
             self.leave(actor, ACTOR_LOST)
             self._accounts[actor] = _Account(incarnation)
 
     def leave(self, actor: str, reason: str) -> None:
-        """An actor is gone: what it had in flight has failed and is asked again, unless it died of it (suspects.py)."""
+        """An actor is gone. Its groups in flight have failed and are re-queued, unless they killed it (suspects.py)."""
         account = self._accounts.pop(actor, None)
         for index in sorted(account.in_flight) if account else ():
             self._count_failed(reason)
@@ -127,7 +128,7 @@ class Ledger:
                 self._questions.give_back(index)
 
     def grants(self) -> dict[str, list[int]]:
-        """Hands every free slot to the actor with the fewest in flight; the new questions by actor."""
+        """Grants every free slot to the actor with the fewest in flight; returns actor → new questions."""
         taken = sum(self.in_flight.values()) + len(self._queue)
         left = self._wanted - self._trained - taken
         room = min(self.capacity, max(self._step, self._fitting())) - taken
@@ -145,19 +146,19 @@ class Ledger:
 
     @property
     def data_ended(self) -> int | None:
-        """How many questions there were, when all were asked and no group is left to come; None before."""
+        """The task's number of questions once all were asked and no group is in flight; None before."""
         left = not self._questions.exhausted or any(self.in_flight.values())
         return None if left else self._questions.number
 
     def attempts(self, questions: Iterable[int]) -> dict[int, int]:
-        """Of those whose answers were too old before, how often they were."""
+        """Question → how many of its groups were too stale, for those where there were any."""
         return {index: self._too_old[index] for index in questions if index in self._too_old}
 
     def settle(self, actor: str, message: GroupDone | GroupFailed) -> StoredGroup | None:
-        """Counts a group exactly once, however often it comes; returns it when it is new and sound, now buffered.
+        """Counts a group exactly once, however often it arrives; returns it when it is new and valid, now buffered.
 
-        A whole group is welcome from whoever has it: from an actor that was taken for lost, too, as long as nobody
-        else was quicker. A failure counts only from the actor that the question is granted to now.
+        Accepts a complete group from any actor, even one presumed dead, unless another actor delivered it first. A
+        failure counts only from the actor that the question is granted to now.
         """
         name = message.group.group_id if isinstance(message, GroupDone) else message.group_id
         index = index_of(name)
@@ -183,14 +184,15 @@ class Ledger:
         return None
 
     def ignore(self, reason: str) -> None:
-        """Counts a message that changes nothing."""
+        """Counts a message without effect."""
         self._ignored[reason] += 1
 
     def judge(self, usable: list[GatedGroup], wanted: int, version: int, gate: GateConfig) -> None:
-        """Extends `usable`, the verdicts on the first groups of the queue, towards `wanted`; drops what fails the gate.
+        """Extends `usable`, the gate's results for the first groups of the queue, towards `wanted`; drops groups that
+        fail the gate.
 
-        The groups stay in the queue until `train`, so that an attempt that ends early loses nothing. The question of
-        one that is dropped as too old is asked again, a bounded number of times (`gate.on_stale`).
+        The groups stay in the queue until `train`, so that an attempt that ends early loses nothing. The question of a
+        group dropped as too stale is re-queued, a bounded number of times (`gate.on_stale`).
         """
         while len(usable) < min(wanted, len(self._queue)):
             gated = gate_group(self._queue[len(usable)].group(), version, gate)
@@ -210,25 +212,25 @@ class Ledger:
                 self._settled(index)
 
     def train(self, usable: list[GatedGroup]) -> None:
-        """The trainer takes the first groups of the queue, those that `judge` found usable."""
+        """The trainer takes the first groups of the queue, which `judge` found usable."""
         for gated in usable:
             self._settled(self._leaves(0, gated))
         self._trained += len(usable)
         self.judged.train(usable)
 
     def reject(self, groups: Sequence[GatedGroup], reason: str) -> None:
-        """Groups that the trainer took could not be trained on; others will be asked in their place."""
+        """Counts groups that the trainer took and could not train on; others are requested in their place."""
         self._trained -= len(groups)
         self._dropped[reason] += len(groups)
         self.judged.reject(groups, reason)
 
     def close(self) -> None:
-        """Counts what is still in flight as failed."""
+        """Counts the groups that are still in flight as failed."""
         for actor in list(self._accounts):
             self.leave(actor, UNDELIVERED)
 
     def counts(self) -> Counts:
-        """Where every group is now."""
+        """How many groups are where now."""
         return Counts(
             granted=self._granted,
             in_flight=sum(self.in_flight.values()),
@@ -242,17 +244,17 @@ class Ledger:
         )
 
     def _claim(self, index: int) -> bool:
-        """Ends the search for an answer, whoever was at it; False when the question was never asked."""
+        """Ends all attempts at a question; False when it was never granted."""
         for account in self._accounts.values():
             if index in account.in_flight:
                 account.in_flight.remove(index)
                 return True
         late = self._questions.claim(index)
-        self._granted += late  # the grant that it came from was counted as failed
+        self._granted += late  # its grant was already counted as failed
         return late
 
     def _end(self, questions: int) -> None:
-        """There are so many questions: those beyond were never granted."""
+        """The task has this many questions: those beyond count as never granted."""
         self._questions.end(questions)
         for account in self._accounts.values():
             beyond = {index for index in account.in_flight if index >= questions}
@@ -267,7 +269,7 @@ class Ledger:
         account.in_flight.remove(index)
         self._count_failed(reason or "no reason given")
         self.lengths.lost(lengths)
-        self._tries[index] += reason != NO_GENERATOR  # an outage is no question's fault, however long it lasts
+        self._tries[index] += reason != NO_GENERATOR  # an outage, however long, is not the question's fault
         if again and self._tries[index] < MAX_TRIES:
             self._questions.give_back(index)
         else:
@@ -278,7 +280,7 @@ class Ledger:
         self._failed[reason if known else "other"] += 1
 
     def _leaves(self, at: int, gated: GatedGroup) -> int:
-        """A group leaves its place in the queue, to be trained on or dropped; the question that it answers."""
+        """Removes a group from the queue, to be trained on or dropped; returns its question."""
         stored = self._queue[at]
         if stored.name != gated.group.group_id or stored.index is None:
             raise RuntimeError(f"group {gated.group.group_id} is not where it was in the buffer: {stored.name} is")
@@ -287,7 +289,7 @@ class Ledger:
         return stored.index
 
     def _fitting(self) -> int:
-        """Groups that may be in flight or buffered by the memory that they take or are likely to take."""
+        """How many groups may be in flight or buffered, given the memory that they take or are expected to take."""
         in_flight = sum(self.in_flight.values())
         left = self._max_bytes - self._queue.nbytes - in_flight * self._queue.typical
         return len(self._queue) + in_flight + int(max(left, 0.0) // self._queue.typical)

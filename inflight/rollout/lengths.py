@@ -1,4 +1,4 @@
-"""How long answers are, of all that were asked for and of those that came: whether a run loses the long ones."""
+"""Mean lengths of completions, for all requested and for those delivered: shows whether a run loses the long ones."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from inflight.types import RolloutGroup
 
 @dataclass
 class Lengths:
-    """Sums over samples since the start of the process; in completion tokens."""
+    """Sums over samples since the process started; lengths in completion tokens."""
 
     samples_lost: int = 0
-    """Of groups that failed."""
+    """Samples of groups that failed."""
     tokens_lost: int = 0
-    """As far as those samples had come."""
+    """Tokens of these samples, as far as they were received."""
     samples_finished: int = 0
-    """Of groups that came, whatever the gate says of them later."""
+    """Samples of groups that were delivered, whatever the gate decides later."""
     tokens_finished: int = 0
 
     def lost(self, lengths: Iterable[int]) -> None:
-        """A group failed; its samples had come so far."""
+        """A group failed; `lengths` are the tokens received of its samples."""
         for length in lengths:
             self.samples_lost += 1
             self.tokens_lost += length
 
     def finished(self, group: RolloutGroup) -> None:
-        """A whole group came."""
+        """A complete group was delivered."""
         self.samples_finished += len(group.rollouts)
         self.tokens_finished += sum(len(rollout.turn.token_ids) for rollout in group.rollouts)
 
     def values(self) -> dict[str, float]:
-        """Mean lengths; 0 where there is nothing to average."""
+        """Mean lengths; 0 if there are no samples."""
         asked, tokens = self.samples_lost + self.samples_finished, self.tokens_lost + self.tokens_finished
         return {
             "length_asked": tokens / asked if asked else 0.0,

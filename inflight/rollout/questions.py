@@ -1,8 +1,9 @@
-"""Which of the task's questions are settled, which is asked next, and which must be asked again.
+"""Which of the task's questions are settled, which is granted next, and which are re-queued.
 
-A question is known by its index in the task's stream, which depends on the seed alone; its group is named after it.
-It is settled once it was trained on, dropped by the gate or failed for good. Until then it comes back whenever the
-attempt at it is lost, under the same name and so with the same sampling seeds: what was slow is not drawn anew.
+A question is identified by its index in the task's stream, which depends on the seed alone; its group is named after
+it. It is settled once it was trained on, dropped by the gate or failed permanently. Until then it is re-queued whenever
+the attempt at it is lost, under the same name and so with the same sampling seeds: a slow answer is not replaced by
+another sample.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from inflight.rollout.suspects import Suspects
 
 
 class Indices:
-    """A set of indices that is nearly all of 0, 1, …: small however far it goes."""
+    """A set of indices that contains nearly all of 0, 1, …: small in memory however large the indices are."""
 
     def __init__(self, below: int = 0, beyond: Iterable[int] = ()) -> None:
-        """All indices under `below`, and those of `beyond`."""
+        """All indices below `below`, plus those in `beyond`."""
         self.below = below
         self._beyond = set(beyond)
         self._close_up()
@@ -28,7 +29,7 @@ class Indices:
         return sorted(self._beyond)
 
     def add(self, index: int) -> None:
-        """A member more; nothing happens when it is one."""
+        """Adds a member; no effect if it is one already."""
         if index >= self.below:
             self._beyond.add(index)
             self._close_up()
@@ -47,18 +48,18 @@ class Questions:
     """Hands out indices, the lowest open one first; not thread-safe."""
 
     def __init__(self, settled: Indices, held: Iterable[int] = ()) -> None:
-        """`settled` are done with, `held` have an answer that waits to be trained on; all others are open."""
+        """`settled` are finished, `held` have a group that waits to be trained on; all others are open."""
         held = set(held)
         self.settled = settled
         self._suspects = Suspects()
         self.number: int | None = None
-        """How many questions there are; None while no end is known."""
+        """The task's number of questions; None while it is not known."""
         self._next = max([settled.below, *(index + 1 for index in settled.beyond), *(index + 1 for index in held)])
         self._open = [i for i in range(settled.below, self._next) if i not in settled and i not in held]
-        """Heap of those below `_next` that nobody works on."""
+        """Heap of the indices below `_next` that no actor works on."""
 
     def end(self, questions: int) -> None:
-        """There are so many questions, and none beyond."""
+        """The task has this many questions."""
         self.number = questions
         self._suspects.end(questions)
         self._open = [index for index in self._open if index < questions]
@@ -66,7 +67,7 @@ class Questions:
 
     @property
     def exhausted(self) -> bool:
-        """Whether there is none to be asked now."""
+        """Whether no question can be granted now."""
         return self._no_other and not self._suspects.waiting
 
     @property
@@ -74,9 +75,9 @@ class Questions:
         return self.number is not None and not self._open and self._next >= self.number
 
     def take(self, actors: Mapping[str, Collection[int]], most: int, left: int) -> tuple[str, int] | None:
-        """Who is asked what now, of actors with what each has in flight, `most` at once: name and question. None when
-        nobody may be asked, or there is none to be asked. So many are `left` to the run: none goes to another question
-        while suspects wait for it."""
+        """The next grant: (actor, question). `actors`: actor → its questions in flight, at most `most` each. `left`:
+        how many more questions the run needs; none of these goes to a new question while suspects wait for it. None
+        when no actor has a free slot or no question is left."""
         chosen = self._suspects.choose(actors, most)
         if chosen is None:
             return None
@@ -86,7 +87,7 @@ class Questions:
         return None if self._no_other or left <= self._suspects.waiting else (name, self._other())
 
     def killed(self, index: int) -> bool:
-        """An actor died with this question in flight; whether of it, by all appearances."""
+        """An actor died with this question in flight. Returns whether the question is presumed to be the cause."""
         return self._suspects.died(index)
 
     def _other(self) -> int:
@@ -96,12 +97,12 @@ class Questions:
         return self._next - 1
 
     def give_back(self, index: int) -> None:
-        """An attempt was lost: to be asked again."""
+        """Re-queues a question whose attempt was lost."""
         if not self._suspects.give_back(index):
             heapq.heappush(self._open, index)
 
     def claim(self, index: int) -> bool:
-        """Takes one that was given back; False when it does not wait to be asked again."""
+        """Takes a re-queued question out of the queue; False when it is not in there."""
         if self._suspects.claim(index):
             return True
         if index not in self._open:
@@ -111,6 +112,6 @@ class Questions:
         return True
 
     def settle(self, index: int) -> None:
-        """It is done with for good."""
+        """Marks a question as settled."""
         self.settled.add(index)
         self._suspects.forget(index)

@@ -1,4 +1,4 @@
-"""The rollouts of a run that goes on from a checkpoint: which are still true, and which wait to be trained on."""
+"""The rollouts of a run that resumes from a checkpoint: which stay valid, and which are still to be trained on."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from inflight.types import RolloutGroup
 
 
 def restore(path: Path, books: Books, version: int) -> list[StoredGroup]:
-    """Rewrites the rollout file for a run that goes on from `version`; the groups to be trained on, oldest first.
+    """Rewrites the rollout file for a run that resumes from `version`; returns the groups to be trained on, oldest
+    first.
 
-    A group with a token of a later version leaves the file: that version was undone, another one will bear its number,
-    and the tag would lie. Its question is asked again. So is that of a torn frame. So does a later attempt at a
-    question whose earlier answer `books` do not know yet to be too old. All others stay; those that are the newest
-    attempt at a question that is not settled in `books` are returned. The file is replaced whole. Reads all of it once.
+    Removed from the file are: groups with a token of a later version (that version is undone, another one will get its
+    number, and the tag would be wrong), torn frames, and later attempts at a question whose earlier group is not yet
+    too stale according to `books`. Their questions are re-queued. All other groups stay; those that are the newest
+    attempt at a question not settled in `books` are returned. The file is replaced atomically, and read whole once.
 
-    Raises StreamError when the file is none of ours, OSError when the disk is full.
+    Raises StreamError when the file is not a rollout stream, OSError when the disk is full.
     """
     if not path.exists() or not path.stat().st_size:
         return []
@@ -47,7 +48,7 @@ def restore(path: Path, books: Books, version: int) -> list[StoredGroup]:
 
 
 def newest_version(group: RolloutGroup) -> int:
-    """The newest version that had a part in a group, by sampling or by prefill; -1 when none is named."""
+    """The newest version that took part in a group, by sampling or prefill; -1 when there is none."""
     newest = -1
     for rollout in group.rollouts:
         sampled = (span.version for span in rollout.turn.token_versions)

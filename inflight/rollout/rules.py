@@ -1,7 +1,7 @@
 """The gate's rules: pure functions `(group: GatedGroup, *, options...) -> GatedGroup`.
 
 A rule looks at spans, versions, lags, masks and rewards, and masks tokens, drops members or drops the group, each with
-a reason that it is counted by. One of your own is a function like these (docs/objectives.md).
+a reason that it is counted by. A rule of your own is a function like these (docs/objectives.md).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ RULES = {
 
 
 def token_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:
-    """Masks tokens older than `at_most` versions: they stay as context of what comes after them."""
+    """Masks tokens older than `at_most` versions: they stay as context of the following tokens."""
     return mask_tokens(group, lambda member: [lag <= at_most for lag in member.lags], "too old")
 
 
 def trained_share(group: GatedGroup, *, at_least: float) -> GatedGroup:
-    """Drops members of whose tokens a smaller share is unmasked, and those with no token left."""
+    """Drops members with a smaller share of unmasked tokens than `at_least`, and those without any."""
 
     def stale(member: GatedRollout) -> bool:
         kept = sum(member.mask)
@@ -38,7 +38,7 @@ def trained_share(group: GatedGroup, *, at_least: float) -> GatedGroup:
 
 
 def oldest_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:
-    """Drops members with a token older than `at_most` versions: rejection of whole sequences."""
+    """Drops members with a token older than `at_most` versions: rejects whole sequences."""
     return drop_members(group, lambda member: max(member.lags) > at_most, SequenceDrop.OLDEST)
 
 
@@ -53,13 +53,14 @@ def whole_group(group: GatedGroup) -> GatedGroup:
 
 
 def smallest_group(group: GatedGroup, *, at_least: int) -> GatedGroup:
-    """Drops a group of fewer members than `at_least`; a larger part of one is kept."""
+    """Drops a group with fewer than `at_least` members left."""
     return drop_group(group, f"fewer than {at_least} usable rollouts") if len(group.rollouts) < at_least else group
 
 
 def uniform_rewards(group: GatedGroup, *, tolerance: float = 0.0) -> GatedGroup:
-    """Drops a group whose rewards differ by no more than `tolerance`: an advantage relative to it is nothing. The
-    buffer goes on to the next one, so that a step has its groups: dynamic sampling (DAPO, arXiv 2503.14476)."""
+    """Drops a group whose rewards differ by no more than `tolerance`: its advantages would be zero. The buffer
+    continues with the next group, so that a step has its number of groups: dynamic sampling (DAPO, arXiv
+    2503.14476)."""
     spread = max(group.rewards) - min(group.rewards)
     return drop_group(group, GroupDrop.UNIFORM) if spread <= tolerance else group
 
@@ -68,7 +69,7 @@ def uniform_rewards(group: GatedGroup, *, tolerance: float = 0.0) -> GatedGroup:
 
 
 def mask_tokens(group: GatedGroup, keep: Callable[[GatedRollout], list[bool]], reason: str) -> GatedGroup:
-    """Masks what `keep` [T] says no to, and counts the tokens that were not masked before."""
+    """Masks the tokens for which `keep` [T] is False, and counts those that were not masked before."""
     members, masked = [], 0
     for member in group.rollouts:
         mask = [old and new for old, new in zip(member.mask, keep(member), strict=True)]
@@ -78,14 +79,14 @@ def mask_tokens(group: GatedGroup, keep: Callable[[GatedRollout], list[bool]], r
 
 
 def drop_members(group: GatedGroup, unwanted: Callable[[GatedRollout], bool], reason: str) -> GatedGroup:
-    """Leaves out the members that `unwanted` is true of."""
+    """Excludes the members for which `unwanted` is true."""
     keep = [not unwanted(member) for member in group.rollouts]
     dropped = _count(group.members_dropped, reason, len(keep) - sum(keep))
     return replace(group, rollouts=list(compress(group.rollouts, keep)), members_dropped=dropped)
 
 
 def drop_group(group: GatedGroup, reason: str) -> GatedGroup:
-    """Leaves out the whole group."""
+    """Drops the whole group."""
     return replace(group, rollouts=[], dropped=reason)
 
 

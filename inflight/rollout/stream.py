@@ -1,9 +1,9 @@
 """A file of rollout groups that grows frame by frame and survives being cut off anywhere.
 
 Layout: the 8 bytes `MAGIC`, then frames of `length u32 | crc32 u32 | body`, little endian; the body is the msgpack of
-one RolloutGroup. A frame goes out in one write, so a killed writer leaves whole frames and at most one torn tail,
-which a reader reports instead of raising. Whole frames after a bad one are no torn tail: something else did harm to
-the file, and neither reader nor writer goes on, lest groups be lost without a word.
+one RolloutGroup. A frame is written in one call, so a killed writer leaves whole frames and at most one torn tail,
+which a reader reports instead of raising. Whole frames after a bad one are no torn tail: the file is corrupted, and
+both reader and writer refuse it, so that no groups are lost silently.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ MAX_BODY_BYTES = 64 << 20
 _HEAD = struct.Struct("<II")
 
 _SEARCHED_BYTES = 1 << 20
-"""Read at a time when a damaged file is searched for the next whole frame."""
+"""Bytes read at a time when a damaged file is searched for the next whole frame."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(RolloutGroup)
 _BODY_START = b"".join(
     _encoder.encode(RolloutGroup(group_id="", prompt_key="", rollouts=[])).partition(b"group_id")[:2]
 )
-"""What each body starts with: the name of its first field."""
+"""Start of each body: the name of its first field."""
 
 
 class StreamError(ValueError):
-    """The file is no rollout stream of this schema or is damaged before its end, or a group is too large for one."""
+    """The file is not a rollout stream of this schema or is damaged before its end, or a group is too large."""
 
 
 def encode_frame(group: RolloutGroup) -> bytes:
-    """One frame. Raises StreamError when the group exceeds MAX_BODY_BYTES."""
+    """Encodes one frame. Raises StreamError when the group exceeds MAX_BODY_BYTES."""
     body = _encoder.encode(group)
     if len(body) > MAX_BODY_BYTES:
         raise StreamError(f"group {group.group_id} of {len(body)} bytes exceeds the limit of {MAX_BODY_BYTES}")
@@ -47,15 +47,16 @@ def encode_frame(group: RolloutGroup) -> bytes:
 
 
 def decode_frame(frame: bytes) -> RolloutGroup:
-    """The group of a frame that `encode_frame` has made."""
+    """The group of a frame from `encode_frame`."""
     return _decoder.decode(memoryview(frame)[_HEAD.size :])
 
 
 class Reader:
-    """Yields the whole groups of a stream; afterwards `torn` says what the file ends with, if not with a whole frame.
+    """Yields the whole groups of a stream; afterwards `torn` describes an incomplete frame at the end.
 
-    Holds one group in memory at a time and reads no frame above MAX_BODY_BYTES. Each iteration starts anew.
-    Raises StreamError when the file does not start as a stream of this schema, and when whole frames follow a bad one.
+    Holds one group in memory at a time and reads no frame above MAX_BODY_BYTES. Each iteration starts from the
+    beginning. Raises StreamError when the file does not start as a stream of this schema, and when whole frames follow
+    a bad one.
 
     Example: `reader = Reader(path); groups = list(reader); assert reader.torn is None`
     """
@@ -63,16 +64,16 @@ class Reader:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.torn: str | None = None
-        """What is wrong with the tail and where; None when the file ends with a whole frame (or was not read yet)."""
+        """What is wrong at the end and where; None when the file ends with a whole frame (or was not read yet)."""
         self.good_bytes = 0
-        """Where the last whole frame ends."""
+        """Offset at which the last whole frame ends."""
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         self.torn, self.good_bytes = None, len(MAGIC)
         with self.path.open("rb") as file:
             start = file.read(len(MAGIC))
             if start != MAGIC:
-                raise StreamError(f"{self.path} is no rollout stream of schema {SCHEMA}: it starts with {start!r}")
+                raise StreamError(f"{self.path} is not a rollout stream of schema {SCHEMA}: it starts with {start!r}")
             while (group := self._group(file)) is not None:
                 yield group
             if self.torn is not None and (next_at := self._next_frame(file)) is not None:
@@ -92,7 +93,8 @@ class Reader:
         return group
 
     def _next_frame(self, file: BinaryIO) -> int | None:
-        """Where a whole frame begins behind the bad one. None too when that has become whole: a writer is at work."""
+        """Offset of a whole frame after the bad one. None if there is none, or if the bad one has become whole because
+        a writer is active."""
         if _is_frame(file, self.good_bytes):
             return None
         start, kept = self.good_bytes + 1, b""
@@ -145,17 +147,17 @@ def _is_frame(file: BinaryIO, at: int) -> bool:
 
 
 class Writer:
-    """Appends groups. An existing stream is continued; a torn tail is cut off first and told in `cut`.
+    """Appends groups. An existing stream is continued; a torn tail is cut off first and described in `cut`.
 
-    Raises StreamError, and leaves the file alone, when it is no stream or is damaged before its end.
-    Not thread-safe: one writer, one thread.
+    Raises StreamError, and leaves the file unchanged, when it is not a stream or is damaged before its end.
+    Not thread-safe: to be used by one thread only.
     """
 
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.cut: str | None = None
-        """What was cut off an existing file; None in the ordinary case."""
+        """What was cut off an existing file; None if it ended with a whole frame."""
         end = 0
         if path.exists() and path.stat().st_size:
             reader = Reader(path)
@@ -169,11 +171,11 @@ class Writer:
             self._write(MAGIC)
 
     def append(self, group: RolloutGroup) -> None:
-        """Adds one group with one write. Raises StreamError when it is too large, OSError when the disk is full."""
+        """Appends one group in one write. Raises StreamError when it is too large, OSError when the disk is full."""
         self.append_frame(encode_frame(group))
 
     def append_frame(self, frame: bytes) -> None:
-        """Adds a group that is encoded already."""
+        """Appends a group that is already encoded."""
         self._write(frame)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """Questions that were in flight when an actor died: one may be the cause, and the others must not suffer for it.
 
-deaths   how it is asked
+deaths   how the question is granted
 0        as any other
-1        beside questions without a death, one such question at an actor at a time
+1        beside questions without a death, at most one such question per actor at a time
 2        alone: its actor works on nothing else
-3        not any more: the last one was its own doing
+3        no more: the last death was caused by it
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import collections
 from collections.abc import Collection, Mapping
 
 MAX_DEATHS = 3
-"""Deaths of an actor while it worked on a question, the last of them alone, after which the question is given up."""
+"""Deaths of an actor while it worked on a question, the last one on it alone, after which the question is given up."""
 _ALONE = MAX_DEATHS - 1
 
 
 class Suspects:
-    """Those that wait to be asked, and the deaths of all that are not settled; not thread-safe."""
+    """The suspects that wait for a grant, and the number of deaths of all unsettled questions; not thread-safe."""
 
     def __init__(self) -> None:
         self._deaths: collections.Counter[int] = collections.Counter()
@@ -27,40 +27,41 @@ class Suspects:
         """Ascending."""
 
     def died(self, index: int) -> bool:
-        """An actor died with this question in flight; whether it is to be given up."""
+        """An actor died with this question in flight. Returns whether the question is to be given up."""
         self._deaths[index] += 1
         return self._deaths[index] >= MAX_DEATHS
 
     def give_back(self, index: int) -> bool:
-        """It is to be asked again; False when it is no suspect."""
+        """Re-queues a suspect; False when it is none."""
         if index not in self._deaths:
             return False
         bisect.insort(self._open, index)
         return True
 
     def claim(self, index: int) -> bool:
-        """Takes one that waits; False when it does not."""
+        """Takes a waiting suspect out of the queue; False when it is not in there."""
         if index not in self._open:
             return False
         self._open.remove(index)
         return True
 
     def end(self, questions: int) -> None:
-        """Those from this index on do not exist."""
+        """The task has this many questions: later ones are removed."""
         self._open = [index for index in self._open if index < questions]
 
     @property
     def waiting(self) -> int:
-        """How many are to be asked."""
+        """How many wait for a grant."""
         return len(self._open)
 
     def forget(self, index: int) -> None:
-        """It is done with for good."""
+        """Removes a settled question."""
         del self._deaths[index]
 
     def choose(self, actors: Mapping[str, Collection[int]], most: int) -> tuple[str, int | None] | None:
-        """Who is asked next, of actors with what each has in flight, `most` at once: the name, and the suspect, taken,
-        or None for any other question. None when nobody may be asked now."""
+        """The next grant, given actor → its questions in flight, at most `most` each: (actor, suspect), with the
+        suspect taken out of the queue, or (actor, None) for any other question. None when nothing may be granted
+        now."""
         free = {
             name: held
             for name, held in actors.items()
@@ -73,7 +74,7 @@ class Suspects:
         if alone is not None:
             if not free[fewest]:
                 return self._taken(fewest, alone)
-            del free[fewest]  # it works off what it has, and then this one
+            del free[fewest]  # this actor finishes its work first and is granted the suspect then
         elif self._open:
             unwatched = [name for name in free if not any(index in self._deaths for index in free[name])]
             if unwatched:

@@ -14,36 +14,36 @@ from inflight.rollout.stream import decode_frame, encode_frame
 from inflight.types import RolloutGroup
 
 REMEMBERED = 64
-"""Groups that the size of the next one is told from."""
+"""Number of last groups from which the size of the next one is estimated."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A group as it lies in the rollout file, under its name."""
+    """A group encoded as in the rollout file, with its name."""
 
     name: str
     frame: bytes
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Self:
-        """Raises StreamError for a group that is too large to be written."""
+        """Encodes a group. Raises StreamError when it is too large to be written."""
         return cls(group.group_id, encode_frame(group))
 
     @property
     def index(self) -> int | None:
-        """The question that it answers."""
+        """The index of its question."""
         return index_of(self.name)
 
     def group(self) -> RolloutGroup:
-        """The group itself, decoded anew at each call."""
+        """The group itself, decoded at each call."""
         return decode_frame(self.frame)
 
 
 class Waiting:
-    """Groups in the order in which they came, and the bytes of memory that they take."""
+    """Groups in the order of their arrival, and the bytes of memory that they take."""
 
     def __init__(self, groups: Iterable[StoredGroup], typical: float) -> None:
-        """`typical`: bytes that a group may have, for as long as none has come."""
+        """`typical`: expected bytes of a group until the first one has arrived."""
         self._queue: collections.deque[StoredGroup] = collections.deque()
         self._indices: set[int] = set()
         self._sizes = collections.deque([typical], maxlen=REMEMBERED)
@@ -54,18 +54,18 @@ class Waiting:
 
     @property
     def typical(self) -> float:
-        """Bytes of a group, by the last ones that came."""
+        """Expected bytes of a group, from the last ones."""
         return fmean(self._sizes)
 
     @property
     def indices(self) -> frozenset[int]:
-        """The questions that the groups answer."""
+        """The indices of the groups' questions."""
         return frozenset(self._indices)
 
     def append(self, group: StoredGroup) -> None:
-        """A group more, behind the others."""
+        """Appends a group to the queue."""
         if not self._came:
-            self._sizes.clear()  # what was only supposed
+            self._sizes.clear()  # removes the initial estimate
             self._came = True
         self._queue.append(group)
         self._sizes.append(len(group.frame))
@@ -74,7 +74,7 @@ class Waiting:
             self._indices.add(group.index)
 
     def pop(self, at: int = 0) -> StoredGroup:
-        """Takes out the group at a place, the oldest without one."""
+        """Removes and returns the group at a position, by default the oldest."""
         group = self._queue[at]
         del self._queue[at]
         self.nbytes -= len(group.frame)
@@ -95,10 +95,10 @@ class Waiting:
 
 
 def most_bytes(config: RunConfig) -> float:
-    """What a group takes at the most, encoded, as far as that is known before one has come.
+    """Largest encoded size of a group in bytes, as far as it is known before one has arrived.
 
-    A token's number takes up to 5 bytes, a log-probability 9. What is recorded beside them is left out but for kept
-    sets: it is not the rule.
+    A token id takes up to 5 bytes, a log-probability 9. Other recorded data is not counted, except for kept sets,
+    because most runs do not record it.
     """
     kept = 5 * config.rollout.kept_tokens if config.rollout.cuts else 0
     return float(config.rollout.group_size * config.generator.max_model_len * (14 + kept))

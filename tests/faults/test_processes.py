@@ -55,7 +55,7 @@ def test_a_killed_helper_is_started_again(make_run, victim):
     run.until(lambda: run.steps() >= 3)
     assert run.kill(victim)
     books = all_is_trained(run)
-    assert f"{victim} was ended by SIGKILL; it is started again in 0.2 s (1 of 3)" in run.output
+    assert f"{victim} was ended by SIGKILL; it is restarted in 0.2 s (1 of 3)" in run.output
     if victim == "a0":
         assert books.failed.get("actor lost", 0) > 0
     else:
@@ -70,7 +70,7 @@ def test_a_generator_that_is_asked_to_end_leaves_at_once_and_is_started_again(ma
     assert run.kill("g1", signal.SIGTERM)
     run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
     all_is_trained(run, 60)
-    assert "g1 ended with code 143; it is started again in 2 s (1 of 3)" in run.output
+    assert "g1 ended with code 143; it is restarted in 2 s (1 of 3)" in run.output
 
 
 @pytest.mark.parametrize("who", ["trainer", "reward", "generator"])
@@ -132,7 +132,7 @@ def test_a_stopped_trainer_that_was_taken_for_lost_goes_on(make_run):
     run.until(lambda: "the buffer is gone" in (run.folder / "logs" / "a0.log").read_text(), alive=True)
     assert run.kill("trainer", signal.SIGCONT)
     all_is_trained(run)
-    assert re.search(r"a0 ended with code \d+; it is started again", run.output), run.output
+    assert re.search(r"a0 ended with code \d+; it is restarted", run.output), run.output
     assert "g0 ended" not in run.output
     assert not before.is_running()
 

@@ -30,7 +30,7 @@ def test_engines_go_on_with_the_checkpoints_weights_and_its_number(make_run):
     assert begun == 3
     since = time.time()
     assert run.start("resume=true", f"trainer.groups_per_step={GROUPS}").wait() == 0, run.logs()
-    assert f"going on from step {begun}" in run.output
+    assert f"resuming from step {begun}" in run.output
     run.account()
     trained = 2 * begun + GROUPS * (STEPS - begun)
     assert run.trained() == run.written() == list(range(trained))

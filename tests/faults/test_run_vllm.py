@@ -93,8 +93,8 @@ def test_killed_cut_off_and_stopped_in_turn(make_run):
         assert incarnations(run) == now, "neither was started again for it"
         assert run.kill("launcher", signal.SIGTERM)
         assert run.wait() == 128 + signal.SIGTERM
-    assert "g1 was ended by SIGKILL; it is started again" in run.output
-    assert "a0 was ended by SIGKILL; it is started again" in run.output
+    assert "g1 was ended by SIGKILL; it is restarted" in run.output
+    assert "a0 was ended by SIGKILL; it is restarted" in run.output
 
     done = run.saved().step
     assert run.start("resume=true", f"trainer.steps={done + 3}", "generator.count=1").wait() == 0, run.logs()

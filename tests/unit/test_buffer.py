@@ -306,7 +306,7 @@ def test_more_than_the_capacity_can_never_come(party):
         (
             {"max_token_lag": 0, "min_trained_share": 1.0, "on_stale": "drop"}, 3,
             "fewer than 2 usable rollouts: 16), by gate.max_token_lag=0: 16, gate.min_trained_share=1: 16, "
-            "2 rollouts at least: 16; rollouts left out of them: too few fresh tokens: 32",
+            "at least 2 rollouts: 16; rollouts excluded from them: too few fresh tokens: 32",
         ),
         ({}, -1, "version not published: 16)"),
     ],
@@ -324,7 +324,7 @@ def test_a_gate_that_lets_nothing_pass_is_told_after_a_bounded_number_of_groups(
             answered += 1
             actor.send(done(f"q{index}"))
     until(lambda: sum(room.buffer.counts().dropped.values()) == 30)
-    assert warned == [f"the gate has let nothing pass: 16 groups dropped in a row ({says}"]
+    assert warned == [f"the gate drops everything: 16 groups dropped in a row ({says}"]
     room.buffer.finish("enough", 0.0)
     takers[0].join(20)
     room.buffer._finish = None

@@ -453,8 +453,8 @@ def test_a_generator_that_had_worked_is_started_again_and_given_up_in_the_end(co
     monkeypatch.setattr(launching.Progress, "forget", lambda _, name: forgotten.append(name))
     assert launch_failing(config, restarts=2) == 1
     error = capfd.readouterr().err
-    assert "g0 ended with code 1; it is started again in 0.1 s (1 of 2)" in error
-    assert "g0 ended with code 1; it is started again in 0.2 s (2 of 2)" in error
+    assert "g0 ended with code 1; it is restarted in 0.1 s (1 of 2)" in error
+    assert "g0 ended with code 1; it is restarted in 0.2 s (2 of 2)" in error
     assert "g0 ended with code 1, after 2 restarts (launch.restarts=2); its log: " in error
     assert last_lines(config.path / "logs" / "g0.log", 9).count("was here") == 3
     assert forgotten == ["g0", "g0"], "what it said is not shown while another one starts"
@@ -491,7 +491,7 @@ def test_what_a_process_said_before_it_died_counts_for_a_launcher_that_was_busy(
     monkeypatch.setattr(launching.Processes, "ended", late)
     monkeypatch.setattr(launching, "_read_status", busy)
     assert launch_failing(config, restarts=1) == 1
-    assert "g0 ended with code 1; it is started again in 0.1 s (1 of 1)" in capfd.readouterr().err
+    assert "g0 ended with code 1; it is restarted in 0.1 s (1 of 1)" in capfd.readouterr().err
 
 
 STEP = 2 * 2 * 100
@@ -605,7 +605,7 @@ def test_a_run_that_goes_on_is_the_same_run(config):
 
 
 def test_a_folder_without_a_run_can_not_go_on(config):
-    with pytest.raises(LaunchError, match="holds no run that could go on"):
+    with pytest.raises(LaunchError, match="holds no run to resume"):
         launch(resumed(config), [command(config, "trainer", "pass")])
     assert not config.path.exists()
 
@@ -662,7 +662,7 @@ def test_what_a_killed_launcher_left_behind_is_killed_and_named(config, capfd, h
             if not gone(pid):
                 os.kill(pid, signal.SIGKILL)
     (line,) = capfd.readouterr().err.splitlines()
-    assert f"left behind by the last start and not ended within 1.0 s, killed: pid {trainer} (python" in line
+    assert f"orphans of the last start that did not end within 1.0 s, killed: pid {trainer} (python" in line
     assert ("; stopped)" in line) == (how == "stopped")
 
 

@@ -95,7 +95,7 @@ def test_the_reward_of_all_groups_stands_beside_that_of_the_trained_ones(run):
     got = summarize(run)
     assert (got.reward_all_first, got.reward_all_last) == (pytest.approx(0.15), pytest.approx(0.25))
     assert "of all groups" in summary.table(got)
-    assert "0.15 to 0.25, with those that the gate has left out" in summary.table(got)
+    assert "0.15 to 0.25, including those that the gate dropped" in summary.table(got)
 
 
 def test_the_table_shows_the_figures(run):

@@ -49,19 +49,19 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model all parties start from. `name` is a directory, a model of the Hugging Face hub (`OWNER/NAME`), or one
-    of `smollm2`, `tiny`, `tiny-untied` (see models.py)."""
+    """The model that all processes start from. `name` is a directory, a model of the Hugging Face hub (`OWNER/NAME`),
+    or one of `smollm2`, `tiny`, `tiny-untied` (see models.py)."""
 
     name: str
     revision: str = ""
-    """Branch, tag or commit of a model of the hub; empty: the default branch. The launcher writes the commit here, so
-    that every process, and a run that is resumed, has the same files."""
+    """Branch, tag or commit of a model of the hub; empty: the default branch. The launcher stores the commit here, so
+    that every process, and a resumed run, has the same files."""
     trust_remote_code: bool = False
-    """Run the Python code that the model brings, with the rights of whoever has started the run."""
+    """Run the Python code that comes with the model, with the permissions of the user who starts the run."""
     dtype: str = "bfloat16"
     """Dtype on the wire and in the generators; the trainer's master weights are float32."""
     served_name: str = ""
-    """What requests to the generators call it; empty: by its `name`, as that was given to the launcher."""
+    """The model's name in requests to the generators; empty: `name`, as it was given to the launcher."""
 
     def __post_init__(self) -> None:
         dtypes = ("bfloat16", "float16", "float32")
@@ -71,7 +71,7 @@ class ModelConfig:
 
 
 SWAPS = {"CPU": ("rebind",), "CUDA": ("graphs", "remap", "copy", "host")}
-"""Ways to swap by the device of a generator, beside `auto`."""
+"""Ways to swap by the device of a generator, in addition to `auto`."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class GeneratorConfig:
     prefix_caching: bool = True
     share_prefix_across_versions: bool = False
     swap: str = "auto"
-    """How a new version becomes live: docs/gpu.md. `rebind` is what a CPU has."""
+    """How a new version becomes live: docs/gpu.md. On a CPU it is always `rebind`."""
     threads: int = 1
     """CPU threads of each worker (OMP_NUM_THREADS)."""
     start_timeout_s: float = 300.0
     extra: dict[str, Any] = field(default_factory=dict)
-    """Passed to vLLM's engine arguments as they are."""
+    """Passed to vLLM's engine arguments unchanged."""
 
     def __post_init__(self) -> None:
         require_fields(self, "generator", "max_model_len max_num_seqs threads", least=1)
@@ -103,29 +103,29 @@ class GeneratorConfig:
 
 @dataclass(frozen=True)
 class AuditConfig:
-    """What the run keeps for `inflight audit`."""
+    """What the run stores for `inflight audit`."""
 
     keep_versions: bool = False
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: everything the launcher hands to its processes (as resolved YAML in the run folder)."""
+    """One run: the configuration that the launcher gives to its processes (as resolved YAML in the run folder)."""
 
     model: ModelConfig
     task: TaskConfig
     run_dir: str
     seed: int = 0
     resume: bool = False
-    """Go on with the run that `run_dir` holds, from its newest checkpoint."""
+    """Resume the run in `run_dir` from its newest checkpoint."""
     checkpoint: str = ""
-    """The checkpoint that this start of the run goes on from; set by the launcher, empty: from the beginning."""
+    """The checkpoint from which this start of the run resumes; set by the launcher, empty: from the beginning."""
     chosen: list[str] | None = None
-    """Dotted names of the values that the user has set, on the command line or in a file of their own; all others are
-    defaults. Set by the launcher (launcher/chosen.py); None: nobody knows, as where this is made in Python."""
+    """Dotted names of the values that the user has set, on the command line or in a configuration file; all others are
+    defaults. Set by the launcher (launcher/chosen.py); None: unknown, as in a configuration made in Python."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
-    """How answers are scored, added up by weight; empty: by the task's own score alone (docs/rewards.md)."""
+    """How completions are scored: a weighted sum; empty: by the task's own score alone (docs/rewards.md)."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     gate: GateConfig = field(default_factory=GateConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -137,7 +137,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(bool(self.run_dir.strip()), "run_dir", self.run_dir, "a folder; leave it out for a new one in runs")
         require(0 <= self.seed < 1 << 32, "seed", self.seed, "0 to 4294967295, as numpy's generator takes it")
-        limit = self.generator.max_model_len - 1  # a prompt has a token at least
+        limit = self.generator.max_model_len - 1  # a prompt has at least one token
         if self.trainer.synchronous:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
@@ -156,7 +156,7 @@ class RunConfig:
         )  # fmt: skip
 
     def _require_scores(self) -> None:
-        """A score that is taken for 0 is a reward and nothing more; some of the trainer's settings need more."""
+        """A failed score that counts as 0 is only a reward; some of the trainer's settings need more."""
         needs = {
             "trainer.advantage.name=distillation": self.trainer.advantage.name == "distillation",
             "trainer.advantage.name=process": self.trainer.advantage.name == "process",
@@ -175,21 +175,21 @@ class RunConfig:
 
     @property
     def start_version(self) -> int:
-        """The version that everyone starts with: 0, or the step of the checkpoint that the run goes on from."""
+        """The version that all processes start with: 0, or the step of the checkpoint from which the run resumes."""
         return int(Path(self.checkpoint).name.removeprefix("step-")) if self.checkpoint else 0
 
     @property
     def start_model(self) -> str:
-        """The weights of `start_version`: a name or a directory, as `models.prepare` takes it."""
+        """The weights of `start_version`: a name or a directory for `models.prepare`."""
         return self.checkpoint or self.model.name
 
     @property
     def capacity(self) -> int:
-        """Groups that may be in flight or buffered at once, derived from the lag bound and the step size."""
+        """Groups that may be in flight or buffered at once, computed from `max_lag` and the step size."""
         return (self.gate.max_lag + 1) * self.trainer.groups_per_step
 
     def generator_names(self) -> list[str]:
-        """`g0`, `g1`, …: the names by which messages, metrics and rollouts speak of generators."""
+        """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""
         return [f"g{i}" for i in range(self.generator.count)]
 
     def rank_names(self) -> list[str]:
@@ -197,19 +197,20 @@ class RunConfig:
         return ["trainer", *(f"trainer.{rank}" for rank in range(1, self.trainer.processes))]
 
     def endpoint(self, service: str) -> str:
-        """Address of a control socket: `weights`, `rollouts`, `ranks` or `status`. Kept short: ipc paths end at
-        107 bytes."""
+        """Address of a control socket: `weights`, `rollouts`, `ranks` or `status`. Kept short: the path of a Unix
+        socket has at most 107 bytes."""
         if self.bus.address:
             return f"tcp://{self.bus.address}:{self.bus.port + SERVICES.index(service)}"
         return f"ipc://{(self.path / 'bus').resolve() / service}"
 
     @property
     def api_key_file(self) -> Path:
-        """The secret of this start of the run that generators ask of whoever sends them requests."""
+        """The secret of this start of the run, which generators require in requests."""
         return self.path / "bus" / "api.key"
 
     def api_key(self) -> str:
-        """That secret; empty where no launcher made one, and then none is asked. Raises ConfigError when it is none."""
+        """That secret; empty if no launcher made one, and then none is required. Raises ConfigError for a damaged
+        file."""
         try:
             key = self.api_key_file.read_bytes().removesuffix(b"\n")
         except FileNotFoundError:
@@ -219,12 +220,12 @@ class RunConfig:
         return key.decode()
 
     def version_file(self, version: int) -> Path:
-        """Where the weights of a version are kept as they travelled (audit.keep_versions)."""
+        """File with the weights of a version in their wire dtype (audit.keep_versions)."""
         return self.path / "versions" / f"{version:06d}.safetensors"
 
     @property
     def routes_file(self) -> Path:
-        """Which generators requests may be sent to, and where they serve: types.Routes as JSON, replaced whole."""
+        """Which generators get requests, and their URLs: types.Routes as JSON, replaced atomically."""
         return self.path / "bus" / "routes.json"
 
 
@@ -234,9 +235,9 @@ SERVICES = ("weights", "rollouts", "status", "ranks")
 
 
 def schema() -> DictConfig:
-    """RunConfig as OmegaConf and Hydra fill it: typed, no unknown keys, and writable though the dataclasses are frozen.
+    """RunConfig for OmegaConf and Hydra: typed, no unknown keys, and writable though the dataclasses are frozen.
 
-    Nodes of frozen dataclasses are read-only, and merging does not lift that everywhere.
+    Nodes of frozen dataclasses are read-only, and merging does not remove that flag everywhere.
     """
     root = cast(DictConfig, OmegaConf.structured(RunConfig))
     OmegaConf.set_readonly(root, False)
@@ -254,9 +255,9 @@ def schema() -> DictConfig:
 
 
 def load(run_dir: str | Path) -> RunConfig:
-    """The configuration of a run folder, as the launcher wrote it; of one that was moved or copied, where it is now.
+    """The configuration of a run folder, as the launcher wrote it; its `run_dir` is the folder's current place.
 
-    Raises ConfigError naming the file and the field when something is missing, unknown or of the wrong type.
+    Raises ConfigError that names the file and the field when something is missing, unknown or of the wrong type.
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
@@ -273,7 +274,7 @@ def load(run_dir: str | Path) -> RunConfig:
 
 
 def save(config: RunConfig) -> None:
-    """Writes the resolved configuration into the run folder: all of it, or OSError and nothing."""
+    """Writes the resolved configuration into the run folder; on OSError, nothing is written."""
     config.path.mkdir(parents=True, exist_ok=True)
     partial = config.path / f"{CONFIG_FILE}.partial"
     try:

@@ -1,16 +1,16 @@
-"""How bad values are refused: one line that names the value, its place and what is allowed."""
+"""Validation of options: a bad value is refused in one line with the value, its place and what is allowed."""
 
 from __future__ import annotations
 
 LARGEST = 1_000_000_000
-"""Of a number that no other bound is known for: it fits into the 32 bits that torch and vLLM have for some."""
+"""Upper limit of numbers without a limit of their own: it fits into the 32 bits in which torch and vLLM store some."""
 LARGEST_REAL = 1e38
-"""Of a real number that multiplies weights: float32 holds it."""
+"""Upper limit of real numbers that multiply weights: float32 can hold it."""
 LONGEST_S = 1e8
-"""Three years; threads and sockets can't wait for much longer than a hundred of that."""
+"""Longest duration, three years; threads and sockets can't wait for more than about a hundred times that."""
 
 MAX_PROCESSES = 1024
-"""Of one kind."""
+"""Most processes of one kind."""
 
 
 class ConfigError(ValueError):
@@ -18,7 +18,7 @@ class ConfigError(ValueError):
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:
-    """Raises ConfigError naming the value, where it was set and what is allowed."""
+    """Raises ConfigError that names the value, its place and what is allowed."""
     if not ok:
         raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
 
@@ -26,7 +26,7 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
 def require_fields(
     config: object, section: str, names: str, *, least: float | None = None, most: float = LARGEST
 ) -> None:
-    """Requires the fields to be `least` or more, without `least` above 0, and at most `most`; seconds LONGEST_S."""
+    """Requires each field to be at least `least`, or above 0 without it, and at most `most`; for seconds LONGEST_S."""
     for name in names.split():
         value, limit = getattr(config, name), LONGEST_S if name.endswith("_s") else most
         require(not value > limit, f"{section}.{name}", value, f"at most {limit:.15g}")

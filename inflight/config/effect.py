@@ -1,5 +1,5 @@
-"""Values that can't have an effect in the run that they are part of. Where a user has set one it is refused: they count
-on something that will not happen. A default that has none is nobody's business.
+"""Options without an effect in the configured run. One that the user has set is refused, because the user expects an
+effect; a default without effect is accepted.
 
 Options of functions by name (objectives, advantages, rules) are refused where the functions are known: named.py.
 """
@@ -14,7 +14,7 @@ from inflight.config import ConfigError, RunConfig
 
 @dataclass(frozen=True)
 class Idle:
-    """Values, by dotted name, that have no effect when `when` holds, which `because` says."""
+    """Options, by dotted name, that have no effect when `when` holds; `because` is the reason."""
 
     names: str
     when: Callable[[RunConfig], bool]
@@ -28,8 +28,8 @@ IDLE = (
          "trainer.micro_batch_tokens says how large a micro-batch is"),
     Idle("trainer.rank_timeout_s", lambda run: run.trainer.processes == 1, "trainer.processes is 1"),
     Idle("rollout.kept_tokens", lambda run: not run.rollout.cuts,
-         "rollout.top_p, top_k and min_p cut nothing off"),
-    Idle("gate.max_token_lag", lambda run: run.trainer.synchronous, "with trainer.synchronous no token is old"),
+         "rollout.top_p, top_k and min_p exclude no tokens"),
+    Idle("gate.max_token_lag", lambda run: run.trainer.synchronous, "with trainer.synchronous no token is stale"),
     Idle("gate.stale_retries", lambda run: run.gate.on_stale == "drop", "gate.on_stale is drop"),
     Idle("generator.share_prefix_across_versions", lambda run: not run.generator.prefix_caching,
          "generator.prefix_caching is false"),
@@ -39,7 +39,7 @@ IDLE = (
 
 
 def require_effect(run: RunConfig) -> None:
-    """Raises ConfigError naming a value that was set (`RunConfig.chosen`), can't have an effect, and why."""
+    """Raises ConfigError that names a value that was set (`RunConfig.chosen`) and has no effect, and the reason."""
     for idle in IDLE:
         for name in idle.names.split():
             if name in (run.chosen or ()) and idle.when(run):

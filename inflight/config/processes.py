@@ -1,4 +1,4 @@
-"""Control sockets, and the processes that the launcher watches."""
+"""Options of the control sockets, and of the launcher and the processes that it supervises."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class BusConfig:
     address: str = ""
     """An IP address of this host to listen on instead, with CURVE keys that the launcher makes."""
     port: int = 5700
-    """The first of the four ports, for weights, rollouts, status and the trainer's ranks."""
+    """The first of four consecutive ports, for weights, rollouts, status and the trainer's ranks."""
     keys: str = ""
-    """Folder of CURVE keys; the launcher makes it where there is an `address`."""
+    """Folder of the CURVE keys; made by the launcher if there is an `address`."""
     heartbeat_s: float = 1.0
     dead_after_s: float = 30.0
-    """A peer that was silent for so long is taken for dead."""
+    """Seconds without a message after which a peer is presumed dead."""
 
     def __post_init__(self) -> None:
         require(1024 <= self.port <= 65532, "bus.port", self.port, "1024 to 65532")
@@ -32,20 +32,20 @@ class BusConfig:
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """The launcher and the processes it watches."""
+    """The launcher and the processes that it supervises."""
 
     affinity: dict[str, list[int]] = field(default_factory=dict)
-    """Cores that a process may use, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
+    """CPU cores of a process, by its name (`g0`) or its kind (`trainer`, `generator`, `actor`); absent: all."""
     needs_gpu: bool = False
-    """Refuse to start where no GPU is found, as `machine=gpu` asks; without, a run takes the GPUs that there are."""
+    """Refuse to start without a GPU, as `machine=gpu` does; otherwise a run uses the GPUs that there are."""
     stop_grace_s: float = 6.0
     """Seconds between SIGTERM and SIGKILL when the run ends."""
     restarts: int = 3
-    """How often a generator or an actor that had worked is started again; the run ends at the next failure."""
+    """How often a generator or an actor that had worked is restarted; the run ends at the next failure."""
     restart_delay_s: float = 1.0
-    """Seconds before the first restart of a process; twice as long before each further one."""
+    """Seconds before the first restart of a process; doubled before each further one."""
     line_every_s: float = 5.0
-    """Seconds between the lines of progress when the output is no terminal."""
+    """Seconds between the lines of progress if the output is no terminal."""
 
     def __post_init__(self) -> None:
         require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")

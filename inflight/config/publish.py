@@ -1,4 +1,4 @@
-"""How weights travel, and the bounds of each phase of a version."""
+"""Options of the transport of weights, and the timeouts of each phase of a version."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ TRANSPORTS = (*ON_HOST, *ON_DEVICE)
 
 @dataclass(frozen=True)
 class PublishConfig:
-    """Transport of the weights and the bounds of each phase of a version."""
+    """Transport of the weights, and the timeouts of each phase of a version."""
 
     transport: str = "auto"
     bucket_bytes: int = 64 << 20
     checksum: str = "auto"
-    """Whether each rank verifies what it has received before it says so: CRC-32 of each bucket on the host (gloo), sums
-    by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because on CUDA it takes from
-    decoding (docs/gpu.md)."""
+    """Whether each rank verifies the received bytes before it reports a version as ready: CRC-32 of each bucket on the
+    host (gloo), sums computed by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because
+    on CUDA it slows decoding (docs/gpu.md)."""
     finite_check: bool = True
-    """Refuse a version that holds NaN or Inf, before any of it is sent or kept as a checkpoint; the run then ends."""
+    """Refuse a version that contains NaN or Inf, before it is sent or saved as a checkpoint; the run then ends."""
     join_timeout_s: float = 300.0
-    """How long either side goes on without the other: a trainer without any generator, a generator without trainer."""
+    """Seconds for which a trainer runs without any generator, and a generator without a trainer."""
     transfer_timeout_s: float = 120.0
     commit_timeout_s: float = 60.0
     supersede_after_s: float = 30.0
-    """A publish waits so long for generators that are still receiving the version before. Then they are left behind and
-    get the newer one instead, if any generator has the one before."""
+    """Seconds for which a publish waits for generators that are still receiving the version before. Afterwards that
+    version is superseded: they get the newer one instead, provided that some generator has the one before."""
     retry_after_s: float = 1.0
-    """A generator that failed to get the newest version is sent it again after so long, then twice as long, up to
-    60 s."""
+    """Seconds after which a failed transfer of the newest version is retried; the delay doubles with each failure, up
+    to 60 s."""
     max_behind: int = 4
-    """A generator that is more versions than this behind the newest gets no more requests until it has caught up."""
+    """A generator that is more than this many versions behind the newest gets no requests until it has caught up."""
 
     def __post_init__(self) -> None:
         transports = ("auto", *TRANSPORTS)

@@ -1,4 +1,4 @@
-"""Options of the rewards by which answers are scored, beside or in place of the task's own score."""
+"""Options of the rewards that score completions, in addition to the task's own score or instead of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from inflight.config.checks import ConfigError, require
 
 TASK = "task"
-"""The name of a reward that is the task's own score."""
+"""The name that stands for the task's own score."""
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_REWARDS = 64
 
@@ -22,9 +22,9 @@ class RewardConfig:
 
     name: str
     weight: float = 1.0
-    """What its value is multiplied by in the sum that is learnt from; 0: it is only measured."""
+    """Factor of its value in the sum that is trained on; 0: it is only measured."""
     label: str = ""
-    """Its name in metrics; empty: `name`, of a path the part behind the colon."""
+    """Its name in metrics; empty: `name`, or for a path the part after the colon."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

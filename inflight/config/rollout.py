@@ -1,4 +1,4 @@
-"""What is asked, how answers are sampled, and what old ones may still do."""
+"""Options of the task, of sampling and the actor, and of the gate."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 from inflight.config.checks import MAX_PROCESSES, require, require_fields
 
 MAX_RETRIES = 1000
-"""Of a question, for answers that were too old."""
+"""Largest `gate.stale_retries`."""
 MAX_GROUP = 4096
-"""As types.RolloutGroup travels."""
+"""Largest group that a types.RolloutGroup can hold."""
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What is asked and how answers are scored. `name` is a module of inflight.tasks; `options` go to it."""
+    """The source of questions and scores. `name` is a module of inflight.tasks; `options` are passed to it."""
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     epochs: int = 1
-    """How often the questions of a task that ends are asked; then the run ends, too."""
+    """Passes over the questions of a finite task; the run ends after them."""
 
     def __post_init__(self) -> None:
         require_fields(self, "task", "epochs", least=1)
@@ -28,7 +28,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: recorded log-probabilities are those of this distribution (inflight/sampling.py)."""
+    """The distribution that tokens are sampled from; recorded log-probabilities refer to it (inflight/sampling.py)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -41,17 +41,17 @@ class Sampling:
 
     @staticmethod
     def of(config: Sampling) -> Sampling:
-        """The distribution alone of something that is configured with more."""
+        """Only the sampling options, of a configuration that has more."""
         return Sampling(**{name: getattr(config, name) for name in Sampling.__dataclass_fields__})
 
     @property
     def cuts(self) -> bool:
-        """Whether tokens are drawn from a part of the vocabulary."""
+        """Whether top-p, top-k or min-p excludes tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def penalises(self) -> bool:
-        """Whether the distribution depends on which tokens came before, beyond the model's own view of them."""
+        """Whether penalties make the distribution depend on earlier tokens, in addition to the model itself."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
@@ -62,33 +62,33 @@ class RolloutConfig(Sampling):
     group_size: int = 8
     max_tokens: int = 64
     kept_tokens: int = 19
-    """The largest set of tokens left by min-p, top-k and top-p that is recorded with a token; in place of a larger one
-    the trainer computes its own (docs/decisions/007-kept-sets.md)."""
+    """Size of the largest set of tokens left by min-p, top-k and top-p that is recorded with a token; for a larger one
+    the trainer computes its own set (docs/decisions/007-kept-sets.md)."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion, which holds the one that ended it."""
+    """Texts that end a completion; the text is part of the completion."""
     concurrency: int = 4
-    """Groups an actor keeps in flight at the most."""
+    """Most groups that an actor has in flight."""
     token_timeout_s: float = 300.0
     """Seconds without a token after which a request is presumed lost; its sequence is continued by another generator.
-    One that waits for its turn in a generator's queue is not late for that, and no answer is too long."""
+    Time in a generator's queue does not count, and the length of a completion has no time limit."""
     reward_timeout_s: float = 30.0
-    """What a task may take for a score; for a question as well. Then its process is killed."""
+    """Time limit in seconds for a score, and for a question. The process of a task that exceeds it is killed."""
     on_reward_failure: str = "drop"
-    """What a score that fails, is late or is no number does: `drop` gives its question up, `zero` takes the reward for
-    0, `retry` scores again, three times within 42 seconds, and drops the question after that."""
+    """What happens when a score fails, is late or is no number: `drop` gives the question up, `zero` uses reward 0,
+    `retry` scores again, three times within 42 seconds, and then gives the question up."""
     reward_workers: int = 0
-    """Processes that score; 0: as many as cores, at most 8. Questions and text have one of their own each."""
+    """Processes for scoring; 0: one per CPU core, at most 8. Questions and text have one more process each."""
     reward_concurrency: int = 32
-    """Asynchronous scores that one such process has under way at once; plain ones come one after the other."""
+    """Asynchronous scores that one process runs at once; blocking ones run one after the other."""
     reward_memory_mib: int = 4096
-    """Private memory of each such process, and of each that it starts; 0: no bound."""
+    """Private memory of each such process, and of each child that it starts; 0: unlimited."""
     task_start_timeout_s: float = 300.0
-    """What making the task may take, its data included."""
+    """Time limit in seconds for constructing the task, including loading its data."""
     give_up_after_s: float = 300.0
-    """An actor ends when items have failed for so long without one success; outages of generators don't count."""
+    """Seconds of failures without one success after which an actor gives up; outages of generators do not count."""
     buffer_mib: float = 1024.0
-    """Memory of the finished groups that wait for the trainer, in MiB. No more are asked than are likely to fit, by the
-    size of the last ones, but one step's worth at any rate."""
+    """Memory of the finished groups that wait for the trainer, in MiB. New groups are requested only while they are
+    expected to fit, given the size of the last ones, but at least those of one step."""
     keep: bool = True
     """Write every rollout to the run folder (needed by the audit)."""
 
@@ -96,8 +96,8 @@ class RolloutConfig(Sampling):
         fits = 2 <= self.group_size <= MAX_GROUP
         require(fits, "rollout.group_size", self.group_size, f"2 (advantages are relative) to {MAX_GROUP}")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
-        require(all(self.stop), "rollout.stop", self.stop, "texts of a character or more")
-        require_fields(self, "rollout", "temperature", least=0.01)  # vLLM takes a lower one for that
+        require(all(self.stop), "rollout.stop", self.stop, "texts of at least one character")
+        require_fields(self, "rollout", "temperature", least=0.01)  # vLLM raises lower values to this
         require_fields(self, "rollout", "token_timeout_s reward_timeout_s buffer_mib")
         require_fields(self, "rollout", "task_start_timeout_s give_up_after_s")
         failures = ("drop", "zero", "retry")
@@ -109,7 +109,7 @@ class RolloutConfig(Sampling):
             self.reward_memory_mib == 0 or 256 <= self.reward_memory_mib <= 1 << 30,
             "rollout.reward_memory_mib",
             self.reward_memory_mib,
-            "0 for no bound, or 256 or more: Python itself takes some",
+            "0 for no limit, or 256 or more: Python itself takes some",
         )
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
         require_fields(self, "rollout", "top_k min_p kept_tokens", least=0)
@@ -121,24 +121,24 @@ class RolloutConfig(Sampling):
 
 @dataclass(frozen=True)
 class GateConfig:
-    """What old tokens may still do (see rollout/gate.py)."""
+    """How stale tokens may be used (see rollout/gate.py)."""
 
     max_lag: int = 1
-    """Groups admitted ahead: the buffer holds at most (max_lag + 1) steps' worth, counting those being generated."""
+    """Steps generated ahead: the buffer admits at most (max_lag + 1) steps' groups, including those being generated."""
     max_token_lag: int = 8
     """Tokens older than this many versions are masked, but stay as context."""
     min_trained_share: float = 0.25
     """A sequence with a smaller share of unmasked tokens is dropped."""
     on_stale: str = "retry"
-    """What becomes of the question of a group that is dropped for members that have grown too old. `retry`: it is
-    sampled again, with the same seeds, under newer weights. `drop`: it is done with."""
+    """What happens to the question of a group that is dropped because members are too stale. `retry`: it is sampled
+    again, with the same seeds, under newer weights. `drop`: it is given up."""
     stale_retries: int = 2
-    """How often with `retry`; after that the question is dropped."""
+    """Most retries of a question with `retry`; then it is given up."""
     rules: list[dict[str, Any]] = field(default_factory=list)
     """Further rules in their order, such as `{name: oldest_lag, at_most: 2}`; `name` is built in or
     `package.module:function`."""
     ratio_rules: list[dict[str, Any]] = field(default_factory=list)
-    """Rules on log-ratios, known when the trainer has scored the tokens: `{name: token_ratio, low: 0.5, high: 2}`."""
+    """Rules on log-ratios, applied when the trainer has scored the tokens: `{name: token_ratio, low: 0.5, high: 2}`."""
 
     def __post_init__(self) -> None:
         require_fields(self, "gate", "max_lag max_token_lag", least=0)

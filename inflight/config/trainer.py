@@ -1,4 +1,4 @@
-"""How the trainer learns."""
+"""Options of the trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEDULES = (
 NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Further ones of transformers, whose learning rate at a step does not follow from the step."""
 MAX_UPDATES = 1024
-"""Of one kind, for one batch."""
+"""Largest `updates_per_batch` and `epochs_per_batch`."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_REFERENCES = ("start", "teacher")
 COMPARE_START = ("refuse", "warn", "off")
@@ -25,24 +25,25 @@ COMPARE_LAG_0 = ("warn", "stop", "off")
 
 @dataclass(frozen=True)
 class ObjectiveConfig:
-    """What is minimised (see docs/objectives.md)."""
+    """The loss (see docs/objectives.md)."""
 
     name: str = "tis"
     """A built-in objective or `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Given to it: its keyword-only parameters."""
+    """Its keyword-only parameters."""
     normalise: str = ""
-    """`token`: all trained tokens of a step weigh the same. `sequence`: all sequences do, and the tokens within one.
-    `constant`: the sum over tokens, divided by sequences times rollout.max_tokens. Empty: what the objective's paper
-    does."""
+    """How the loss is averaged. `token`: all trained tokens of a step have the same weight. `sequence`: all sequences
+    do, and so do the tokens within one. `constant`: the sum over tokens, divided by sequences times rollout.max_tokens.
+    Empty: as in the objective's paper."""
     kl: float = 0.0
-    """Weight of the divergence from a reference, per token."""
+    """Weight of the KL divergence from a reference, per token."""
     kl_cap: float = 2.0
-    """A token's share of the divergence is weighed by min(p / p_behave, this), so that its gradient is the divergence's
-    on old tokens too. 0: no weight, and the estimator's own gradient, as in GRPO's paper."""
+    """Cap of the weight min(p / p_behave, kl_cap) of a token's share of the divergence, which makes its gradient that
+    of the divergence on stale tokens too. 0: no weight, and the estimator's own gradient, as in GRPO's paper."""
     kl_estimator: str = "k3"
     kl_reference: str = "start"
-    """`start`: the model that the run started from. `teacher`: whoever scored the rollouts (docs/objectives.md)."""
+    """`start`: the model that the run started from. `teacher`: the model that scored the rollouts
+    (docs/objectives.md)."""
     entropy: float = 0.0
     """Weight of the entropy bonus, per token."""
 
@@ -66,7 +67,7 @@ class ObjectiveConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """What a token is worth (see docs/objectives.md)."""
+    """The advantage of a token (see docs/objectives.md)."""
 
     name: str = "group_mean"
     """A built-in advantage or `package.module:function`."""
@@ -101,14 +102,14 @@ class TrainerConfig:
     steps: int = 40
     groups_per_step: int = 4
     synchronous: bool = False
-    """Generate a step's groups only when the version before is live everywhere, and train only then: nothing is ever
-    stale, and one side waits while the other works. For comparison; needs gate.max_lag=0."""
+    """Generate a step's groups only when the previous version is live on all generators, and train only then: no token
+    is stale, and generation and training wait for each other. For comparison; requires gate.max_lag=0."""
     updates_per_batch: int = 1
-    """Optimizer steps in one pass over a batch, each on a part of its sequences, dealt out at random. One version is
-    published after all of them. With more than one update in all, the batch is scored before the first
-    (`p_prox` in docs/objectives.md)."""
+    """Optimizer steps in one pass over a batch, each on a random part of its sequences. One version is published after
+    all of them. With more than one update in total, the batch is scored before the first (`p_prox` in
+    docs/objectives.md)."""
     epochs_per_batch: int = 1
-    """Passes over a batch, each dealt out anew."""
+    """Passes over a batch, each with a new random partition."""
     micro_batch: int = 8
     """Sequences per forward pass."""
     micro_batch_tokens: int = 0
@@ -134,27 +135,29 @@ class TrainerConfig:
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grad_clip: float = 1.0
     max_skipped_updates: int = 3
-    """Updates in a row whose gradient is not finite that end the run; each is skipped, and a batch all of whose updates
-    are skipped is not trained on."""
+    """Successive updates with a non-finite gradient after which the run ends; each is skipped, and a batch whose
+    updates were all skipped is not trained on."""
     autocast: bool = True
-    """Forward and backward in bfloat16, on a twin of the weights; master weights and optimizer stay float32."""
+    """Forward and backward passes in bfloat16, on a copy of the weights; master weights and optimizer stay float32."""
     threads: int = 1
     """CPU threads of each process."""
     processes: int = 1
-    """Ranks that weights, gradients and optimizer are sharded over (FSDP2); on GPUs each has one of its own."""
+    """Ranks over which weights, gradients and optimizer are sharded (FSDP2); each has a GPU of its own, if there are
+    GPUs."""
     rank_timeout_s: float = 120.0
-    """The longest that all ranks may take for something they do together: a micro-batch, a step, a gather."""
+    """Timeout in seconds of an operation of all ranks: a micro-batch, a step, a gather."""
     checkpoint_every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
     checkpoints_kept: int = 0
-    """The newest so many stay, older ones are removed; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     batch_timeout_s: float = 600.0
     compare_start: str = "refuse"
-    """Each generator is asked for a few tokens, when it joins and after its next swap, and the trainer scores the same
-    ones. Where the log-probabilities differ by more than rounding, `refuse` does without the generator, or ends the run
-    before the first step if there is no other; `warn` says so (docs/operations.md)."""
+    """Check of each generator when it joins and after its next swap: it samples a few tokens, which the trainer scores
+    as well. If the log-probabilities differ by more than rounding, `refuse` stops using the generator, or ends the run
+    before the first step if there is no other; `warn` logs it (docs/operations.md)."""
     compare_lag_0: str = "warn"
-    """The same during the run, of the rollouts' tokens that the trainer's own version has sampled; `stop` ends it."""
+    """The same check during the run, on the rollouts' tokens that were sampled by the trainer's current version; `stop`
+    ends the run."""
 
     @property
     def updates(self) -> int:

@@ -1,4 +1,4 @@
-"""Tasks by name. A task is a module of this package, or `package.module:Class` for one of your own."""
+"""The tasks by name: a module of this package, or `package.module:Class` for one of your own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ TASKS = {
 
 
 def make(config: TaskConfig, seed: int) -> Task:
-    """The task of a run; its module is imported only now.
+    """Constructs the task of a run; its module is imported only now.
 
-    A task is a dataclass with a field `seed`; its other fields are the options. Raises ConfigError naming the task or
-    option that does not exist and those that do.
+    A task is a dataclass with a field `seed`; its other fields are the options. Raises ConfigError that names an
+    unknown task or option, and the known ones.
     """
     path = config.name if ":" in config.name else TASKS.get(config.name, "")
     module_name, _, class_name = path.partition(":")
@@ -54,7 +54,7 @@ def _told(error: Exception) -> str:
 
 
 def _check_options(config: TaskConfig, kind: type[Any]) -> None:
-    """Names, and the types of those options whose default is a plain value."""
+    """Checks option names, and the types of options whose default is a plain value."""
     if not dataclasses.is_dataclass(kind):
         raise ConfigError(f"task.name={config.name!r} is not a dataclass with a field 'seed'")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init and field.name != "seed"}

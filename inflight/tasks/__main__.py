@@ -1,4 +1,4 @@
-"""`python -m inflight.tasks --run-dir RUN`: makes the task of a run, and says in one line why it can't be made."""
+"""`python -m inflight.tasks --run-dir RUN`: constructs the task of a run, or prints in one line why it can't."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from inflight.tasks import make
 
 MAKE_S = 10
 """Seconds after which this process ends by SIGALRM once the module is imported: a task that reads much data may take
-longer, and is no worse for that."""
+longer, which is allowed."""
 SAYS = "inflight tasks: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 for a task that can be made, 2 for one that can't."""
+    """Exit code: 0 for a task that can be constructed, 2 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m inflight.tasks", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     config = load(parser.parse_args(argv).run_dir)
-    with contextlib.suppress(Exception):  # whatever it is, `make` meets it again, and tells
+    with contextlib.suppress(Exception):  # `make` raises the same error again and reports it
         importlib.import_module(config.task.name.partition(":")[0])
     signal.alarm(MAKE_S)
     try:

@@ -1,4 +1,4 @@
-"""Sums in digits only, for the tiny models whose vocabulary is one token a character."""
+"""Sums in digits only, for the tiny models, whose vocabulary has one token per character."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from inflight.tasks.base import Item
 
 @dataclass(frozen=True)
 class Addition:
-    """Questions such as `07+15=`, answered by `022`: fixed width, so that each digit has its place.
+    """Questions such as `07+15=`, answered by `022`: of fixed width, so that each digit has a fixed place.
 
-    All `10 ** (2 * digits)` questions come once before one repeats.
+    All `10 ** (2 * digits)` questions occur once before one repeats.
     """
 
     seed: int
@@ -24,15 +24,15 @@ class Addition:
         require(1 <= self.digits <= 4, "task.options.digits", self.digits, "1 to 4")
 
     def item(self, index: int) -> Item:
-        """The index-th question."""
+        """Question `index`."""
         space = 10**self.digits
-        # An odd multiplier that 5 does not divide reaches every residue of a power of ten exactly once.
+        # An odd multiplier that is not divisible by 5 reaches every residue of a power of ten exactly once.
         offset = int.from_bytes(blake2b(str(self.seed).encode(), digest_size=8).digest())
         left, right = divmod((index * 7919 + offset) % space**2, space)
         prompt = f"{left:0{self.digits}}+{right:0{self.digits}}="
         return Item(key=f"addition:{prompt}", prompt=prompt, answer=f"{left + right:0{self.digits + 1}}")
 
     async def score(self, item: Item, completion: str) -> float:
-        """Share of the answer's digits that stand in their place; an untrained model guesses some."""
+        """Share of the answer's digits that are right in their place, 0 to 1; an untrained model guesses some."""
         answer = str(item.answer)
         return sum(got == wanted for got, wanted in zip(completion, answer, strict=False)) / len(answer)

@@ -1,4 +1,4 @@
-"""The seam of a task: numbered prompts and a score."""
+"""The interface of a task: numbered prompts and a score."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question. `key` names it for good (the same key is the same question)."""
+    """One question. `key` identifies it permanently (the same key is the same question)."""
 
     key: str
     prompt: Prompt
     answer: Any = None
-    """For the task's own use. It travels to another process: text, numbers, booleans, None, lists, dicts."""
+    """For the task's own use. It is sent to another process: text, numbers, booleans, None, lists, dicts."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """What else is known of the question, by name, for rewards; it travels like `answer`."""
+    """Further data of the question by name, for rewards; of the same types as `answer`."""
 
 
 class Task(Protocol):
     """An endless, deterministic stream of questions and the score of an answer."""
 
     def item(self, index: int) -> Item:
-        """The index-th question of this task for its seed; equal for equal arguments, on every machine."""
+        """Question `index` of this task for its seed; equal for equal arguments, on every machine."""
 
     def score(self, item: Item, completion: str) -> float | Awaitable[float]:
-        """Reward of a completion, 0 to 1. A plain function may block, an asynchronous one waits."""
+        """Reward of a completion, 0 to 1. A plain function may block; one that waits should be asynchronous."""
 
 
 @runtime_checkable
 class HeldOut(Protocol):
-    """A task that keeps questions back: they are asked to evaluate, and never trained on."""
+    """A task that holds questions out: they are used for evaluation, and never trained on."""
 
     def held_out_size(self) -> int:
-        """How many; 0 for none."""
+        """Number of held-out questions; 0 for none."""
 
     def held_out_item(self, index: int) -> Item:
         """The index-th of them, in an order that is always the same. Raises IndexError from the size on."""
@@ -79,18 +79,18 @@ class OfFiles(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a completion is worth, and what of it."""
+    """The value of a completion, and optionally of its parts."""
 
     reward: float
     step_rewards: Sequence[tuple[int, float]] = ()
-    """Process rewards, ascending: index of the completion token that ends a step, and what the step has earned."""
+    """Process rewards, ascending: index of the completion token that ends a step, and that step's reward."""
     teacher_logprobs: Sequence[float] | None = None
     """[T] log-probability of each completion token under a teacher."""
 
 
 @runtime_checkable
 class TurnScorer(Protocol):
-    """A task that looks at tokens: where it has `score_turn`, that is called in place of `score`."""
+    """A task that scores tokens: its `score_turn` is called instead of `score`."""
 
     def score_turn(
         self, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str
@@ -99,12 +99,12 @@ class TurnScorer(Protocol):
 
 
 async def plain_score(task: Task, item: Item, completion: str) -> Any:
-    """What the task's `score` gives, be it asynchronous or not; not checked."""
+    """The result of the task's `score`, which may be asynchronous; unchecked."""
     given = task.score(item, completion)
     return await given if inspect.isawaitable(given) else given
 
 
 async def turn_score(task: TurnScorer, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str) -> Any:
-    """What the task's `score_turn` gives, be it asynchronous or not; not checked."""
+    """The result of the task's `score_turn`, which may be asynchronous; unchecked."""
     given = task.score_turn(item, prompt_ids, turn, completion)
     return await given if inspect.isawaitable(given) else given

@@ -1,4 +1,4 @@
-"""A task's questions, numbered on over its epochs, and where they end.
+"""A task's questions, numbered consecutively over its epochs, and where they end.
 
 A task ends where its `__len__` says. Without one, or while that raises TypeError (a stream does not know yet), it ends
 where `item` raises IndexError or StopIteration, as a sequence or an iterator does. One such error between questions
@@ -15,7 +15,7 @@ ENDS = (IndexError, StopIteration)
 
 
 class DataEnded(Exception):
-    """There is no such question: there are `questions` of them, over all epochs."""
+    """There is no such question: the task has `questions` of them, over all epochs."""
 
     def __init__(self, questions: int) -> None:
         super().__init__(f"the task has {questions} questions")
@@ -23,18 +23,18 @@ class DataEnded(Exception):
 
 
 class Course:
-    """The questions of `epochs` passes over a task; an endless task is in its first for ever."""
+    """The questions of `epochs` passes over a task; an endless task never leaves the first."""
 
     def __init__(self, task: Task, epochs: int = 1) -> None:
-        """Raises what the task's `__len__` does."""
+        """Raises what the task's `__len__` raises."""
         self._task = task
         self._epochs = epochs
         self._length = self._said()
         self._told = -1
-        """The highest index that the task has told."""
+        """The highest index that the task has returned an item for."""
 
     def item(self, index: int) -> Item:
-        """The task's item; `index` counts on over epochs. Raises DataEnded, or what the task does."""
+        """The task's item; `index` continues over epochs. Raises DataEnded, or what the task raises."""
         if self._length is None:
             try:
                 item = self._task.item(index)
@@ -71,7 +71,7 @@ class Course:
         return True
 
     def _first_missing(self, missing: int) -> int:
-        """By halves. What was told is there, also of a task that can't go back."""
+        """Binary search. Indices up to the highest returned one exist, even if the task can't go back to them."""
         there = self._told
         while missing - there > 1:
             middle = (there + missing) // 2

@@ -1,4 +1,4 @@
-"""Any task with a teacher beside it, who says how likely each token of an answer is to it."""
+"""Adds a teacher to any task: a model that scores each token of a completion with its log-probability."""
 
 from __future__ import annotations
 
@@ -26,43 +26,44 @@ class TeacherError(RuntimeError):
 
 @dataclass(frozen=True)
 class Distillation:
-    """Asks and rewards as `task` does; a teacher scores the same tokens (`Rollout.teacher_logprobs`).
+    """Questions and rewards of `task`; a teacher scores the same tokens (`Rollout.teacher_logprobs`).
 
-    What is made of it is the trainer's: a reward per token with `trainer.advantage.name=distillation`, a term of the
-    loss with `trainer.objective.kl_reference=teacher`. The teacher must have the student's tokens. Its distribution is
-    taken at temperature 1, uncut.
+    The trainer uses them as a reward per token with `trainer.advantage.name=distillation`, or as a term of the loss
+    with `trainer.objective.kl_reference=teacher`. The teacher must have the student's tokens. Its distribution is taken
+    at temperature 1, without truncation.
 
     Example: `task: {name: distillation, options: {teacher: "http://127.0.0.1:9000", task: progression}}`.
     """
 
     seed: int
     teacher: str
-    """Base address of a vLLM server (`http…`), or a model: a name or a directory (models.py). Each of the
-    actor's processes that score loads one; `rollout.reward_workers=1` keeps them few."""
+    """Base address of a vLLM server (`http…`), or a model: a name or a directory (models.py). Each of the actor's
+    scoring processes loads one; `rollout.reward_workers=1` limits them to one."""
     task: str
-    """The task that asks."""
+    """The task that provides the questions."""
     options: dict[str, Any] = field(default_factory=dict)
     """Its options."""
     model: str = ""
-    """The server's name for the teacher; empty: whatever it serves."""
+    """The teacher's name at the server; empty: the model that it serves."""
     _inner: Task = field(init=False, repr=False, compare=False)
     _local: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        make = importlib.import_module("inflight.tasks").make  # it finds this module, so it can't be imported above
+        make = importlib.import_module("inflight.tasks").make  # imports this module, so it can't be imported above
         object.__setattr__(self, "_inner", make(TaskConfig(self.task, dict(self.options)), self.seed))
         object.__setattr__(self, "_local", None if self.teacher.startswith("http") else _Local(self.teacher))
 
     def item(self, index: int) -> Item:
-        """The inner task's."""
+        """The inner task's question."""
         return self._inner.item(index)
 
     async def score(self, item: Item, completion: str) -> float:
-        """The inner task's."""
+        """The inner task's score."""
         return float(await plain_score(self._inner, item, completion))
 
     async def score_turn(self, item: Item, prompt_ids: Sequence[int], turn: Turn, completion: str) -> Score:
-        """The inner task's score and the teacher's word, at once. Raises TeacherError or what the task does."""
+        """The inner task's score and the teacher's log-probabilities, computed concurrently. Raises TeacherError or
+        what the task raises."""
         if isinstance(self._inner, TurnScorer):
             inner = turn_score(self._inner, item, prompt_ids, turn, completion)
         else:
@@ -104,7 +105,7 @@ class _Answer(msgspec.Struct):
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body, bounded."""
+    """The body, up to MAX_ANSWER_BYTES."""
     body = bytearray()
     async for chunk in answer.content.iter_any():
         body += chunk
@@ -123,7 +124,7 @@ def _parse(body: bytes, ids: list[int], start: int) -> list[float]:
 
 
 class _Local:
-    """A teacher in this process; one answer at a time."""
+    """A teacher in this process; one request at a time."""
 
     def __init__(self, name: str) -> None:
         """Raises ConfigError when there is no such model."""
@@ -136,7 +137,7 @@ class _Local:
         self._busy = threading.Lock()
 
     def logprobs(self, ids: list[int], start: int) -> list[float]:
-        """[T] of `ids[start:]`."""
+        """[T] log-probabilities of `ids[start:]`."""
         import torch
 
         if start == len(ids):

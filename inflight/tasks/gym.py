@@ -1,4 +1,4 @@
-"""Any dataset of reasoning-gym (`pip install reasoning-gym`): its questions, its own scoring."""
+"""Any dataset of reasoning-gym (`pip install reasoning-gym`): its questions and its own scoring."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Gym:
     seed: int
     dataset: str
     options: dict[str, Any] = field(default_factory=dict)
-    """Given to the dataset's own configuration."""
+    """Passed to the dataset's own configuration."""
     prompt: str = "Question: {question}\nAnswer:"
     first_line: bool = True
-    """Score the completion's first line only: a base model goes on with a question of its own."""
+    """Score the completion's first line only: a base model continues with questions of its own."""
     _entries: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -39,13 +39,13 @@ class Gym:
         object.__setattr__(self, "_entries", entries)
 
     def item(self, index: int) -> Item:
-        """The index-th entry of the dataset."""
+        """Entry `index` of the dataset."""
         entry = self._entries[index]
         prompt = self.prompt.replace("{question}", entry["question"])
         return Item(key=f"gym:{self.dataset}:{self.seed}:{index}", prompt=prompt, answer=str(entry["answer"]))
 
     def score(self, item: Item, completion: str) -> float:
-        """The dataset's own score, within 0 to 1. Its verifiers block, some for long."""
+        """The dataset's own score, 0 to 1. Its verifiers block, some for long."""
         answer = completion.strip()
         if self.first_line:
             answer = answer.partition("\n")[0].strip()

@@ -1,7 +1,7 @@
 """Arithmetic progressions: the first terms are given, the model continues them.
 
-Long, dense and cheap to check: every right term in order earns its share of the reward, so that even a small model
-starts with some of it and no sample is all or nothing.
+Completions are long and cheap to check, and the reward is dense: every right term in order adds its share, so that even
+a small model starts above zero and no sample is all or nothing.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ STYLES = {
     "shots": "5, 6, 7, 8, 9, 10, 11, 12, 13\n10, 20, 30, 40, 50, 60, 70, 80, 90\n{shown},",
     "chat": "<|im_start|>user\nCount by {step} from {start}<|im_end|>\n<|im_start|>assistant\n{shown},",
 }
-"""Prompts by style; each ends inside the sequence, so that the model goes on with ` ` and the next term."""
+"""Prompts by style; each ends inside the sequence, so that the model continues with ` ` and the next term."""
 REWARDS = ("steps", "prefix")
 
 _INTEGER = re.compile(r"\d{1,9}")
-"""At most nine digits: a model that stutters must not cost the conversion of a huge number."""
+"""At most nine digits, so that a degenerate completion can't cost the conversion of a huge number."""
 
 
 @dataclass(frozen=True)
 class Progression:
     """Questions `start, start + step, …` with `start` in 1..max_start and `step` in 1..max_step, in a seeded order.
 
-    No question repeats before all `max_start * max_step` were asked.
+    No question repeats before all `max_start * max_step` have occurred.
 
     Example: with `style="plain"` an item may ask `12, 15, 18, 21, 24, 27,` and expect `30, 33, …`.
     """
 
     seed: int
     terms: int = 14
-    """Terms that are wanted; right ones beyond earn nothing."""
+    """Expected terms; right terms after them add nothing."""
     shown: int = 6
-    """Terms that are given."""
+    """Terms in the prompt."""
     max_start: int = 60
     max_step: int = 4
     style: str = "python"
     reward: str = "steps"
-    """`steps`: a term is right when it is the one before it, as given, plus the step. `prefix`: right terms count up
-    to the first wrong one."""
+    """`steps`: a term is right if it is the preceding term of the completion plus the step. `prefix`: terms count up to
+    the first wrong one."""
     _order: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,13 +57,13 @@ class Progression:
         require(self.style in STYLES, "task.options.style", self.style, ", ".join(STYLES))
         require(self.reward in REWARDS, "task.options.reward", self.reward, ", ".join(REWARDS))
 
-        def rank(number: int) -> bytes:  # a hash orders alike on every machine and Python
+        def rank(number: int) -> bytes:  # a hash gives the same order on every machine and Python version
             return blake2b(f"{self.seed}:{number}".encode(), digest_size=16).digest()
 
         object.__setattr__(self, "_order", sorted(range(self.max_start * self.max_step), key=rank))
 
     def item(self, index: int) -> Item:
-        """The index-th question; `answer` holds all wanted terms."""
+        """Question `index`; `answer` has all expected terms."""
         number = self._order[index % len(self._order)]
         start, step = number // self.max_step + 1, number % self.max_step + 1
         shown = ", ".join(str(start + step * n) for n in range(self.shown))
@@ -72,7 +72,7 @@ class Progression:
         return Item(key=f"progression:{start}:{step}", prompt=prompt, answer=wanted)
 
     async def score(self, item: Item, completion: str) -> float:
-        """Share of the wanted terms that the completion's first line has right, 0 to 1."""
+        """Share of the expected terms that the completion's first line has right, 0 to 1."""
         given = [int(digits) for digits in _INTEGER.findall(completion.partition("\n")[0])[: self.terms]]
         wanted = [int(digits) for digits in item.answer.split(", ")]
         if self.reward == "prefix":

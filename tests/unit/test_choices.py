@@ -192,7 +192,7 @@ def test_the_pairing_is_told_in_one_line_and_the_run_goes_on(tmp_path, capsys, m
     asked = ["trainer.objective.name=grpo", "gate.max_lag=2"]
     assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", *asked]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "grpo" in line]
-    assert line.startswith("inflight launch: trainer.objective.name=grpo clips against who sampled")
+    assert line.startswith("inflight launch: trainer.objective.name=grpo clips against the behaviour policy")
 
 
 # --- a run that goes on -------------------------------------------------------------------------------------------

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: one of exits.py."""
+    """Returns an exit code: one of exits.py."""
     parser = argparse.ArgumentParser(prog="python -m inflight.trainer", description=__doc__)
     parser.add_argument("--run-dir", required=True)
-    parser.add_argument("--rank", type=int, default=0, help="of trainer.processes ranks; 0 speaks with all others")
-    parser.add_argument("--check", action="store_true", help="only look whether all that is named exists")
+    parser.add_argument("--rank", type=int, default=0, help="one of trainer.processes ranks; 0 coordinates the others")
+    parser.add_argument("--check", action="store_true", help="only check that all named functions exist")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
@@ -108,7 +108,7 @@ def _run(config: RunConfig) -> int:
         trainer.keep(begun.step)
         reporter.follow(publisher)
         reporter.phase("waiting for generators")
-        publisher.wait_joined(config.publish.join_timeout_s, at_least=1)  # the others join when they come
+        publisher.wait_joined(config.publish.join_timeout_s, at_least=1)  # further generators may join later
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         watch.over(buffer, publisher)
         trainer.run()
@@ -116,7 +116,7 @@ def _run(config: RunConfig) -> int:
 
 
 def _say_how(trainer: Trainer, steps: int) -> int:
-    """How the run has ended: its exit code, and a line where that is not the ordinary one."""
+    """Returns the run's exit code, and prints a line unless all steps are done."""
     progress = f"after step {trainer.steps_done} of {steps}"
     if trainer.data_ended:
         return say_why("trainer", f"the data ended {progress}: {trainer.data_ended}", DATA_ENDED)
@@ -126,7 +126,7 @@ def _say_how(trainer: Trainer, steps: int) -> int:
 
 
 class _Watch:
-    """Wakes a trainer that waits for a batch when it must stop or no batch can come any more."""
+    """Wakes a trainer that waits for a batch when it must stop or no further batch is possible."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -136,7 +136,7 @@ class _Watch:
         self._check()
 
     def over(self, buffer: Buffer, publisher: Publisher) -> None:
-        """Begins to watch: once a generator has joined."""
+        """Begins to watch; to be called once a generator has joined."""
         from inflight.trainer.loop import lost
 
         def check() -> None:
@@ -174,7 +174,7 @@ def _require_named(config: RunConfig) -> None:
 
 
 def _stop_start(signum: int, frame: FrameType | None) -> None:
-    """While things start, nothing is worth keeping: unwind from wherever the main thread is."""
+    """Signal handler during the start, when there is no state to save: unwinds the main thread from anywhere."""
     raise SystemExit(STOPPED)
 
 

@@ -1,7 +1,7 @@
-"""What a token is worth. An advantage is a function of the rewards of a step's groups; it knows nothing of the model.
+"""Advantages: functions of the rewards of a step's groups; they do not depend on the model.
 
-`(groups, *, options...) -> advantages`: `groups` are all members of each group of the step, those too that the gate
-left out (see rollout/gate.py); `advantages[g][i]` is a number for all tokens of member i, or a list with one for each.
+`(groups, *, options...) -> advantages`: `groups` has all members of each group of the step, including those that the
+gate dropped (see rollout/gate.py); `advantages[g][i]` is a number for all tokens of member i, or a list, one per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Advantages = list[list[float | list[float]]]
 Advantage = Callable[[Groups], Advantages]
 
 STD_EPSILON = 1e-6
-"""Keeps rewards that hardly differ from being blown up."""
+"""Keeps nearly equal rewards from being amplified."""
 
 ADVANTAGES = {
     name: f"inflight.trainer.advantage:{name}"
@@ -27,7 +27,7 @@ ADVANTAGES = {
 
 
 def advantage_of(config: AdvantageConfig) -> Advantage:
-    """The configured one. Raises ConfigError naming the advantage or the option that does not exist."""
+    """The configured function. Raises ConfigError that names an unknown advantage or option."""
     place = "trainer.advantage"
     return with_options(find(config.name, ADVANTAGES, f"{place}.name"), config.options, f"{place}.options")
 
@@ -35,7 +35,7 @@ def advantage_of(config: AdvantageConfig) -> Advantage:
 def group_mean(groups: Groups) -> Advantages:
     """`A_i = r_i - mean(r)` over the group: the outcome advantage of Dr. GRPO (arXiv 2503.20783).
 
-    Dividing by the deviation weighs questions that are nearly always or never solved more than the others.
+    Dividing by the deviation would give more weight to questions that are nearly always or never solved.
     """
     return [list(_centred(group)) for group in groups]
 
@@ -47,7 +47,7 @@ def group_std(groups: Groups, *, epsilon: float = STD_EPSILON) -> Advantages:
 
 
 def rloo(groups: Groups) -> Advantages:
-    """`A_i = r_i - mean(r of the others)`, leave-one-out (arXiv 2402.14740): a baseline that a sample has no part in.
+    """`A_i = r_i - mean(r of the others)`, leave-one-out (arXiv 2402.14740): the baseline excludes the sample itself.
 
     Equals `group_mean` times G / (G - 1). A group of one gives zero.
     """
@@ -57,7 +57,7 @@ def rloo(groups: Groups) -> Advantages:
 def reinforce_pp(groups: Groups, *, baseline: bool = True, epsilon: float = STD_EPSILON) -> Advantages:
     """`A = (x - mean(x)) / (std(x) + epsilon)` over all sequences of the step: REINFORCE++ (arXiv 2501.03262).
 
-    `x` is the reward less the mean of its group with `baseline` (the paper's REINFORCE++-baseline), else the reward.
+    `x` is the reward minus the mean of its group with `baseline` (the paper's REINFORCE++-baseline), else the reward.
     """
     raw = [list(_centred(group)) if baseline else _rewards(group) for group in groups]
     everything = [each for group in raw for each in group]
@@ -69,7 +69,7 @@ def process(groups: Groups, *, epsilon: float = STD_EPSILON) -> Advantages:
     """Per token, from process rewards: `A_t = sum of (r_s - mean) / (std + epsilon)` over the steps s that end at t or
     later, mean and std over all step rewards of the group (GRPO with process supervision, arXiv 2402.03300,
     section 4.1.3). No value model, no GAE. A member without step rewards gets zeros. Raises ValueError when no member
-    of any group has one: the task gives none, and nothing would be learnt.
+    of any group has one: the task returns none, and there would be no signal.
     """
     if not any(member.step_rewards for group in groups for member in group):
         raise ValueError("trainer.advantage.name=process: no rollout of the step has step rewards (docs/tasks.md)")
@@ -80,7 +80,7 @@ def distillation(groups: Groups, *, weight: float = 1.0, outcome: float = 0.0) -
     """Per token, from a teacher: `A_t = weight * (log p_teacher - log p_behave) + outcome * (r - mean(r))`.
 
     The first term is minus the one-sample estimate of the reverse KL divergence at that token, as in on-policy
-    distillation (arXiv 2306.13649, 2306.08543). Raises ValueError for a rollout that no teacher scored.
+    distillation (arXiv 2306.13649, 2306.08543). Raises ValueError for a rollout without teacher log-probabilities.
     """
     return [
         [_to_teacher(member, weight, outcome * centred) for member, centred in zip(group, _centred(group), strict=True)]

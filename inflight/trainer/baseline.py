@@ -1,5 +1,5 @@
-"""Tokens of lag 0, watched for more than rounding: there trainer and generator have the same weights, so what their
-log-probabilities differ by is the difference between two implementations."""
+"""Monitors tokens of lag 0: there trainer and generator have the same weights, so that a difference of their
+log-probabilities beyond rounding is a difference between two implementations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from inflight.trainer.batch import Batch
 from inflight.weights.publish.comparison import SUSPECTS, NumbersDiffer
 
 PROMPTS = 16
-"""That are judged together: those of one step may be too few to tell a difference from chance."""
+"""Prompts that are judged together: those of one step may be too few for a significant difference."""
 TOKENS_A_STEP = 1 << 14
-"""That are looked at, of those on this rank."""
+"""Most tokens per step that are used, of those on this rank."""
 log = logging.getLogger(__name__)
 
 
 def coarser(config: RunConfig, device: torch.device) -> str:
-    """The dtype whose rounding is seen where the log-probabilities of a trainer on `device` meet the generators'.
+    """The coarser dtype in which a trainer on `device` or its generators compute log-probabilities.
 
     vLLM's attention kernels on CUDA multiply float32 in TF32.
     """
@@ -32,11 +32,12 @@ def coarser(config: RunConfig, device: torch.device) -> str:
 
 
 class Baseline:
-    """Collects (recorded, computed) pairs of steps until there are PROMPTS of them, and judges by the same rule as the
-    comparison at the start. Warns when they begin to disagree; with `trainer.compare_lag_0=stop` `require` raises then.
+    """Collects (recorded, computed) pairs over steps until they are of PROMPTS prompts, and judges them by the same
+    rule as the comparison at the start. Warns when they begin to disagree; with `trainer.compare_lag_0=stop` `require`
+    raises then.
 
-    Of sequences that one version has sampled from the first token to the last, prefill included: the trainer computes a
-    sequence under one version, as no generator does that swapped meanwhile. Of several ranks, those of rank 0.
+    Uses only sequences sampled by one version from the first token to the last, prefill included: the trainer computes
+    a sequence under one version, unlike a generator that swapped meanwhile. With several ranks, uses those of rank 0.
     """
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
@@ -46,12 +47,12 @@ class Baseline:
         self._parts: list[tuple[np.ndarray, ...]] = []
         self._tokens = 0
         self._problem = ""
-        """Of the tokens that were judged last."""
+        """The disagreement of the last judged tokens; empty if they agree."""
 
     @torch.no_grad()
     def add(self, logprobs: torch.Tensor, batch: Batch) -> None:
-        """Takes from a micro-batch what the trainer computed, [B, L], unless the batch tells what that was before its
-        first update."""
+        """Adds a micro-batch: the trainer's `logprobs` [B, L], or `batch.proximal_logprobs` if the batch has them,
+        which are from before its first update."""
         if self._mode == "off" or batch.one_version is None or self._tokens >= TOKENS_A_STEP:
             return
         computed = logprobs if batch.proximal_logprobs is None else batch.proximal_logprobs
@@ -68,7 +69,7 @@ class Baseline:
         self._tokens += len(rows)
 
     def judge(self) -> dict[str, object]:
-        """To be called once a step: its part of the step's line, empty until there was enough to judge."""
+        """Called once per step; its part of the step's line, empty until there is enough to judge."""
         self._tokens = 0
         if not self._parts:
             return {}
@@ -87,7 +88,7 @@ class Baseline:
         return {"lag_0": figures}
 
     def require(self) -> None:
-        """Raises NumbersDiffer, with `stop`, when the tokens that were judged last disagree."""
+        """Raises NumbersDiffer, with `stop`, when the last judged tokens disagree."""
         if self._problem and self._mode == "stop":
             raise NumbersDiffer(_line(self._problem))
 
@@ -100,6 +101,6 @@ def _line(problem: str) -> str:
 
 
 def _prompt(batch: Batch, row: int) -> int:
-    """A number that sequences of the same prompt have in common."""
+    """A number that all sequences of one prompt share."""
     drawn = batch.completion_mask[row]
     return hash(tuple(batch.input_ids[row, : int(drawn.int().argmax())].tolist()))

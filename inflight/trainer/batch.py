@@ -16,15 +16,15 @@ from inflight.trainer.side_data import kept_sets, routed_experts, teacher_logpro
 from inflight.types import Turn, versions_of_tokens
 
 NO_VERSION = -1
-"""In `versions` and `lags` where no token was sampled: prompt and padding."""
+"""In `versions` and `lags` at positions that were not sampled: prompt and padding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """B sequences, each its prompt, its completion and padding on the right up to the longest, L tokens.
 
-    Every field but `scales` and `one_version` is [B, L] or [B, L, ...] and speaks at `[b, t]` of the token
-    `input_ids[b, t]`. Padding stands on the right because causal attention then never sees it: no attention mask is
+    Every field but `scales` and `one_version` is [B, L] or [B, L, ...]; its entry at `[b, t]` belongs to the token
+    `input_ids[b, t]`. Padding is on the right because causal attention then never sees it: no attention mask is
     needed.
 
     Example: prompt [7, 8] and completion [5, 6] beside a longer sequence give
@@ -36,52 +36,52 @@ class Batch:
     completion_mask: torch.Tensor
     """[B, L] bool, True where the token was sampled."""
     trained_mask: torch.Tensor
-    """[B, L] bool, True where the gate lets the token into the loss; a subset of `completion_mask`."""
+    """[B, L] bool, True where the gate accepts the token for the loss; a subset of `completion_mask`."""
     behaviour_logprobs: torch.Tensor
-    """[B, L] float32, what the generator recorded when it sampled the token; 0 elsewhere."""
+    """[B, L] float32, recorded by the generator when it sampled the token; 0 elsewhere."""
     versions: torch.Tensor
     """[B, L] int64, the version that sampled the token."""
     lags: torch.Tensor
-    """[B, L] int64, versions that the token is behind the trainer."""
+    """[B, L] int64, number of versions by which the token is behind the trainer."""
     advantages: torch.Tensor
     """[B, L] float32, 0 where no token was sampled."""
     scales: torch.Tensor
-    """[B] float32: what a token of the sequence weighs in the step's loss. Known for the whole step before it is cut
-    into micro-batches or handed out to ranks, so their losses are summed, whatever the cut."""
+    """[B] float32: the weight of each token of the sequence in the step's loss. Computed for the whole step before it
+    is split into micro-batches and ranks, whose losses are then summed, however it is split."""
     one_version: torch.Tensor | None = None
-    """[B] bool: all of the sequence's tokens and all KV that they were sampled from are of one version."""
+    """[B] bool: all of the sequence's tokens, and all KV that they were sampled from, are of one version."""
     proximal_logprobs: torch.Tensor | None = None
-    """[B, L] float32 under the weights before the batch's first update; None where those are the ones trained on,
-    which they are when there is one update a batch."""
+    """[B, L] float32 under the weights before the batch's first update; None if these are the current weights, as with
+    one update per batch."""
     teacher_logprobs: torch.Tensor | None = None
     """[B, L] float32; None unless a teacher scored every sequence."""
     kept: torch.Tensor | None = None
-    """[B, L, K] int64, the tokens that the generator drew from, -1 beyond; all -1 where they were not recorded."""
+    """[B, L, K] int64, the tokens that the generator sampled from, padded with -1; all -1 if they were not recorded."""
     routed_experts: torch.Tensor | None = None
-    """[B, L, layers, experts a token] int32, -1 where none was recorded; for mixture-of-experts models."""
+    """[B, L, layers, experts per token] int32, -1 where none was recorded; for mixture-of-experts models."""
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens in the loss."""
+        """Number of tokens in the loss."""
         return int(self.trained_mask.sum())
 
     @property
     def completion_tokens(self) -> int:
-        """Sampled tokens, masked ones included."""
+        """Number of sampled tokens, including masked ones."""
         return int(self.completion_mask.sum())
 
     def lag_counts(self) -> dict[int, int]:
-        """Trained tokens by lag, ascending."""
+        """Number of trained tokens by lag, ascending."""
         return dict(sorted(Counter(self.lags[self.trained_mask].tolist()).items()))
 
     def lengths(self) -> torch.Tensor:
-        """[B] int64, tokens of each sequence up to the last one that was sampled; padding follows."""
+        """[B] int64, number of tokens of each sequence, without padding."""
         positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return (self.completion_mask.long() * positions).amax(dim=1) + 1
 
     def micro_batches(self, size: int, *, mixed: bool = False) -> list[Batch]:
-        """Parts of at most `size` sequences, each cut to its own longest: of similar lengths, so that little is
-        padded, or `mixed`, so that short ones and long ones are there to be packed."""
+        """Parts of at most `size` sequences, each cut to its own longest: of similar lengths, so that there is little
+        padding, or with `mixed` lengths, so that short and long ones can be packed together."""
         return [self.rows(each) for each in self.cut(size, mixed=mixed)]
 
     def cut(self, size: int, *, mixed: bool = False) -> list[torch.Tensor]:
@@ -91,12 +91,12 @@ class Batch:
         return [order[at::count] for at in range(count)] if mixed else list(order.split(size))
 
     def rows(self, rows: torch.Tensor) -> Batch:
-        """Some of the sequences, cut to the longest of them; their scales stay what they are."""
+        """Some of the sequences, cut to the longest of them; their scales do not change."""
         width = int(self.lengths()[rows].max())
         return self._map(lambda tensor: tensor[rows][:, :width] if tensor.ndim > 1 else tensor[rows])
 
     def to(self, device: torch.device) -> Batch:
-        """The same on another device."""
+        """A copy on another device."""
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
@@ -108,10 +108,10 @@ class Batch:
 def collate(
     groups: Sequence[GatedGroup], *, advantage: Advantage, normalise: str, max_tokens: int, pad_id: int = 0
 ) -> Batch:
-    """The members of the groups that the gate lets through, in order.
+    """The members of the groups that the gate accepts, in order.
 
-    Advantages are taken over all members, dropped ones too (see rollout/gate.py). `normalise` and `max_tokens`: see
-    `scales`. Raises ValueError when there is nothing to train on or a sequence has no prompt.
+    Advantages are computed over all members, including dropped ones (see rollout/gate.py). `normalise` and
+    `max_tokens`: see `scales`. Raises ValueError when there is nothing to train on or a sequence has no prompt.
     """
     members = [pair for group, worth in zip(groups, _worth(groups, advantage), strict=True) for pair in worth]
     if not members:
@@ -142,10 +142,10 @@ def collate(
 
 
 def scales(trained: Sequence[int], normalise: str, max_tokens: int) -> torch.Tensor:
-    """[B] float32 what a token of each sequence weighs; `trained` are the trained tokens of all sequences of the step.
+    """[B] float32, the weight of a token of each sequence; `trained`: trained tokens of each sequence of the step.
 
     `token`: 1 / (all trained tokens). `sequence`: 1 / (sequences * its own trained tokens). `constant`:
-    1 / (sequences * max_tokens). Raises ValueError for another word.
+    1 / (sequences * max_tokens). Raises ValueError for another name.
     """
     if normalise == "token":
         weights = [1 / max(sum(trained), 1)] * len(trained)
@@ -159,7 +159,7 @@ def scales(trained: Sequence[int], normalise: str, max_tokens: int) -> torch.Ten
 
 
 def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tuple[GatedRollout, Any]]]:
-    """For each group, its members to train on with their advantages. Raises ValueError where these do not fit them."""
+    """For each group, its members to train on, with their advantages. Raises ValueError when their numbers differ."""
     found, worth = [], advantage([each.group.rollouts for each in groups])
     given, wanted = [len(each) for each in worth], [len(each.group.rollouts) for each in groups]
     if given != wanted:
@@ -178,7 +178,7 @@ def _is_of_one_version(turn: Turn) -> bool:
 def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float]) -> None:
     prompt, turn = gated.rollout.prompt_ids, gated.rollout.turn
     if not prompt:
-        raise ValueError(f"{gated.rollout.rollout_id} has no prompt: its first token has nothing to depend on")
+        raise ValueError(f"{gated.rollout.rollout_id} has no prompt: its first token has no context")
     start, end = len(prompt), len(prompt) + len(turn.token_ids)
     batch.input_ids[row, :end] = torch.tensor([*prompt, *turn.token_ids])
     batch.completion_mask[row, start:end] = True

@@ -1,7 +1,7 @@
-"""The trainer's numbers against each generator's, before wrong ones are trained on (weights/publish/comparison.py).
+"""Compares the trainer's log-probabilities with each generator's before training (weights/publish/comparison.py).
 
-Each start of a generator is compared twice: at the version that it is first met with, and at the next one that it gets,
-because a swap may be what goes wrong, and swaps may alternate between two sets of weights.
+Each start of a generator is compared twice: at the first version that it holds, and at the next one that it receives,
+because a fault may be in the swap, and swaps may alternate between two sets of weights.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from inflight.weights.publish.comparison import ANSWER_S, REQUESTS, TOKENS, Comp
 from inflight.weights.publish.publisher import Publisher, PublishError
 
 VERSIONS = 2
-"""Of a start of a generator, that are compared."""
+"""Number of versions at which a start of a generator is compared."""
 TRIES = 3
-"""To compare a start of a generator, before it is taken for one that can't be."""
+"""Failed attempts after which a start of a generator counts as impossible to compare."""
 RETRY_S = 30.0
-"""Before the second of them, and twice as long before each further one."""
+"""Seconds before the second attempt, doubled before each further one."""
 SHORT = (4, 24)
-"""Tokens of short prompts."""
+"""Lengths of short prompts, in tokens."""
 LONG = 1024
 LONGEST = 16384
-"""Tokens of a long prompt, and of one that reaches beyond a window: what a comparison may cost."""
+"""Most tokens of a long prompt, and of one that exceeds an attention window: bounds the cost of a comparison."""
 TOKENS_AT_ONCE = 8192
-"""Of prompts in one forward pass; one prompt may have more."""
+"""Most tokens of all prompts in one forward pass, unless a single prompt has more."""
 _POLL_S = 0.2
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class _Start:
-    """What is known of one start of a generator."""
+    """The state of the comparison with one start of a generator."""
 
     compared: set[int] = field(default_factory=set)
-    """Versions at which all agreed, or was warned of."""
+    """Versions at which the numbers agreed, or a warning was logged."""
     awaited: bool = False
-    """It was given the time to get the newest version."""
+    """It was already given time to get the newest version."""
     failures: int = 0
     retry_at: float = 0.0
 
 
 class Comparing:
-    """Compares who is to be compared, and refuses or warns as `trainer.compare_start` says."""
+    """Decides which generators to compare, and refuses them or warns according to `trainer.compare_start`."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Comparing:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stop()` ends a comparison early; `device` is the trainer's."""
+        """A comparison ends early when `stop()` returns True; `device` is the trainer's."""
         self._mode, self._dtype = config.trainer.compare_start, coarser(config, device)
         self._publisher, self._learner, self._stop, self._clock = publisher, learner, stop, clock
         self._patience_s, self._join_s = config.publish.supersede_after_s, config.publish.join_timeout_s
@@ -80,13 +80,13 @@ class Comparing:
         self._told: dict[str, dict[str, Any]] = {}
         self._names = set(config.generator_names())
         self._refused: dict[str, str] = {}
-        """Generators whose newest start was refused, and why."""
+        """Generators whose newest start was refused: name → reason."""
 
     def begin(self, version: int) -> None:
-        """Returns when a generator agrees with the trainer, whose weights are those of `version`; others are compared
-        when they come. With `warn` it looks once.
+        """Returns when one generator agrees with the trainer, whose weights are those of `version`; others are compared
+        when they join. With `warn` it tries once.
 
-        Raises NumbersDiffer when one that was met disagrees and none agrees, or when none can be compared within
+        Raises NumbersDiffer when a compared one disagrees and none agrees, or when none can be compared within
         `publish.join_timeout_s`.
         """
         deadline = self._clock() + self._join_s
@@ -101,9 +101,9 @@ class Comparing:
             found = self.before_step(version) or found
 
     def before_step(self, version: int) -> list[Comparison]:
-        """Compares those that are due and hold `version`, the weights that the trainer has at hand.
+        """Compares those that are due and hold `version`, the trainer's current weights.
 
-        The first time, one that is due gets the time that a publication would wait for it. Raises NumbersDiffer when
+        The first time, one that is due gets as much time as a publication would wait for it. Raises NumbersDiffer when
         all generators of the run were refused.
         """
         if self._mode == "off":
@@ -115,7 +115,7 @@ class Comparing:
             if route.version != version and not (start := self._of(name, route)).awaited
         ]
         if late:
-            with contextlib.suppress(PublishError):  # the next publication raises it
+            with contextlib.suppress(PublishError):  # the next publication raises it again
                 self._publisher.flush(self._patience_s)
             for start in late:
                 start.awaited = True
@@ -133,7 +133,7 @@ class Comparing:
         return found
 
     def told(self) -> dict[str, object]:
-        """The part of a step's line about what was compared since the last one; empty when nothing was."""
+        """The part of a step's line about comparisons since the last one; empty when there were none."""
         told, self._told = self._told, {}
         return {"compared": told} if told else {}
 
@@ -179,8 +179,8 @@ class Comparing:
 
 
 def prompts_for(model: PretrainedConfig, max_model_len: int, seed: int) -> list[list[int]]:
-    """Token ids to compare by, the same for the same model and seed: short ones, long ones, and some that reach beyond
-    what the model's configuration draws a line at, at least three of each length."""
+    """Token ids for the comparison, the same for the same model and seed: short ones, long ones, and some that exceed
+    the limits in the model's configuration (see `edges`), at least three of each length."""
     limit = max(min(max_model_len - TOKENS, LONGEST), 1)
     wanted = {*SHORT, min(limit, LONG), *(2 * edge for edge in edges(model) if edge < limit)}
     lengths = sorted({min(length, limit) for length in wanted})
@@ -192,7 +192,7 @@ def prompts_for(model: PretrainedConfig, max_model_len: int, seed: int) -> list[
 
 
 def edges(model: PretrainedConfig) -> list[int]:
-    """Positions at which attention or positions change: a sliding window, chunks, the length that rope was made for."""
+    """Positions at which attention or positions change: a sliding window, chunks, the original length of rope."""
     rope = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None) or {}
     scaled = [rope, *(each for each in rope.values() if isinstance(each, dict))]
     found = [
@@ -203,7 +203,7 @@ def edges(model: PretrainedConfig) -> list[int]:
 
 
 def batch_of(asked: Sequence[Sampled]) -> Batch:
-    """The sequences as a batch to be scored; nothing in it is trained on."""
+    """The sequences as a batch to be scored; it is not trained on."""
     width = max(len(each.prompt_ids) + len(each.token_ids) for each in asked)
     ids = torch.zeros(len(asked), width, dtype=torch.int64)
     drawn = torch.zeros(len(asked), width, dtype=torch.bool)

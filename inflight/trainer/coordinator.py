@@ -1,16 +1,16 @@
 """Rank 0's side of the trainer's ranks: sends each collective step to the others, names a rank that does not answer.
 
-    other rank --TrainerHello--> rank 0      once all are there:
-    other rank <-----Meet------- rank 0      where the process group is formed
-    other rank <-----Piece------ rank 0      a micro-batch each, so all take part in the same collectives
+    other rank --TrainerHello--> rank 0      once all have joined:
+    other rank <-----Meet------- rank 0      the address at which to form the process group
+    other rank <-----Piece------ rank 0      one micro-batch each, so that all take part in the same collectives
     other rank ------Took------> rank 0
     other rank <-----Learn------ rank 0      what to do with it
-    other rank ----Learned-----> rank 0      or Scored, where only its log-probabilities are wanted
+    other rank ----Learned-----> rank 0      or Scored, if only its log-probabilities are needed
     other rank <-----Order------ rank 0      update, step, gather, checkpoint, drop, compare
     other rank -----Done-------> rank 0
     other rank <-----Finish----- rank 0
 
-Only rank 0 knows the run: it takes batches, stops, publishes and writes files. The other ranks carry out its orders.
+Only rank 0 has the state of the run: it takes batches, stops, publishes and writes files. Other ranks obey its orders.
 """
 
 from __future__ import annotations
@@ -42,45 +42,46 @@ from inflight.trainer.watchdog import bounded
 
 _POLL_S = 0.2
 EXPLAIN_S = 2.0
-"""How long a failed collective is looked into: as long as the news of a lost rank may need."""
+"""Seconds for which a failed collective is investigated: the report of a lost rank may take that long."""
 
 
 class CoordinatorError(RuntimeError):
-    """A rank of the trainer that is missing, has failed or does not answer; names it."""
+    """A rank of the trainer is missing, has failed or does not answer; the text names it."""
 
 
 class Coordinator:
-    """The other ranks, as rank 0 sees them. Without any, everything here returns at once.
+    """The other ranks, as rank 0 sees them. If there are none, all methods return at once.
 
     Example:
         with coordinator.together("step"):
-            optimizer.step()         # the others do the same, and collectives inside meet
+            optimizer.step()         # the others do the same, so that collectives inside match
     """
 
     def __init__(self, listener: Listener | None, config: RunConfig) -> None:
-        """The listener stays the caller's. None: this process is a trainer alone, or not rank 0."""
+        """The caller closes the listener. None: this process is the only rank, or not rank 0."""
         self._listener = listener
         self._bound_s = config.trainer.rank_timeout_s
         names = config.rank_names()[1:] if listener is not None else []
         self._done = dict.fromkeys(names, -1)
-        """Rank → number of the last order that it has done; -1 before its hello, 0 after."""
+        """Rank → number of the last order that it has carried out; -1 before its hello, 0 after."""
         self._told = 0
         self._learned: list[Learned] = []
         self._scored: dict[str, TensorData] = {}
         """Rank → log-probabilities of its newest micro-batch."""
         self._taken: dict[str, int] = {}
-        """Rank → bytes that it has taken of the micro-batch that is on its way to it."""
+        """Rank → bytes that it has received of the micro-batch that is being sent to it."""
         self._gone: dict[str, str] = {}
         """Rank → why it takes no part any more."""
 
     def wait_joined(self, timeout_s: float, rendezvous: str) -> None:
-        """Waits for all and tells them where to meet. Raises CoordinatorError naming who is missing."""
+        """Waits for all ranks and sends them the rendezvous. Raises CoordinatorError that names missing ranks."""
         self._wait(0, timeout_s, "has not joined")
         self._send_all(Meet(rendezvous=rendezvous))
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """All ranks do what is inside, within the timeout. Raises CoordinatorError when a rank is known to be gone."""
+        """All ranks carry out `what` inside, within the timeout. Raises CoordinatorError when a rank is known to be
+        lost."""
         if self._done:
             self._told += 1
             self._send_all(Order(number=self._told, what=what))
@@ -89,7 +90,7 @@ class Coordinator:
 
     @contextmanager
     def learning(self, shares: Sequence[Batch], purpose: str = "learn") -> Iterator[None]:
-        """Gives each of the others its micro-batch, to learn from or to `score`; rank 0's goes inside."""
+        """Sends each of the others its micro-batch, to train on or to `score`; rank 0 processes its own inside."""
         if self._done:
             self._told += 1
         for name, share in zip(self._done, shares, strict=True):
@@ -99,7 +100,7 @@ class Coordinator:
             yield
 
     def learned(self) -> list[Learned]:
-        """What the others have made of all their micro-batches since the last call. Raises CoordinatorError."""
+        """The results of the others' micro-batches since the last call. Raises CoordinatorError."""
         self._wait(self._told, self._bound_s, "has not learned")
         found, self._learned = self._learned, []
         return found
@@ -114,22 +115,22 @@ class Coordinator:
         return found
 
     def within_bound(self, what: str) -> AbstractContextManager[None]:
-        """Ends the process, naming who is missing, when what is inside takes longer than the bound."""
+        """Ends the process, naming the missing ranks, when the block takes longer than the timeout."""
         if not self._done:
             return contextlib.nullcontext()
         return bounded(self._bound_s, lambda: self._late(what))
 
     def finish(self, reason: str) -> None:
-        """Sends the others home."""
+        """Sends Finish to the others."""
         for name in self._done:
             with contextlib.suppress(BusError):
                 self._listen().send(name, Finish(reason=reason))
 
     def explain(self, error: BaseException) -> str:
-        """The error of a collective with the rank that caused it, if one is gone."""
+        """The error of a collective, with the rank that caused it if one is lost."""
         deadline = time.monotonic() + (EXPLAIN_S if self._done else 0.0)
         while not self._gone and time.monotonic() < deadline:
-            for name in self._done:  # to a rank that is gone nothing can be sent, which the bus notices at once
+            for name in self._done:  # sending to a lost rank fails, which the bus notices at once
                 with contextlib.suppress(BusError):
                     self._listen().send(name, Heartbeat())
             self._hear(_POLL_S)
@@ -154,7 +155,7 @@ class Coordinator:
             raise CoordinatorError(str(error)) from None
 
     def _give(self, name: str, share: Batch) -> None:
-        """Sends a micro-batch in pieces, as fast as the rank takes them."""
+        """Sends a micro-batch in pieces, as fast as the rank acknowledges them."""
         self._taken[name] = 0
         for piece in pieces(self._told, share):
             self._wait_taken(name, piece.offset - (WINDOW - 1) * PIECE_BYTES)
@@ -183,7 +184,7 @@ class Coordinator:
                 raise CoordinatorError(f"{', '.join(late)} {verb} after {timeout_s:g} s")
 
     def _hear(self, timeout_s: float) -> bool:
-        """Takes one event; False when there was none."""
+        """Handles one event; False when there was none."""
         event = self._listen().receive(timeout_s)
         match event:
             case Lost(peer=peer) if peer in self._done:

@@ -1,4 +1,4 @@
-"""The sampled tokens of a batch, and what is known of them beyond the logits: a few at a time."""
+"""The sampled tokens of a batch, with the data on them other than logits, a few at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Draws:
     """The N sampled tokens of a batch, in the order of `completion_mask.nonzero()`: sequence by sequence."""
 
     def __init__(self, batch: Batch, sampling: Sampling) -> None:
-        """`sampling` says whether the tokens that came before are needed, which they are for penalties."""
+        """`sampling` tells whether the preceding tokens are needed, as they are for penalties."""
         self._batch = batch
         self.sequence, self.at = batch.completion_mask.nonzero(as_tuple=True)
         """[N] int64 each: the row and the column of each draw in the batch."""
@@ -22,7 +22,7 @@ class Draws:
         return len(self.sequence)
 
     def recorded(self, draws: slice) -> Recorded:
-        """What is known of these draws; `draws` is a slice of 0 to N."""
+        """The recorded data of these draws; `draws` is a slice of 0 to N."""
         sequence, at = self.sequence[draws], self.at[draws]
         chosen = self._batch.input_ids[sequence, at]
         kept = None if self._batch.kept is None else self._batch.kept[sequence, at]
@@ -32,8 +32,8 @@ class Draws:
 
 
 class _Before:
-    """Which tokens came before a draw, and how often. Per draw that is a row over the U different tokens of its
-    sequence, so it is made for a few draws at a time: all rows together are as large as tokens x vocabulary."""
+    """Which tokens precede a draw, and how often. Per draw that is a row over the U different tokens of its sequence,
+    so it is computed for a few draws at a time: all rows together would be as large as tokens x vocabulary."""
 
     def __init__(self, batch: Batch) -> None:
         ids, drawn = batch.input_ids, batch.completion_mask
@@ -46,7 +46,7 @@ class _Before:
         self._in_prompt[sequence, self._number[sequence, at]] = True
 
     def of(self, sequence: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`seen`, `in_prompt` and `drawn_before` of Recorded, [n, U] each, of draws that follow each other."""
+        """`seen`, `in_prompt` and `drawn_before` of Recorded, [n, U] each, of consecutive draws."""
         numbers = torch.arange(self._different.shape[1], device=at.device)
         draws = (self._number[sequence, at][:, None] == numbers).int()
         before = draws.cumsum(dim=0, dtype=torch.int32) - draws
@@ -58,7 +58,8 @@ class _Before:
 
 
 def _different(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The different tokens of each row of [B, L], [B, U] ascending and 0 beyond, and which of them each token is."""
+    """The different tokens of each row of [B, L], as [B, U] ascending and padded with 0, and the index of each token
+    in it."""
     ascending, order = ids.sort(dim=1)
     another = ascending.diff(dim=1, prepend=ascending[:, :1]) != 0
     number = torch.zeros_like(ids).scatter(1, order, another.cumsum(dim=1))

@@ -1,4 +1,4 @@
-"""A rank of the trainer other than 0: does what rank 0 says (trainer/coordinator.py), until that is over."""
+"""A rank of the trainer other than 0: carries out the orders of rank 0 (trainer/coordinator.py) until Finish."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ REASON_CHARACTERS = 1000
 
 
 class FollowError(RuntimeError):
-    """Rank 0 has said what a rank can't do, or nothing in time."""
+    """Rank 0 sent an order that a rank can't carry out, or nothing in time."""
 
 
 def follow(config: RunConfig, rank: int) -> None:
-    """Takes part until rank 0 says that all is over. Raises PeerLost when it is gone, and what a step raises."""
+    """Takes part until rank 0 sends Finish. Raises PeerLost when rank 0 is lost, and any error of a step."""
     torch.set_num_threads(config.trainer.threads)
     with Link(config.endpoint("ranks"), config.rank_names()[rank], config.bus) as link:
         try:
@@ -65,7 +65,7 @@ def _take_part(config: RunConfig, rank: int, link: Link) -> None:
         form_group(store.tcp, rank, settings.processes, accelerator.device, bound_s)
     set_seed(config.seed)
     follower = Follower(config, accelerator)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets one too, and says when it is over
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets one too, and sends Finish
     while not isinstance(message := link.receive(_POLL_S), Finish):
         if message is not None:
             with in_time():
@@ -87,7 +87,7 @@ def _rendezvous(link: Link, timeout_s: float) -> str:
 
 
 class Follower:
-    """The model's shards on this rank, and what is done with them."""
+    """The model's shards on this rank, and the operations on them."""
 
     def __init__(self, config: RunConfig, accelerator: Accelerator) -> None:
         """Loads and shards the model, together with the other ranks."""
@@ -103,7 +103,7 @@ class Follower:
         self._fence.hold(self._learner.optimizer.optimizer)
 
     def do(self, message: AnyMessage) -> Done | Learned | Scored | Took:
-        """What rank 0 does at the same time, and the answer to it. Raises FollowError for anything else."""
+        """Carries out an order beside rank 0 and returns the answer. Raises FollowError for any other message."""
         match message:
             case Piece(number=number):
                 return Took(number=number, nbytes=self._pieces.add(message))

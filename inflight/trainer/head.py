@@ -1,8 +1,8 @@
-"""The output layer over many draws, without all their logits at once.
+"""The output layer over many draws, without holding all their logits at once.
 
-Logits and what is made of them exist for a chunk of draws only, forward and backward: the backward pass computes each
-chunk's logits again. Its memory is bounded by the chunk, whatever the number of draws; what it costs is the output
-layer's forward pass a second time (recomputation as in Chen et al. 2016, arXiv 1604.06174).
+Logits and everything computed from them exist for one chunk of draws at a time, forward and backward: the backward pass
+computes each chunk's logits again. Memory is bounded by the chunk, whatever the number of draws; the cost is a second
+forward pass of the output layer (recomputation as in Chen et al. 2016, arXiv 1604.06174).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from inflight.sampling import Sampling, processed_logprobs
 from inflight.trainer.draws import Draws
 
 LOGITS_AT_ONCE = 1 << 27
-"""Logits of a chunk: 883 draws with a vocabulary of 151,936. In bfloat16 forward and backward take about 3 GiB for
-them, and 4 GiB where sampling cuts tokens off (12 to 27 bytes a logit, and the gradient)."""
+"""Logits of a chunk: 883 draws with a vocabulary of 151,936. In bfloat16, forward and backward take about 3 GiB for
+them, and 4 GiB if sampling truncates the distribution (12 to 27 bytes per logit, and the gradient)."""
 _ENTROPY_ROWS = 256
-"""Draws whose entropy is computed at once."""
+"""Number of draws whose entropy is computed at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """From hidden states to log-probabilities and entropies of the draws that they predict."""
+    """Computes log-probabilities and entropies of draws from the hidden states that predict them."""
 
     layer: nn.Module
     """[n, H] to logits [n, V]."""
@@ -36,7 +36,7 @@ class Head:
     sampling: Sampling
     entropy_gradient: bool
     chunk: int
-    """Draws at once."""
+    """Number of draws per chunk."""
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[N, H] to [N] log-probabilities and [N] entropies, float32 (float64 for hidden states in float64)."""
@@ -46,14 +46,14 @@ class Head:
         return _Chunked.apply(self, hidden, *parameters.values())  # type: ignore[no-any-return, no-untyped-call]
 
     def chunks(self) -> Iterator[slice]:
-        """Of the draws, in order."""
+        """The chunks of draws, in order."""
         for start in range(0, len(self.draws), self.chunk):
             yield slice(start, min(start + self.chunk, len(self.draws)))
 
     def score(
         self, hidden: torch.Tensor, parameters: dict[str, torch.Tensor], rows: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same of some draws, with these `parameters` in the output layer; `hidden` [n, H] is theirs."""
+        """The same for some draws, with these `parameters` of the output layer; `hidden` [n, H] is theirs."""
         recorded = self.draws.recorded(rows)
         logits = functional_call(self.layer, parameters, (hidden,))
         logprobs = processed_logprobs(logits, self.sampling, recorded)
@@ -64,8 +64,8 @@ class Head:
 
 
 class _Chunked(torch.autograd.Function):
-    """Chunk by chunk. Gradients of the output layer's parameters are added up in float32 at least: with bfloat16 a sum
-    over many chunks would lose the small ones."""
+    """Processes chunk by chunk. Gradients of the output layer's parameters are summed in float32 or higher: in bfloat16
+    a sum over many chunks would lose the small ones."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -115,5 +115,5 @@ def _summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def _entropy(logprobs: torch.Tensor) -> torch.Tensor:
-    """[N] of [N, V]; what is impossible adds nothing."""
+    """[N] entropies of [N, V]; impossible tokens add nothing."""
     return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)

@@ -30,7 +30,7 @@ from inflight.weights.shards import is_sharded
 
 
 class Stopped(Exception):
-    """The step was given up half-way, before anything of the weights was changed."""
+    """The step was cancelled half way, before the weights changed."""
 
 
 class Learner:
@@ -46,14 +46,14 @@ class Learner:
         *,
         step: int = 0,
     ) -> None:
-        """`reference` is what the divergence is measured against, where `trainer.objective` asks for the start.
+        """`reference`: the model from which the KL divergence is measured, if `trainer.objective` uses the start model.
 
-        `coordinator` is rank 0's; None for a trainer alone and on the other ranks. `step` steps were taken before: the
-        schedule of the learning rate goes on from there. Raises ConfigError for an objective or an advantage that does
-        not exist or refuses its options.
+        `coordinator` is rank 0's; None for a single rank and on the other ranks. `step`: number of steps taken before,
+        from which the learning-rate schedule continues. Raises ConfigError for an objective or an advantage that does
+        not exist or rejects its options.
         """
         self.baseline: Baseline | None = None
-        """Is shown what is scored."""
+        """If set, gets every scored micro-batch."""
         self.policy, self._config, self._accelerator = policy, config, accelerator
         self.coordinator = coordinator or Coordinator(None, config)
         self._reference, self._loss = reference, make_loss(config)
@@ -68,7 +68,7 @@ class Learner:
 
     @property
     def settings(self) -> TrainerConfig:
-        """How it is to learn."""
+        """The trainer's options."""
         return self._config.trainer
 
     @property
@@ -77,7 +77,7 @@ class Learner:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def collate(self, groups: Sequence[GatedGroup]) -> Batch:
-        """The batch of a step, its tokens valued and weighed as the run is configured."""
+        """The batch of a step, with advantages and token weights as configured."""
         return collate(
             groups,
             advantage=self._advantage,
@@ -86,15 +86,15 @@ class Learner:
         )
 
     def mini_batches(self, batch: Batch) -> list[Batch]:
-        """The parts of one epoch, dealt out anew at each call."""
+        """The parts of one epoch, a new random partition at each call."""
         return mini_batches(
             batch, self.settings.updates_per_batch, self._loss.normalise, self._config.rollout.max_tokens
         )
 
     def scored(self, batch: Batch, stop: Callable[[], bool]) -> Batch:
-        """The batch with `proximal_logprobs`: its tokens' log-probabilities under the weights as they are now.
+        """The batch with `proximal_logprobs`: its tokens' log-probabilities under the current weights.
 
-        In the micro-batches that a step computes in. Raises Stopped as `backward` does.
+        Computed in the micro-batches of a step. Raises Stopped as `backward` does.
         """
         found: list[torch.Tensor] = []
         for own, *others in self._rounds(batch):
@@ -111,16 +111,16 @@ class Learner:
 
     @torch.no_grad()
     def score(self, batch: Batch) -> torch.Tensor:
-        """[B, L] float32 on the CPU: log-probabilities of a micro-batch's tokens under the weights as they are now."""
+        """[B, L] float32 on the CPU: log-probabilities of a micro-batch's tokens under the current weights."""
         scores = self._score(self.policy.score, batch.to(self._accelerator.device))
         self.policy.reshard()
         return scores.logprobs.cpu()
 
     def backward(self, batch: Batch, stop: Callable[[], bool]) -> tuple[float, Stats]:
-        """Leaves the gradient of the batch's loss on the master weights; the loss and what happened.
+        """Leaves the gradient of the batch's loss on the master weights; returns the loss and the step's figures.
 
-        Both are the same whatever the micro-batches and ranks. Raises Stopped when `stop()` says so between
-        micro-batches.
+        Both are independent of the split into micro-batches and ranks. Raises Stopped when `stop()` returns True
+        between micro-batches.
         """
         done: list[tuple[float, Stats]] = []
         for own, *others in self._rounds(batch):
@@ -143,13 +143,13 @@ class Learner:
         return {"size": by.micro_batch, "ranks": ranks, "mixed": by.packing, "tokens": by.micro_batch_tokens}
 
     def learn(self, batch: Batch) -> tuple[float, Stats]:
-        """Adds the gradient of a micro-batch; its share of the step's loss, and what happened."""
+        """Adds the gradient of a micro-batch; returns its share of the step's loss, and its figures."""
         part = batch.to(self._accelerator.device)
         scores = self._score(self.policy.score, part, entropy_gradient=self._loss.entropy > 0)
         if self.baseline is not None:
             self.baseline.add(scores.logprobs, part)
         share, stats = self._loss(scores, part, self._reference_logprobs(part))
-        # FSDP2 averages the ranks' gradients, but each has a share of one sum.
+        # FSDP2 averages the ranks' gradients, but each rank has a part of one sum.
         self._accelerator.backward(share * self._config.trainer.processes)
         self.policy.collect_gradients()
         return float(share.detach()), stats
@@ -158,7 +158,7 @@ class Learner:
     def logprobs(self, batch: Batch, sampling: Sampling) -> torch.Tensor:
         """[B, L] float32 on the CPU: log-probabilities of the completions under `sampling`, 0 elsewhere.
 
-        To be called by rank 0; the others take part with a sequence of their own, so that collectives inside meet.
+        Called by rank 0; the other ranks take part with a sequence of their own, so that collectives inside match.
         """
         with self.coordinator.together("compare"):
             part = batch.to(self._accelerator.device)
@@ -172,7 +172,7 @@ class Learner:
 
     @torch.no_grad()
     def _reference_logprobs(self, batch: Batch) -> torch.Tensor | None:
-        """[B, L] what the divergence is measured against; None when it is not."""
+        """[B, L] log-probabilities of the reference for the KL divergence; None without one."""
         if not self._loss.kl:
             return None
         if self._config.trainer.objective.kl_reference == "teacher":
@@ -182,10 +182,11 @@ class Learner:
         return self._score(functools.partial(score_tokens, self._reference), batch).logprobs
 
     def step(self, *, last: bool = True) -> float:
-        """Clips, steps, forgets the gradient; its norm before clipping. Where that is not finite, no step is taken.
+        """Clips, steps and clears the gradient; returns its norm before clipping. No step is taken if that is not
+        finite.
 
-        The norm is over all shards, so that all ranks take the step or none does. The learning rate moves on with the
-        `last` update of a batch, as the version does: if any update of the batch was taken.
+        The norm is over all shards, so that all ranks take the step or none does. The learning rate advances with the
+        `last` update of a batch, as the version does, if any update of the batch was taken.
         """
         with self.coordinator.together("step" if last else "update"):
             norm = self._clip()
@@ -200,6 +201,6 @@ class Learner:
         return norm
 
     def _clip(self) -> float:
-        """The norm over all shards; each rank scales its own by it."""
+        """The norm over all shards; each rank scales its own shards by it."""
         norm = torch.nn.utils.clip_grad_norm_(self.policy.master.parameters(), self._config.trainer.grad_clip)
         return float(norm.full_tensor() if is_sharded(norm) else norm)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens under the trainer's weights, of the distribution that they were sampled from."""
+"""Log-probabilities of sampled tokens under the trainer's weights, for the distribution that they were sampled from."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What a model says of sampled tokens: [B, L] float32 each, 0 where none was sampled."""
+    """A model's scores of sampled tokens: [B, L] float32 each, 0 elsewhere."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
-    """Nats, of the distribution that the token was drawn from; without gradient unless it was asked for."""
+    """Nats, of the distribution that the token was sampled from; without a gradient unless requested."""
 
 
 def require_plain_logits(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model whose logits are more than its output layer over the last hidden state."""
+    """Raises ValueError for a model whose logits are not simply its output layer over the last hidden state."""
     for name in _LOGIT_CHANGES:
         value = getattr(model.config, name, None)
         if value not in (None, 1, 1.0):
@@ -43,8 +43,8 @@ def score_tokens(
     packing: bool = False,
     logits_at_once: int = LOGITS_AT_ONCE,
 ) -> Scores:
-    """At each token of the completion its log-probability given all before it, and the entropy of what it was drawn
-    from: of the distribution that the generator drew from, with the model's weights in place of the generator's.
+    """For each token of the completion, its log-probability given all tokens before and the entropy, both of the
+    distribution that the generator sampled from, with the model's weights instead of the generator's.
 
     `batch.completion_mask` [B, L] must be False in the first column. With `packing` short sequences share a row.
     Logits are computed for the completion only: with a vocabulary of 49,152 the output layer is a fifth of SmolLM2's

@@ -1,7 +1,7 @@
-"""The training loop: take a batch, learn from it, publish.
+"""The training loop: take a batch, train on it, publish.
 
-One version a step: step s trains at version s - 1 and publishes s. The trainer waits for a batch and, when publishing
-is slower than a step, for the version before; generation and transfer go on beside it.
+One version per step: step s trains at version s - 1 and publishes s. The trainer waits for a batch and, when publishing
+is slower than a step, for the previous version; generation and transfer overlap with training.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
 
 FINISH_S = 10.0
-"""How long the actors get to end what they have in flight."""
+"""Seconds that actors get to finish their groups in flight."""
 
 
 class TrainError(RuntimeError):
-    """The run can't go on; the text says who or what is missing."""
+    """The run can't continue; the text says which process or data is missing."""
 
 
 class Trainer:
-    """Steps until the configured number is reached, `stop` is set or something is gone for good."""
+    """Takes steps until the configured number is reached, `stop` is set or something is permanently lost."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Trainer:
         stop: Stop,
         begun: Saved,
     ) -> None:
-        """`begun` is where the run goes on from: step 0, or what a checkpoint holds."""
+        """`begun`: the state to start from: step 0, or that of a checkpoint."""
         self._config, self._model_dir = config, model_dir
         self._learner, self._source = learner, source
         self._buffer, self._publisher, self._reporter = buffer, publisher, reporter
@@ -65,16 +65,16 @@ class Trainer:
         self._clock = Clock(begun.elapsed_s)
         self.steps_done = begun.step
         self.data_ended = ""
-        """Why the task has no question left; empty while it may have some."""
+        """Why the task has no more questions; empty while it may have some."""
         self._books = begun.books
-        """Of the moment when the optimizer's last step was done or skipped: what a checkpoint says was trained on, it
-        has seen, and what it was kept from does not come again."""
+        """The buffer's state at the last optimizer step, done or skipped. A checkpoint thus counts a group as trained
+        on only if its optimizer has seen it; groups dropped before are not repeated."""
 
     def run(self) -> None:
-        """All steps, then the end of the run for everyone.
+        """Runs all steps, then shuts the run down.
 
-        Raises TrainError, TimeoutError, LearnError or NumbersDiffer, and NotFinite in place of each when the newest
-        version can't be gone on from.
+        Raises TrainError, TimeoutError, LearnError or NumbersDiffer; raises NotFinite instead if the newest weights
+        cannot be resumed from.
         """
         self._reporter.phase("comparing with generators")
         self._comparing.begin(self.steps_done)
@@ -93,7 +93,7 @@ class Trainer:
                     self._save_before(error)
                     raise error from end
                 break
-            # no batch came, no gradient is finite, or the generators' numbers are not the trainer's
+            # no batch was ready, no gradient is finite, or the generators' numbers differ from the trainer's
             except (TimeoutError, LearnError, NumbersDiffer) as end:
                 self._save_before(end)
                 raise
@@ -102,9 +102,9 @@ class Trainer:
         self._finish()
 
     def train_step(self, step: int) -> bool:
-        """One version: a batch judged at the version before, the optimizer's steps on it, the publication.
+        """One version: a batch judged at the previous version, the optimizer steps on it, the publication.
 
-        False when no gradient of the batch was finite: then there is no version, and its questions are done with.
+        Returns False when no gradient of the batch was finite: then there is no version, and its questions are settled.
         """
         self._baseline.require()
         with self._clock.phase("wait_s"):
@@ -131,9 +131,9 @@ class Trainer:
         return True
 
     def _tell_skipped(self, text: str, lost_groups: Sequence[GatedGroup]) -> None:
-        """Of an update that was not taken; `lost_groups` are those that nothing was learnt from.
+        """Reports updates that were skipped; `lost_groups` are those that were not trained on.
 
-        Raises NotFinite where the weights are to blame, which were published already.
+        Raises NotFinite if the weights, which are published already, are the cause.
         """
         if lost_groups:
             self._require_sound()
@@ -142,7 +142,7 @@ class Trainer:
         self._reporter.warn(text)
 
     def publish(self, version: int) -> PublishReport:
-        """Keeps the version's file first, so that no token can be sampled under weights that an audit would miss."""
+        """Writes the version's file first, so that no token can be sampled by weights that an audit does not have."""
         self.keep(version)
         return self._publisher.publish(version)
 
@@ -166,9 +166,9 @@ class Trainer:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Writes what a run can go on from: everything as it is after the last whole step.
+        """Writes a checkpoint of the state after the last whole step.
 
-        Raises NotFinite, and writes none, when its weights can't be sent: a run that goes on would serve them.
+        Raises NotFinite, and writes none, when its weights can't be sent: a resumed run would serve them.
         """
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
         folder, learner = self._config.path / FOLDER, self._learner
@@ -181,17 +181,17 @@ class Trainer:
 
     def _require_sound(self) -> None:
         """Raises NotFinite when the newest version can't be sent."""
-        with self._learner.coordinator.within_bound("look at the weights"):
+        with self._learner.coordinator.within_bound("check the weights"):
             self._publisher.require_sound()
 
     @property
     def _has_begun(self) -> bool:
-        """Whether there is anything to go on from but the beginning."""
+        """Whether there is a state to resume from other than the beginning."""
         return self.steps_done > 0 or self._books != NO_BOOKS
 
     def _save_before(self, end: Exception) -> None:
-        """Until the optimizer changes something all steps are whole: they are kept, though the run ends. The reason
-        comes first."""
+        """Writes a checkpoint although the run ends with an error: as long as the optimizer is not in a step, all steps
+        are whole. The original error is reported first."""
         if self._has_begun:
             try:
                 self.checkpoint()
@@ -199,12 +199,12 @@ class Trainer:
                 end.add_note(f"and no checkpoint could be written: {error}")
 
     def _finish(self) -> None:
-        """Keeps the result, sees the last version in, ends the actors and the generators."""
+        """Writes the result, waits for the last version, ends the actors and the generators."""
         stopped = self._stop.is_set()
         ended = "all {} steps are done" if not self.data_ended else "the data ended after {} steps"
         reason = "the trainer was stopped" if stopped else ended.format(self.steps_done)
         if self._has_begun:
-            self.checkpoint()  # before anyone is told: once others are gone, the launcher does not wait for long
+            self.checkpoint()  # before Finish is sent: once others have ended, the launcher does not wait for long
         self._reporter.phase("finishing")
         if not stopped:
             self._publisher.flush(self._patience)
@@ -214,7 +214,7 @@ class Trainer:
 
 
 def lost(publisher: Publisher) -> str | None:
-    """Why no batch can come any more: no generator has taken part for `publish.join_timeout_s`. None while one may."""
+    """Why no further batch is possible: no generator has joined for `publish.join_timeout_s`. None: one is possible."""
     if publisher.deserted_s <= publisher.patience_s:
         return None
     states = "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in publisher.states.items())

@@ -1,7 +1,7 @@
-"""The loss of a micro-batch: the objective, a divergence from a reference, an entropy bonus. Pure functions of tensors.
+"""The loss of a micro-batch: the objective, a KL divergence, an entropy bonus. Pure functions of tensors.
 
-A loss is a sum in which each token has its share of the whole step (`Batch.scales`), never a mean over what happens to
-be in the micro-batch: micro-batches and ranks add up to the same loss and gradient, however the step is cut.
+A loss is a sum in which each token has its share of the whole step (`Batch.scales`), never a mean over the
+micro-batch: micro-batches and ranks add up to the same loss and gradient, however the step is split.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from inflight.trainer.stats import Stats, measure
 
 @dataclass(frozen=True)
 class Loss:
-    """What a run minimises; made once from its configuration."""
+    """The loss of a run; made once from its configuration."""
 
     objective: Callable[[Terms], TokenLoss]
     normalise: str
     kl: float = 0.0
     kl_cap: float = 0.0
-    """Of the weights that make the divergence's gradient right on old tokens; 0: none."""
+    """Cap of the weights that correct the divergence's gradient on stale tokens; 0: no weights."""
     kl_estimator: str = "k3"
     entropy: float = 0.0
     ratio_rules: Sequence[tuple[str, RatioRule]] = ()
@@ -40,10 +40,10 @@ class Loss:
     def __call__(
         self, scores: Scores, batch: Batch, reference: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Stats]:
-        """The micro-batch's share of the step's loss, a float32 scalar, and what happened.
+        """The micro-batch's share of the step's loss, a float32 scalar, and its figures.
 
-        `scores` carries the gradient; `reference` [B, L] are the log-probabilities that `kl` is measured against.
-        Only trained tokens are read, so a masked one has exactly no gradient, even where it is not finite.
+        `scores` carries the gradient; `reference` [B, L] are the log-probabilities that `kl` is measured from. Only
+        trained tokens are read, so a masked one has exactly zero gradient, even where it is not finite.
         """
         mask, gated_by = self._gate(scores.logprobs, batch)
         terms = Terms.of(scores.logprobs, batch, mask)
@@ -66,9 +66,9 @@ class Loss:
 
     @torch.no_grad()
     def _gate(self, logprobs: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, dict[str, int]]:
-        """[B, L] what is still trained on after the rules on log-ratios, and how many tokens each has masked.
+        """[B, L] the tokens that remain after the rules on log-ratios, and how many tokens each rule has masked.
 
-        They judge by the weights before the batch's first update: a token is in for all updates, or for none.
+        Rules use the weights before the batch's first update: a token takes part in all updates, or in none.
         """
         if batch.proximal_logprobs is not None:
             logprobs = batch.proximal_logprobs
@@ -76,21 +76,21 @@ class Loss:
         for name, rule in self.ratio_rules:
             log_ratio = (logprobs - batch.behaviour_logprobs).masked_fill(~mask, 0)
             kept = mask & rule(log_ratio, mask)
-            counts[name] += int(mask.sum() - kept.sum())  # a rule may stand there twice
+            counts[name] += int(mask.sum() - kept.sum())  # a rule may be configured twice
             mask = kept
         return mask, dict(counts)
 
 
 def make_loss(config: RunConfig) -> Loss:
-    """The loss of a run, tried once on made-up tokens.
+    """The loss of a run, tried once on dummy tokens.
 
-    Raises ConfigError naming the objective or the option that does not exist or does not work.
+    Raises ConfigError that names an unknown objective or option, or one that fails.
     """
     settings = config.trainer.objective
     place = "trainer.objective"
     function = find(settings.name, OBJECTIVES, f"{place}.name")
     objective = with_options(function, settings.options, f"{place}.options")
-    _try(objective, settings.name)  # first: a value that is not allowed is the nearer reason
+    _try(objective, settings.name)  # first: an invalid value is the more specific error
     if config.trainer.updates == 1:
         _require_bound(function, settings.options, f"{place}.options")
     return Loss(
@@ -109,10 +109,10 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch
     (Schulman 2020, "Approximating KL Divergence"):
 
         k1 = -d            unbiased; its own gradient is zero in expectation
-        k2 = d^2 / 2       biased in value, right in gradient
+        k2 = d^2 / 2       biased value, correct gradient
         k3 = exp(d) - d - 1    unbiased, never negative: GRPO's
 
-    `d` is bounded to keep exp finite. Raises ValueError for another name.
+    `d` is clamped to keep exp finite. Raises ValueError for another name.
     """
     d = (reference - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     if estimator == "k1":
@@ -125,13 +125,13 @@ def kl(logprobs: torch.Tensor, reference: torch.Tensor, estimator: str) -> torch
 
 
 def weighted_kl(terms: Terms, reference: torch.Tensor, estimator: str, cap: float) -> torch.Tensor:
-    """[B, L] the estimate of KL(p || reference) at tokens that another policy has sampled, each weighed by
+    """[B, L] estimates of KL(p || reference) at tokens that another policy has sampled, each weighted by
     `w = min(p / p_behave, cap)`, with the gradient `w (log p - log reference) grad log p`.
 
-    Below the cap its mean and its gradient are those of the divergence for k1 and k3, whoever has sampled: it is the
-    unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556), `r k3` with the gradient through `r` as well, token by token;
-    k2 is biased in value, as it is on fresh tokens. Without weights the gradient of k3 is that of KL(reference || p),
-    and the one of k1 is none.
+    Below the cap its mean and its gradient are those of the divergence for k1 and k3, whatever the sampling policy: it
+    is the unbiased estimate of DeepSeek-V3.2 (arXiv 2512.02556), `r k3` with the gradient through `r` as well, token by
+    token; k2 has a biased value, as on fresh tokens. Without weights the gradient of k3 is that of KL(reference || p),
+    and that of k1 is zero.
     """
     weight = ratio(terms.log_ratio.detach()).clamp(max=cap)
     toward = kl(terms.logprobs, reference, "k2")  # its gradient is (log p - log reference) grad log p
@@ -139,20 +139,20 @@ def weighted_kl(terms: Terms, reference: torch.Tensor, estimator: str, cap: floa
 
 
 def _require_bound(function: Callable[..., TokenLoss], options: Mapping[str, Any], place: str) -> None:
-    """Raises ConfigError for an option, set by someone, that bounds what is always 1 with one update a batch."""
+    """Raises ConfigError for an option that was set and bounds a ratio which is always 1 with one update per batch."""
     names, unless = getattr(function, "bounds_update", ((), {}))
     if any(options.get(key) == value for key, value in unless.items()):
         return
     for name in names:
         if name in options:
             raise ConfigError(
-                f"{place}.{name} is set and has no effect: it bounds p / p_prox, which is 1 with one update a batch"
+                f"{place}.{name} is set and has no effect: it bounds p / p_prox, which is 1 with one update per batch"
                 " (trainer.updates_per_batch, trainer.epochs_per_batch)"
             )
 
 
 def _try(objective: Callable[[Terms], TokenLoss], name: str) -> None:
-    shape = (2, 3)  # not square, and nothing is 1: what is of another shape shows
+    shape = (2, 3)  # not square, and no dimension is 1, so that another shape is noticed
     zeros = torch.zeros(shape)
     terms = Terms(zeros, zeros, None, zeros, zeros == 0, torch.zeros(shape, dtype=torch.int64))
     try:
@@ -160,4 +160,4 @@ def _try(objective: Callable[[Terms], TokenLoss], name: str) -> None:
     except Exception as error:  # noqa: BLE001 - an objective may be foreign code
         raise ConfigError(f"trainer.objective {name}: {error}") from None
     if not isinstance(result, TokenLoss) or result.loss.shape != shape or result.clipped.shape != shape:
-        raise ConfigError(f"trainer.objective {name} does not give a TokenLoss of the shape that it was given")
+        raise ConfigError(f"trainer.objective {name} does not return a TokenLoss of the shape of its input")

@@ -1,4 +1,4 @@
-"""How the sequences of a micro-batch lie in the rows that a model computes: one a row, or several end to end."""
+"""Layout of a micro-batch's sequences in the rows that a model computes: one per row, or several end to end."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What a model is given for B sequences, and where to look for what it says of them."""
+    """The input of a model for B sequences, and where each of them lies in it."""
 
     input_ids: torch.Tensor
     """[R, W] int64."""
     position_ids: torch.Tensor | None
-    """[R, W] int64, from 0 again at each sequence: transformers makes the mask that keeps them apart of it. None where
-    each sequence has a row of its own."""
+    """[R, W] int64, starting from 0 at each sequence: transformers derives the mask that separates them from it. None
+    if each sequence has a row of its own."""
     row: torch.Tensor
     """[B] int64, the row of each sequence."""
     start: torch.Tensor
@@ -25,15 +25,15 @@ class Rows:
 
 
 def padded(ids: torch.Tensor) -> Rows:
-    """A row a sequence, as they are: padding stands on the right, where causal attention never sees it."""
+    """One sequence per row, unchanged: padding is on the right, where causal attention never sees it."""
     first = torch.arange(ids.shape[0], device=ids.device)
     return Rows(ids, None, first, torch.zeros_like(first))
 
 
 def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
-    """Sequences end to end, in rows no wider than the longest: attention is never asked for more than with padding.
+    """Sequences end to end, in rows no wider than the longest: attention is never longer than with padding.
 
-    `ids` [B, L], of which the first `lengths` [B] of each row are tokens. Where no two fit into a row, `padded`.
+    `ids` [B, L], of which the first `lengths` [B] of each row are tokens. If no two fit into a row, `padded`.
     """
     places = _best_fit(lengths.tolist())
     row, start = torch.tensor(places, device=ids.device).unbind(1)
@@ -43,7 +43,7 @@ def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
     columns = torch.arange(ids.shape[1], device=ids.device)
     sequence, at = (columns < lengths[:, None]).nonzero(as_tuple=True)
     there = row[sequence], start[sequence] + at
-    laid, positions = ids.new_zeros(shape), ids.new_zeros(shape)  # what is left over: sequences of one token each
+    laid, positions = ids.new_zeros(shape), ids.new_zeros(shape)  # unused columns: sequences of one token each
     laid[there], positions[there] = ids[sequence, at], at
     return Rows(laid, positions, row, start)
 
@@ -55,7 +55,7 @@ def packed_tokens(lengths: Sequence[int]) -> int:
 
 @torch.no_grad()
 def require_apart(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model in which a token of one sequence reaches another one of the same row."""
+    """Raises ValueError for a model in which tokens of one sequence attend to another one in the same row."""
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]], device=model.device)
     others = ids.clone()
     others[0] = torch.tensor([3, 1, 5])
@@ -65,12 +65,12 @@ def require_apart(model: PreTrainedModel) -> None:
         for each in (ids, others)
     )
     if not torch.equal(ours, theirs):
-        raise ValueError(f"trainer.packing=true: sequences in a row are not kept apart by {type(model).__name__}")
+        raise ValueError(f"trainer.packing=true: {type(model).__name__} does not separate sequences in a row")
 
 
 def _best_fit(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(row, column) of each sequence: the longest first, each where the least is left over (Johnson 1973, "Near-optimal
-    bin packing algorithms"); rows are as wide as the longest."""
+    """(row, column) of each sequence: the longest first, each into the row with the least space left (Johnson 1973,
+    "Near-optimal bin packing algorithms"); rows are as wide as the longest."""
     width, free = max(lengths), list[int]()
     places = [(0, 0)] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):

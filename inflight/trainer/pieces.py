@@ -1,7 +1,7 @@
-"""A micro-batch on its way to another rank, in pieces: a message is bounded, a micro-batch of long sequences is not.
+"""Sends a micro-batch to another rank in pieces: messages have a size limit that long sequences may exceed.
 
 rank 0 --Piece--> other rank     in order, WINDOW of them at a time
-rank 0 <--Took--- other rank     so many bytes have come
+rank 0 <--Took--- other rank     number of bytes received
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from inflight.trainer.batch import Batch
 from inflight.trainer.wire import from_wire, to_wire
 
 WINDOW = 4
-"""Pieces that a rank may have been sent and not taken: bounds what waits in the sockets between."""
+"""Pieces that may be sent without acknowledgement: bounds the data queued in the sockets."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Parcel)
 
 
 class PieceError(ValueError):
-    """A piece that is not the next one, or a parcel that is too large, not whole or no micro-batch."""
+    """A piece that is not the next one, or a parcel that is too large, incomplete or not a micro-batch."""
 
 
 def pieces(number: int, batch: Batch) -> Iterator[Piece]:
-    """A micro-batch cut up, at least one piece. Raises PieceError when it is larger than any may be."""
+    """A micro-batch split into at least one piece. Raises PieceError when it is larger than the limit."""
     parcel = _encoder.encode(to_wire(batch))
     if len(parcel) > MAX_PARCEL_BYTES:
         raise PieceError(
@@ -38,17 +38,17 @@ def pieces(number: int, batch: Batch) -> Iterator[Piece]:
 
 
 class Assembly:
-    """The pieces that have come, of one micro-batch at a time."""
+    """Collects the received pieces of one micro-batch at a time."""
 
     def __init__(self) -> None:
         self._number = self._total = 0
         self._parts = bytearray()
 
     def add(self, piece: Piece) -> int:
-        """Takes the next piece; how many bytes have come of its micro-batch.
+        """Adds the next piece; returns the number of bytes received of its micro-batch.
 
-        Raises PieceError, naming what was expected, for any but the next one. Memory is taken for what has come, never
-        for what is announced.
+        Raises PieceError that names the expected piece for any but the next one. Memory is allocated for received
+        bytes, never for announced ones.
         """
         if piece.offset == 0 and len(self._parts) == self._total:
             self._number, self._total, self._parts = piece.number, piece.total, bytearray()
@@ -61,10 +61,10 @@ class Assembly:
         return len(self._parts)
 
     def take(self, number: int) -> Batch:
-        """The micro-batch of an order, which is forgotten here. Raises PieceError or RankDataError when it is none."""
+        """Removes and returns the micro-batch of an order. Raises PieceError or RankDataError when it is none."""
         if self._number != number or len(self._parts) != self._total or not self._total:
             have = f"{len(self._parts)} of {self._total} bytes of order {self._number}"
-            raise PieceError(f"order {number}: {have} are there")
+            raise PieceError(f"order {number}: only {have} were received")
         parcel, self._parts, self._total = self._parts, bytearray(), 0
         try:
             return from_wire(Batch, _decoder.decode(parcel))

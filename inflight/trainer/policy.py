@@ -1,11 +1,12 @@
-"""The weights that are trained, in float32, and what computes with them.
+"""The trained weights in float32, and the modules that compute with them.
 
-Forward and backward run on a bfloat16 twin: the very values that the generators get. Gradients are added up, and the
-optimizer steps, in float32 on the master weights; afterwards the twin takes their values again. Measured on one core
-of a Xeon with AMX, SmolLM2, 32 sequences of 90 tokens, forward and backward: twin 7.4 s, autocast 9.3 s, float32 28 s.
+Forward and backward run on a bfloat16 copy, the twin, whose values are exactly those that the generators get. Gradients
+are accumulated and the optimizer steps in float32 on the master weights; afterwards the twin is updated. Measured on
+one core of a Xeon with AMX, SmolLM2, 32 sequences of 90 tokens, forward and backward: twin 7.4 s, autocast 9.3 s,
+float32 28 s.
 
-Sharded over several ranks there is no twin: FSDP2 gathers each block in bfloat16 for the time that it computes, and
-reduces gradients in float32, which comes to the same.
+Sharded over several ranks there is no twin: FSDP2 gathers each block in bfloat16 while it computes, and reduces
+gradients in float32, which is equivalent.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ class Scorer(nn.Module):
         self.model = model
 
     def forward(self, *inputs: Any, **settings: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The fields of Scores; FSDP2 looks for tensors in a tuple, not in a record."""
+        """Returns the fields of Scores as a tuple: FSDP2 looks for tensors in tuples, not in dataclasses."""
         scores = score_tokens(self.model, *inputs, **settings)
         return scores.logprobs, scores.entropy
 
 
 class Policy:
-    """Master weights and, for bfloat16, their twin. `compute` is what computes; without a twin it is the master."""
+    """Master weights and, for bfloat16, their twin. `compute` is the model that computes; without a twin, the
+    master."""
 
     def __init__(self, master: PreTrainedModel, twin: PreTrainedModel | None = None) -> None:
         """Raises ValueError when the twin has other parameters than the master."""
@@ -55,18 +57,18 @@ class Policy:
         self.refresh()
 
     def score(self, *inputs: Any, **settings: Any) -> Scores:
-        """`score_tokens` under the policy: all its arguments but the model."""
+        """`score_tokens` with the policy's model: takes all its other arguments."""
         return Scores(*self.scorer(*inputs, **settings))
 
     def reshard(self) -> None:
-        """After a forward pass that no backward pass follows: parameters that FSDP2 has gathered for that are given up,
-        and are shards again. Without sharding nothing happens."""
+        """Must follow a forward pass without a backward pass: frees parameters that FSDP2 has gathered. Does nothing
+        without sharding."""
         for module in self.scorer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def collect_gradients(self) -> None:
-        """Adds what a backward pass left on the twin to the master's gradients, in float32, and frees it."""
+        """Adds the twin's gradients after a backward pass to the master's, in float32, and frees them."""
         for master, twin in self._pairs:
             if twin.grad is None:
                 continue
@@ -77,13 +79,13 @@ class Policy:
             twin.grad = None
 
     def drop_gradients(self) -> None:
-        """Forgets all gradients."""
+        """Clears all gradients."""
         self.master.zero_grad(set_to_none=True)
         self.compute.zero_grad(set_to_none=True)
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Gives the twin the master's values; to be called after every optimizer step."""
+        """Copies the master's values to the twin; must follow every optimizer step."""
         for master, twin in self._pairs:
             twin.copy_(master)
 
@@ -98,10 +100,10 @@ def load_policy(
     trust_remote_code: bool = False,
     gradient_checkpointing: bool = False,
 ) -> Policy:
-    """The model of a directory, whole or `sharded` over the ranks of the process group; for `packing` if so asked.
+    """The model of a directory, whole or `sharded` over the ranks of the process group, checked for `packing` if set.
 
-    Raises OSError or ValueError when it can't be loaded, its logits are not plain, its layers can't be recomputed for
-    `gradient_checkpointing`, or it can't be given packed rows.
+    Raises OSError or ValueError when it can't be loaded, changes its logits, can't recompute its layers for
+    `gradient_checkpointing`, or does not support packed rows.
     """
     load = functools.partial(load_model, directory, trust_remote_code=trust_remote_code)
     if sharded:
@@ -140,22 +142,22 @@ def load_model(
     packing: bool = False,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A model to compute with, there or `attention_on` another device, where it is moved to.
+    """A model for computing on `device`, or on `attention_on`, if it is moved there later.
 
     Raises OSError or ValueError as `load_policy` does.
     """
     disable_progress_bar()
-    # On a CPU the backward of torch's fused attention takes twice as long as the plain one at these lengths.
+    # On a CPU the backward pass of torch's fused attention takes twice as long as the eager one at these lengths.
     attention = "eager" if (attention_on or device).type == "cpu" else "sdpa"
 
-    try:  # from the files, not by casting: that would round the rotary frequencies, which stay float32
+    try:  # loaded in `dtype`, not cast: a cast would round the rotary frequencies, which stay float32
         model, found = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
             AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
                 attn_implementation=attention,
-                ignore_mismatched_sizes=True,  # refused below, with a name
+                ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
                 trust_remote_code=trust_remote_code,
             ),
@@ -163,8 +165,8 @@ def load_model(
     except SafetensorError as error:
         raise ValueError(f"{directory} can't be loaded: {error}") from None
     made_up = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
-    if made_up:  # transformers puts random numbers there, and goes on
-        raise ValueError(f"{directory} can't be loaded: its weights lack {made_up[0]}, or have it in another shape")
+    if made_up:  # transformers initialises these randomly without an error
+        raise ValueError(f"{directory} can't be loaded: its weights do not have {made_up[0]}, or in another shape")
     require_plain_logits(model)
     model.eval().to(device)  # eval: dropout would be noise in the ratio
     if packing:
@@ -173,7 +175,7 @@ def load_model(
 
 
 def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:
-    """The model that the run started from, where the objective wants the divergence from it; its weights stay."""
+    """The model that the run started from, if the objective measures a KL divergence from it; it is not trained."""
     objective = config.trainer.objective
     if not objective.kl or objective.kl_reference != "start":
         return None

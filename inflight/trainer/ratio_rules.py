@@ -1,8 +1,8 @@
-"""The gate's rules on log-ratios, which are known only when the trainer has scored the tokens.
+"""The gate's rules on log-ratios, which can be applied only after the trainer has scored the tokens.
 
 A rule is a pure function `(log_ratio [B, L], mask [B, L], *, options...) -> keep [B, L] bool`; `log_ratio`, without
-gradient, is `logprob now - logprob recorded` and 0 outside `mask`. What is not kept takes no part in the loss, but has
-been counted in its normalisation, which is known before the first token is scored.
+gradient, is `logprob now - logprob recorded` and 0 outside `mask`. Tokens that are not kept are excluded from the loss,
+but count in its normalisation, which is computed before the first token is scored.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def token_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, *, low: float = 0.0
 
 
 def sequence_ratio(log_ratio: torch.Tensor, mask: torch.Tensor, *, low: float = 0.0, high: float = 2.0) -> torch.Tensor:
-    """Keeps sequences the product of whose ratios is within the bounds."""
+    """Keeps sequences whose product of ratios is within the bounds."""
     return _within(at_level(log_ratio, mask, "sequence"), low, high)
 
 
 def geometric_ratio(
     log_ratio: torch.Tensor, mask: torch.Tensor, *, low: float = 0.9, high: float = 1.1
 ) -> torch.Tensor:
-    """Keeps sequences the geometric mean of whose ratios is within the bounds."""
+    """Keeps sequences whose geometric mean of ratios is within the bounds."""
     return _within(at_level(log_ratio, mask, "geometric"), low, high)
 
 
 def ratio_rules_of(entries: Sequence[dict[str, Any]]) -> list[tuple[str, RatioRule]]:
-    """The rules of `gate.ratio_rules` with the names they are counted by, each tried once on made-up tokens.
+    """The rules of `gate.ratio_rules`, with the names by which they are counted, each tried once on dummy tokens.
 
-    Raises ConfigError naming a rule or an option that does not exist, or a rule that does not work.
+    Raises ConfigError that names an unknown rule or option, or a rule that fails.
     """
     found: list[tuple[str, RatioRule]] = []
     for index, entry in enumerate(entries):
@@ -62,7 +62,7 @@ def _try(rule: RatioRule, place: str) -> None:
     except Exception as error:  # noqa: BLE001 - a rule may be foreign code
         raise ConfigError(f"{place}: {error}") from None
     if not isinstance(keep, torch.Tensor) or keep.shape != log_ratio.shape or keep.dtype is not torch.bool:
-        raise ConfigError(f"{place} does not give a bool for each token")
+        raise ConfigError(f"{place} does not return a bool for each token")
 
 
 def _within(log_ratio: torch.Tensor, low: float, high: float) -> torch.Tensor:

@@ -1,21 +1,22 @@
-"""What the trainer tells: a line a step, a line a swap, and a status each second.
+"""The trainer's reports: one line per step, one line per swap, and a status each second.
 
-metrics.jsonl, beyond what its names say: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are told in stats.py;
-`reward` is that of the groups that were trained on, `reward_all` that of all that the gate has judged since the step
-before; `updates` are the optimizer's steps of the batch, `loss` and `grad_norm` means over them, and `by_update` has a
-row for each where there are several, of those that were skipped too; `updates_skipped` are those whose gradient was not
-finite, of batches since the last line; all other figures of tokens are of the first epoch, which meets each token once;
-`tokens_trained` are those in the loss, `tokens_masked` the others of the batch, and `lag_*` those that the gate's rules
-let through, rules on log-ratios aside; `groups_*` and `rollouts_dropped` count since the run began; `wait_s` is the
-wait for a batch, `train_s` loss to optimizer step, `publish_wait_s` the wait for the version before; `guard_s`, a part
-of `train_s`, is what the optimizer step waited for the packing of the version before; `tokens_per_s` is sampled tokens
-of the batch by the time since the last step ended; `length_asked`, `length_finished` and
-`length_trained` are mean completion tokens: of all samples that were asked for since the process began, as far as they
-came; of those whose group came; and of those in this step. A last one well below the first tells that long answers
-are lost. `first_tokens_masked` is the share of this step's sequences whose first token was too old to be trained on;
-`questions` are the indices of those that were trained on, `left_out` names their rollouts that the gate has left out;
-`dropped` names the groups that were dropped since the line before, with the reason;
-`compared` and `lag_0` are told in docs/operations.md.
+metrics.jsonl, for figures whose name does not explain them: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are
+described in stats.py; `reward` is that of the groups that were trained on, `reward_all` that of all groups that the
+gate has judged since the step before; `updates` is the number of optimizer steps of the batch, `loss` and `grad_norm`
+are means over them, and `by_update` has a row for each if there are several, including skipped ones; `updates_skipped`
+is the number of those whose gradient was not finite, in batches since the last line; all other figures of tokens are of
+the first epoch, which has each token once; `tokens_trained` counts tokens in the loss, `tokens_masked` the others of
+the batch, and `lag_*` those that the gate's rules accept, without rules on log-ratios; `groups_*` and
+`rollouts_dropped` count since the run began; `wait_s` is the wait for a batch, `train_s` the time from the loss to the
+end of the optimizer step, `publish_wait_s` the wait for the previous version; `guard_s`, a part of `train_s`, is the
+time for which the optimizer step waited for the packing of the previous version; `tokens_per_s` is sampled tokens of
+the batch divided by the time since the last step ended; `length_asked`, `length_finished` and `length_trained` are mean
+completion tokens: of all samples requested since the process began, as far as they were received; of those whose group
+was delivered; and of those in this step. A last one well below the first shows that long answers are lost.
+`first_tokens_masked` is the share of this step's sequences whose first token was too stale to be trained on;
+`questions` are the indices of those that were trained on, `left_out` names their rollouts that the gate has dropped;
+`dropped` names the groups that were dropped since the line before, with the reason; `compared` and `lag_0` are
+described in docs/operations.md.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from inflight.weights.publish.publisher import Publisher, PublishReport
 _TICK_S = 0.2
 _STATUS_S = 1.0
 WARNINGS_KEPT = 16
-"""In the status, so that one that comes twice in a second is not missed."""
+"""Number of warnings in the status: several, so that none is missed when two occur in a second."""
 log = logging.getLogger(__name__)
 Value = float | int | str
 
@@ -55,14 +56,14 @@ class Clock:
     """Seconds of a step by phase."""
 
     def __init__(self, elapsed_s: float = 0.0) -> None:
-        """`elapsed_s` went by before, in earlier starts of the run."""
+        """`elapsed_s`: seconds of earlier starts of the run."""
         self._last = time.monotonic()
         self.began = self._last - elapsed_s
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times what is inside."""
+        """Measures the duration of the block."""
         started = time.monotonic()
         try:
             yield
@@ -71,7 +72,7 @@ class Clock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the beginning of the run."""
         return time.monotonic() - self.began
 
     def lap(self) -> float:
@@ -82,7 +83,7 @@ class Clock:
 
 
 def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batch: Batch) -> dict[str, object]:
-    """The part of a step's line that is known from its batch; `judged` are the rewards of all it was chosen from."""
+    """The part of a step's line about its batch; `judged` are the rewards of all groups that it was selected from."""
     rewards = [reward for group in groups for reward in group.rewards]
     lags = batch.lag_counts()
     members = [member for group in groups for member in group.rollouts]
@@ -102,7 +103,7 @@ def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batc
 
 
 def learning(updates: Sequence[Update], epochs: int, batch: Batch) -> dict[str, object]:
-    """The part of a step's line that the learner knows; `updates` are those of all `epochs`, one at least taken."""
+    """The part of a step's line about its updates, those of all `epochs`; at least one was taken."""
     taken = [each for each in updates if each.taken]
     first = [each for each in updates[: len(updates) // epochs] if each.taken] or taken[:1]
     stats = combine([each.stats for each in first])
@@ -123,7 +124,7 @@ def _row(update: Update) -> dict[str, float]:
 
 
 def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dict[str, object]:
-    """The part of a step's line about publishing and the buffer, as they stand."""
+    """The part of a step's line about publishing and the buffer, at this moment."""
     return {
         "publish_wait_s": report.wait_s,
         "pack_s": report.pack_s,
@@ -141,13 +142,13 @@ def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dic
 
 
 class Reporter:
-    """Owns the two files and a thread that sends the status and notes swaps; `watch` is called by it too.
+    """Owns the two files and a thread that sends the status and records swaps; it also calls `watch`.
 
-    Leaving it writes what is still to be noted.
+    Leaving it writes the remaining swaps.
     """
 
     def __init__(self, config: RunConfig, link: Link, watch: Callable[[], None]) -> None:
-        """`watch` runs about five times a second in the thread; what it raises ends the reporting."""
+        """`watch` runs about five times per second in the thread; an error that it raises ends the reporting."""
         run_dir = Path(config.run_dir)
         self._metrics, self._swaps = JsonLines(run_dir / METRICS_FILE), JsonLines(run_dir / SWAPS_FILE)
         self._link, self._watch = link, watch
@@ -157,29 +158,29 @@ class Reporter:
         self._publisher: Publisher | None = None
         self._noted = 0
         self._error: OSError | None = None
-        """Why swaps can't be noted."""
+        """Why swaps can't be written."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="trainer report", daemon=True)
         self._thread.start()
 
     def follow(self, publisher: Publisher) -> None:
-        """Notes the swaps of this publisher from now on."""
+        """Records the swaps of this publisher from now on."""
         self._publisher = publisher
 
     def phase(self, text: str) -> None:
-        """What the trainer is at, for the status."""
+        """Sets the trainer's phase, for the status."""
         with self._lock:
             self._values["phase"] = text
 
     def warn(self, text: str) -> None:
-        """A line that whoever started the run should see now: in the log, and on the launcher's screen."""
+        """Shows a line to the user at once: in the log, and on the launcher's screen."""
         log.warning("%s", text)
         with self._lock:
             self._warnings.append(" ".join(text.split()))
             self._values["warnings"] = "\n".join(self._warnings)
 
     def line(self, values: dict[str, object]) -> None:
-        """Writes a step's line; its numbers go into the status as well. Raises OSError when the disk is full."""
+        """Writes a step's line and puts its numbers into the status. Raises OSError when the disk is full."""
         if self._error is not None:
             raise self._error
         self._metrics.write(values)
@@ -193,7 +194,7 @@ class Reporter:
             self._watch()
             try:
                 self._note_swaps()
-            except OSError as error:  # a full disk: told once, and by the next line to the trainer, who ends the run
+            except OSError as error:  # a full disk: logged once; the next `line` raises in the trainer and ends the run
                 if self._error is None:
                     log.error("%s can't be written: %s", SWAPS_FILE, error)
                 self._error = error
@@ -217,7 +218,7 @@ class Reporter:
             values |= {f"committed_{name}": version for name, version in self._publisher.committed.items()}
             values |= {f"behind_{name}": count for name, count in self._publisher.behind.items()}
             values |= {f"state_{name}": state.name for name, (state, _) in self._publisher.states.items()}
-        with contextlib.suppress(BusError):  # nobody watches: a launcher that is gone has ended us or will
+        with contextlib.suppress(BusError):  # no launcher listens: one that died has ended this process or will
             self._link.send(Status(source="trainer", values=values))
 
     def close(self) -> None:
@@ -228,7 +229,7 @@ class Reporter:
         for last in (self._note_swaps, self._metrics.close, self._swaps.close):
             try:
                 last()
-            except OSError as error:  # what ends the run is told already; it must not be hidden by this
+            except OSError as error:  # logged only: the error that ends the run must not be hidden by it
                 log.error("the reports are not complete: %s", error)
 
     def __enter__(self) -> Reporter:

@@ -21,15 +21,16 @@ from inflight.weights.source import WeightSource
 from inflight.weights.transport.rendezvous import KeyValueStore
 
 GROUP_TIMEOUT_FACTOR = 2
-"""The group's own timeout, in the trainer's: ours comes first, because it can name who is missing."""
+"""The process group's own timeout, in multiples of the trainer's: ours fires first and can name the missing ranks."""
 
 
 def form_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """The process group of all ranks: NCCL on GPUs, each rank's own being the first that it sees; gloo on CPUs.
+    """Forms the process group of all ranks: NCCL on GPUs, where each rank uses the first GPU that it sees; gloo on
+    CPUs.
 
-    Raises RuntimeError when the others do not come.
+    Raises RuntimeError when the other ranks do not join.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host; its name may resolve to nothing
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on one host, whose name may not resolve
     cuda = device.type == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",
@@ -43,9 +44,9 @@ def form_group(store: dist.Store, rank: int, size: int, device: torch.device, ti
 
 @contextmanager
 def assembled(config: RunConfig, device: torch.device) -> Iterator[Coordinator]:
-    """The coordinator at rank 0, with its process group; a trainer of one rank has no others and no group.
+    """The coordinator at rank 0, with its process group; a trainer of one rank has neither others nor a group.
 
-    An error caused by a rank that is gone names that rank. Raises CoordinatorError when not all ranks join.
+    An error caused by a lost rank names that rank. Raises CoordinatorError when not all ranks join.
     """
     settings = config.trainer
     if settings.processes == 1:
@@ -64,20 +65,20 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Coordinator]:
             raise CoordinatorError(coordinator.explain(error)) from error
         finally:
             coordinator.finish("the trainer ends")
-        with coordinator.within_bound("leave"):  # after an error the process ends, which needs nobody
+        with coordinator.within_bound("leave"):  # after an error the process ends without the other ranks
             dist.destroy_process_group()
 
 
 def shard(root: nn.Module, model: PreTrainedModel, *, bfloat16: bool, device: torch.device) -> None:
-    """Shards each block of `model`, and with `root`, whose forward calls it, all that is left: embeddings and head.
+    """Shards each block of `model`, and with `root`, whose forward calls it, the rest: embeddings and output layer.
 
-    Those belong together because they may be tied. Parameters, gradients and optimizer state stay float32; with
-    `bfloat16` a block is gathered, and computes, in bfloat16, and gradients are averaged over ranks in float32. Moves
-    the model to `device`, shard by shard.
+    These are one unit because they may be tied. Parameters, gradients and optimizer state stay float32; with `bfloat16`
+    a block is gathered, and computes, in bfloat16, and gradients are averaged over ranks in float32. Moves the model to
+    `device`, shard by shard.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
-    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)  # of float inputs there are none at the root
+    policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)  # the root has no float inputs
     blocks = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in blocks:
@@ -86,7 +87,7 @@ def shard(root: nn.Module, model: PreTrainedModel, *, bfloat16: bool, device: to
 
 
 class CoordinatedSource(WeightSource):
-    """A source whose every round is one of the whole coordinator: each rank gives its shards."""
+    """A source that is read by all ranks together: each contributes its shards."""
 
     def __init__(self, module: nn.Module, wire_dtype: str, coordinator: Coordinator) -> None:
         """See WeightSource."""

@@ -1,4 +1,4 @@
-"""What else was recorded beside the tokens, as tensors of a batch: a teacher's word, kept sets, routed experts."""
+"""Data recorded beside the tokens, as tensors of a batch: teacher log-probabilities, kept sets, routed experts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def teacher_logprobs(members: Sequence[GatedRollout], length: int) -> torch.Tens
 
 
 def kept_sets(members: Sequence[GatedRollout], length: int) -> torch.Tensor | None:
-    """[B, length, K] int64, K the largest recorded set; ABSENT beyond a set. None when no member has one."""
+    """[B, length, K] int64, K the size of the largest recorded set; padded with ABSENT. None when no member has one."""
     widest = max((len(ids) for each in members for ids in each.rollout.turn.kept or ()), default=0)
     if not widest:
         return None
@@ -38,7 +38,7 @@ def kept_sets(members: Sequence[GatedRollout], length: int) -> torch.Tensor | No
 
 
 def routed_experts(members: Sequence[GatedRollout], length: int) -> torch.Tensor | None:
-    """[B, length, layers, experts a token] int32, ABSENT where none was recorded; None when no member has any.
+    """[B, length, layers, experts per token] int32, ABSENT where none was recorded; None when no member has any.
 
     Raises ValueError when layers or experts differ between members.
     """

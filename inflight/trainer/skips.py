@@ -1,4 +1,4 @@
-"""Updates whose gradient is not finite: they are skipped and counted, and too many in a row end the run."""
+"""Counts updates that were skipped because their gradient is not finite; too many in a row end the run."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from inflight.trainer.updates import Update
 
 
 class LearnError(RuntimeError):
-    """Nothing can be learnt: one gradient after the other is not finite."""
+    """Training is impossible: successive gradients are not finite."""
 
 
 class Skips:
-    """Counts them over a run."""
+    """The counts of a run."""
 
     def __init__(self, at_most: int) -> None:
-        """So many in a row, and one less is endured (`trainer.max_skipped_updates`)."""
+        """`at_most`: skipped updates in a row at which the run ends (`trainer.max_skipped_updates`)."""
         self._at_most = at_most
         self._in_a_row = self._untold = 0
         self._last = ""
 
     def note(self, updates: Sequence[Update]) -> str:
-        """Takes the updates of a batch; what was skipped of them in a few words, empty for nothing."""
+        """Counts the updates of a batch; returns a remark on skipped ones, empty if there are none."""
         norms = [f"{each.grad_norm}" for each in updates if not each.taken]
         for each in updates:
             self._in_a_row = 0 if each.taken else self._in_a_row + 1
@@ -32,7 +32,7 @@ class Skips:
         return f"{self._last}: {len(norms)} of {len(updates)} updates of the batch skipped"
 
     def require(self) -> None:
-        """Raises LearnError when too many were skipped since the last one that was taken."""
+        """Raises LearnError when too many updates were skipped since the last one that was taken."""
         if self._in_a_row >= self._at_most:
             raise LearnError(
                 f"{self._last}: {self._in_a_row} updates in a row were skipped "

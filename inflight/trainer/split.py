@@ -1,4 +1,4 @@
-"""A step's batch, cut for several updates and for several ranks."""
+"""Splits a step's batch for several updates and several ranks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from inflight.trainer.packing import packed_tokens
 
 
 def mini_batches(batch: Batch, count: int, normalise: str, max_tokens: int) -> list[Batch]:
-    """The sequences dealt out at random to `count` updates, as evenly as can be; to fewer where there are fewer.
+    """Deals the sequences out at random to `count` updates, as evenly as possible; fewer updates for fewer sequences.
 
-    Each is a batch of its own: what a token weighs (`Batch.scales`) is taken anew over its sequences.
+    Each is a batch of its own: the weights of tokens (`Batch.scales`) are computed anew over its sequences.
     """
     order = torch.randperm(len(batch.input_ids))
     found = []

@@ -1,7 +1,7 @@
-"""What happened to the tokens of a step, by lag: sums that micro-batches and ranks add up.
+"""Statistics of a step's tokens by lag: sums that are added over micro-batches and ranks.
 
-The row of lag 0 is the baseline: there both sides have the same weights, and what the log-ratio shows is the difference
-between two implementations. What older rows show beyond it is age.
+The row of lag 0 is the baseline: both sides have the same weights, so that the log-ratio shows the difference between
+two implementations. What rows of higher lag show beyond it is staleness.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inflight.trainer.objectives.base import Terms, ratio
 LAGS = 64
 """Lags 0 to 62 have a row each; the last holds 63 and more."""
 TAIL = math.log(2)
-"""A log-ratio beyond it, up or down, is counted as the tail: the probability has doubled or halved."""
+"""Log-ratios beyond it, up or down, count as the tail: the probability has doubled or halved."""
 COLUMNS = (
     "tokens", "gated", "log_ratio", "log_ratio_squared", "log_ratio_size", "tail", "weight", "weight_squared", "kl",
     "clipped", "entropy", "drift",
@@ -29,27 +29,28 @@ COLUMNS = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stats:
-    """Of sampled tokens; all but `gated` over those trained on. `log_ratio = logprob - logprob recorded`, the former
-    under the weights before the batch's first update: its later updates say the same, and lag 0 stays the baseline."""
+    """Sums over sampled tokens; all but `gated` over those trained on. `log_ratio = logprob - logprob recorded`, the
+    former under the weights before the batch's first update: later updates give the same, and lag 0 stays the
+    baseline."""
 
     sums: torch.Tensor
     """[LAGS, COLUMNS] float64."""
     largest: torch.Tensor
     """[LAGS] float64, largest absolute log-ratio."""
     gated_by: dict[str, int] = field(default_factory=dict)
-    """Tokens that each rule on log-ratios has masked; they are part of `gated`."""
+    """Number of tokens that each rule on log-ratios has masked; included in `gated`."""
 
     @property
     def tokens(self) -> int:
-        """Trained on."""
+        """Number of tokens trained on."""
         return int(self.sums[:, 0].sum())
 
     def whole(self) -> dict[str, float]:
-        """The figures of all lags together."""
+        """The figures over all lags."""
         return row(self.sums.sum(dim=0), float(self.largest.max()))
 
     def values(self) -> dict[str, Any]:
-        """For metrics: the whole step's figures, and `by_lag`, the same for each lag that a token had."""
+        """For metrics: the whole step's figures, and `by_lag`, the same for each lag that occurred."""
         whole = self.whole()
         seen = [lag for lag in range(LAGS) if float(self.sums[lag, :2].sum()) > 0]
         by_lag = {str(lag): row(self.sums[lag], float(self.largest[lag])) for lag in seen}
@@ -62,8 +63,8 @@ def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
     """Figures of one lag, or of all, from their sums [COLUMNS].
 
     `ess` is the effective sample size as a share of the tokens, `(sum w)^2 / (n sum w^2)`; `kl` estimates
-    KL(recorded || now) by `w - 1 - log w`; `gated` are sampled tokens
-    that were not trained on; `drift` is how far the batch's updates have moved, `|log p - log p_prox|`.
+    KL(recorded || now) by `w - 1 - log w`; `gated` counts sampled tokens that were not trained on; `drift` is how far
+    the batch's updates have moved the policy, `|log p - log p_prox|`.
     """
     of = dict(zip(COLUMNS, sums.tolist(), strict=True))
     n = max(of["tokens"], 1.0)
@@ -86,7 +87,7 @@ def row(sums: torch.Tensor, largest: float) -> dict[str, float]:
 
 
 def combine(parts: Sequence[Stats]) -> Stats:
-    """The stats of several micro-batches, or ranks, as one."""
+    """Combines the stats of several micro-batches or ranks."""
     return Stats(
         sums=torch.stack([part.sums for part in parts]).sum(dim=0),
         largest=torch.stack([part.largest for part in parts]).amax(dim=0),
@@ -103,7 +104,7 @@ def measure(
     log_ratio = (start - terms.behaviour)[mask].double()
     drift = (terms.logprobs.detach() - start)[mask].double().abs()
     weight = ratio(log_ratio)
-    gated = batch.completion_mask & ~mask & (batch.scales > 0)[:, None]  # a rank without work repeats a sequence
+    gated = batch.completion_mask & ~mask & (batch.scales > 0)[:, None]  # a rank without data repeats a sequence
     columns = (
         torch.ones_like(log_ratio), torch.zeros_like(log_ratio), log_ratio, log_ratio**2, log_ratio.abs(),
         (log_ratio.abs() > TAIL).double(), weight, weight**2, weight - 1 - log_ratio, clipped[mask].double(),

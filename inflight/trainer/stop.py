@@ -4,16 +4,16 @@ from __future__ import annotations
 
 
 class Stop:
-    """Set by a signal's handler, which another signal may interrupt: so it takes no lock, as threading.Event does, and
-    would then wait for itself for ever."""
+    """Set from a signal handler. Not a threading.Event: its lock is not reentrant, so a second signal during `set`
+    would deadlock."""
 
     def __init__(self) -> None:
         self._asked = False
 
     def set(self) -> None:
-        """It was asked to."""
+        """Requests the stop."""
         self._asked = True
 
     def is_set(self) -> bool:
-        """Whether it was."""
+        """Whether a stop was requested."""
         return self._asked

@@ -1,4 +1,4 @@
-"""All updates that a batch is trained on for: its mini-batches, once or several times over."""
+"""All updates on one batch: its mini-batches, for one or several epochs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inflight.trainer.stats import Stats
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """One optimizer step, or its gradient alone where that was not finite: then nothing has changed."""
+    """One optimizer step, or its gradient alone if that was not finite and the weights did not change."""
 
     loss: float
     grad_norm: float
@@ -22,15 +22,15 @@ class Update:
 
     @property
     def taken(self) -> bool:
-        """Whether the weights have moved."""
+        """Whether the weights have changed."""
         return math.isfinite(self.grad_norm)
 
 
 def train(learner: Learner, batch: Batch, stop: Callable[[], bool]) -> list[Update]:
-    """Takes the batch's updates and tells of each, in their order; `trainer.updates_per_batch` of them an epoch.
+    """Takes the batch's updates, `trainer.updates_per_batch` of them per epoch, and returns them in order.
 
-    Raises Stopped when `stop()` says so before the first update; afterwards the batch is trained on to its end, because
-    a version is a whole one. One whose gradient is not finite is skipped, the others are taken.
+    Raises Stopped when `stop()` returns True before the first update; afterwards all updates are taken, because a
+    version is the result of a whole batch. An update with a non-finite gradient is skipped, the others are taken.
     """
     settings = learner.settings
     if settings.updates == 1:

@@ -1,4 +1,4 @@
-"""An end for what can't be interrupted: a collective that a rank does not take part in waits in the driver."""
+"""A timeout for what can't be interrupted: a collective that a rank does not join waits inside the driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def bounded(seconds: float, why: Callable[[], str]) -> Iterator[None]:
-    """Ends this process, with code 1 and the line that `why` returns, when what is inside takes longer."""
+    """Ends this process, with code 1 and the line that `why` returns, when the block takes longer."""
     timer = threading.Timer(seconds, _end, [why])
     timer.daemon = True
     timer.start()
@@ -25,4 +25,4 @@ def _end(why: Callable[[], str]) -> None:
     try:
         print(f"inflight trainer: {why()}", file=sys.stderr, flush=True)
     finally:
-        os._exit(1)  # the main thread is where no exception reaches it
+        os._exit(1)  # an exception would not reach the main thread, which is blocked

@@ -1,4 +1,4 @@
-"""Micro-batches, and what came of them, as messages and back; by their fields, which are tensors and counts."""
+"""Converts micro-batches and their results to and from messages, field by field: tensors and counts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Record = TypeVar("Record")
 
 
 class RankDataError(ValueError):
-    """A message whose fields make no such record; names the field."""
+    """A message whose fields do not make such a record; names the field."""
 
 
 def to_wire(record: Any) -> dict[str, Any]:
-    """The tensors and counts of a dataclass by field; what is None does not travel."""
+    """The tensors and counts of a dataclass by field; fields that are None are omitted."""
     values = {each.name: getattr(record, each.name) for each in fields(record)}
     return {
         name: tensor_to_wire(value) if isinstance(value, torch.Tensor) else value
@@ -33,7 +33,8 @@ def to_wire(record: Any) -> dict[str, Any]:
 
 
 def from_wire(kind: type[Record], parcel: Mapping[str, TensorData | dict[str, int]]) -> Record:
-    """Raises RankDataError for unknown or missing fields and for bytes that are not the tensor they claim to be."""
+    """The record of a message. Raises RankDataError for unknown or missing fields, and for bytes that do not fit the
+    claimed shape and dtype."""
     values = {
         name: tensor_from_wire(name, each) if isinstance(each, TensorData) else each for name, each in parcel.items()
     }
@@ -50,7 +51,7 @@ def tensor_to_wire(tensor: torch.Tensor) -> TensorData:
 
 
 def tensor_from_wire(name: str, data: TensorData) -> torch.Tensor:
-    """And back; raises RankDataError calling it `name` for bytes that are not what they claim to be."""
+    """The tensor of a message. Raises RankDataError, which names it, for bytes that do not fit its shape and dtype."""
     dtype = _DTYPES[data.dtype]
     if len(data.data) != math.prod(data.shape) * dtype.itemsize:
         raise RankDataError(f"{name} of shape {data.shape} in {data.dtype} can't have {len(data.data)} bytes")

@@ -313,5 +313,5 @@ def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path, tiny_model, there
     tensors = load_file(file)
     whole = tensors.pop(name)
     save_file(tensors | ({name: whole[:3].clone()} if there else {}), file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"its weights lack {name}, or have it in another shape"):
+    with pytest.raises(ValueError, match=f"its weights do not have {name}, or in another shape"):
         load_policy(tmp_path / "model", bfloat16=False, device=torch.device("cpu"))

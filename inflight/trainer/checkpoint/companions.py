@@ -1,5 +1,5 @@
-"""What a model's directory holds beside its weights, in each of its checkpoints: tokenizer, templates, code, and how to
-generate, as they are."""
+"""Files of a model's directory that are copied into each checkpoint: tokenizer, templates, code and generation
+settings."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ WEIGHTS = (
     "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz",
     "*.index.json",
 )  # fmt: skip
-"""Names of what holds weights, or says which file does: a checkpoint has its own."""
+"""Names of files with weights, or with an index of them: a checkpoint writes its own."""
 GENERATION = "generation_config.json"
-"""What `plain_generation` writes is none of the model's: without one, the end tokens are those of config.json."""
+"""Not copied from what `plain_generation` writes: without this file, the end tokens are those of config.json."""
 CONFIG = "config.json"
-"""A checkpoint's own, too: its dtype is another."""
+"""Written by the checkpoint itself, since its dtype differs."""
 LARGEST = 256 << 20
-"""Bytes: beyond, a file is no companion, whatever it is called."""
+"""Bytes above which a file is not copied, whatever its name."""
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copies all that is not weights, by content: files of a cache are links. Folders are not looked into, except for
-    chat templates, and hidden files are left. Generation settings in `target` that `source` has none of are removed.
-    Raises OSError."""
+    """Copies all files except weights, by content: files of a cache are links. Subfolders are skipped, except for chat
+    templates, and so are hidden files. Removes generation settings from `target` if `source` has none. Raises
+    OSError."""
     (target / GENERATION).unlink(missing_ok=True)
     files = [*source.iterdir(), *source.glob("additional_chat_templates/*")]
     for file in files:
@@ -40,8 +40,8 @@ def copy_companions(source: Path, target: Path) -> None:
 
 @contextmanager
 def plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model has transformers' own generation settings, which can always be written; those of its directory,
-    which transformers reads but may refuse to write, are a companion."""
+    """While open, the model has transformers' default generation settings, which can always be written; those of its
+    directory, which transformers reads but may refuse to write, are copied as a file."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what it says beside the weights. Imports no torch: the launcher reads it."""
+"""Which checkpoint a run resumes from, and its data other than tensors. Imports no torch: the launcher reads it."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from inflight.types import Count
 
 FOLDER = "checkpoints"
 STATE_FILE = "trainer/state.json"
-"""In a folder of its own, as all that is not the model's: vLLM takes any safetensors beside a model for its weights."""
+"""In a subfolder, as all files that are not the model's: vLLM loads any safetensors file beside a model as weights."""
 SCHEMA = 1
 _NAME = re.compile(r"step-(\d{6,})")
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that a run can't go on from; one line that names it."""
+    """A checkpoint that a run can't resume from; one line that names it."""
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a trainer goes on with, beside model, optimizer and random numbers."""
+    """The state that a trainer resumes from, in addition to model, optimizer and random numbers."""
 
     schema: int
     step: Count
-    """Steps done; the version of the weights."""
+    """Number of steps done, which is the version of the weights."""
     elapsed_s: float
-    """The run's clock, for metrics.jsonl."""
+    """Elapsed time of the run in seconds, for metrics.jsonl."""
     books: Books
 
 
 def name_of(step: int) -> str:
-    """Folder of a step's checkpoint."""
+    """Name of the folder of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
@@ -46,7 +46,7 @@ def step_of(path: str | Path) -> int:
 
 
 def all_of(folder: Path) -> list[Path]:
-    """The checkpoints in it, oldest first. Each is whole: it appears by being renamed. Another name is not ours."""
+    """The checkpoints in it, oldest first. Each is whole, because it appears by a rename. Other names are ignored."""
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of)
 
 
@@ -56,7 +56,7 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def read(folder: Path) -> Saved:
-    """Raises CheckpointError when the folder holds no checkpoint of this schema that a run can go on from."""
+    """Raises CheckpointError when the folder holds no checkpoint of this schema, so that a run can't resume from it."""
     path = folder / STATE_FILE
     try:
         saved = msgspec.json.decode(path.read_bytes(), type=Saved)

@@ -1,6 +1,6 @@
-"""Files that outlive the trainer: the weights of a version as they travelled, and checkpoints to go on from.
+"""Files that outlive the trainer: the weights of a version in their wire dtype, and checkpoints to resume from.
 
-Each appears whole or not at all: written beside its place, then renamed. Only safetensors and JSON, no pickle.
+Each appears whole or not at all: written under a temporary name, then renamed. Only safetensors and JSON, no pickle.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def keep_version(source: WeightSource, version: int, path: Path) -> None:
-    """Writes what `source` holds now, cast as it travels, under checkpoint names; tied parameters once.
+    """Writes the current tensors of `source` in the wire dtype, under checkpoint names; tied parameters once.
 
-    Equal to the published bytes, because packing is the same cast. Not forced to the disk: it guards against a
-    killed process, not against a power cut. Raises OSError when it can't be written; then nothing of it is left.
+    Equal to the published bytes, because packing is the same cast. Not synced to the disk: this survives a killed
+    process, not a power cut. Raises OSError when it can't be written; then no part of the file remains.
     """
     tensors = {
         meta.name: tensor.to(WIRE_DTYPES[meta.dtype]).contiguous().cpu()
@@ -59,12 +59,12 @@ def save_checkpoint(
     model_dir: Path,
     together: AbstractContextManager[None] | None = None,
 ) -> Path:
-    """`folder/step-000040`: a model directory (float32) that engines can start from, and what the trainer needs.
+    """Writes `folder/step-000040`: a model directory (float32) that engines can start from, plus the trainer's state.
 
-    In `trainer/`, `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the generators of
-    random numbers, `state.json` the rest (see `index.Saved`). Forced to the disk. A checkpoint of the same step
-    is the same but for the books, which alone are replaced. What is sharded is gathered inside `together`. Raises
-    OSError when it can't be written; then the one before is still whole.
+    In `trainer/`, `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the states of
+    random number generators, `state.json` the rest (see `index.Saved`). Synced to the disk. If a checkpoint of this
+    step exists, only its `state.json` is replaced: the rest is equal. Sharded tensors are gathered inside `together`.
+    Raises OSError when it can't be written; then the previous checkpoint is still whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name_of(saved.step)
@@ -96,7 +96,7 @@ def save_checkpoint(
 
 
 def _replace_state(checkpoint: Path, saved: Saved) -> None:
-    """What was dropped or failed since it was written, without an optimizer step, is not to come again."""
+    """Groups that were dropped or failed since it was written, without an optimizer step, must not be repeated."""
     path = checkpoint / STATE_FILE
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -116,20 +116,20 @@ def _state(saved: Saved) -> bytes:
 def _writing(target: Path) -> Iterator[None]:
     try:
         yield
-    except SafetensorError as error:  # its word for a disk that is full
+    except SafetensorError as error:  # safetensors raises it for a full disk
         raise OSError(f"{target} can't be written: {error}") from None
 
 
 def drop_checkpoints(folder: Path, keep: int, in_use: str = "") -> None:
-    """Removes all but the newest `keep` checkpoints, 0 keeps all, and but the one that the run has begun with: a
-    generator that is started again loads it."""
+    """Removes all but the newest `keep` checkpoints (0 keeps all), except the one that this start of the run resumed
+    from: a generator that is restarted loads it."""
     for path in all_of(folder)[:-keep] if keep else []:
         if str(path) != in_use:
             shutil.rmtree(path)
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Gives the optimizer the state of a checkpoint. A parameter without any had no gradient so far (frozen, unused).
+    """Loads the optimizer's state from a checkpoint. A parameter without state had no gradient so far (frozen, unused).
 
     Raises CheckpointError when it is of other parameters.
     """
@@ -150,7 +150,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
 
 
 def load_random(folder: Path) -> None:
-    """Lets all random numbers go on from a checkpoint. Raises CheckpointError when it does not hold their state."""
+    """Restores the state of all random number generators. Raises CheckpointError when the checkpoint has none."""
     path = folder / RANDOM_FILE
     state = _read(path)
     try:
@@ -167,15 +167,15 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict, whole. Of a sharded model by a collective that all ranks take part in, for rank 0 alone: on its
-    CPU; the others get empty tensors."""
+    """The full state dict. For a sharded model this is a collective of all ranks; rank 0 gets the tensors on its CPU,
+    the others get empty ones."""
     kept = model.state_dict(keep_vars=True)
     found = {id(tensor): _whole(tensor) for tensor in {id(each): each for each in kept.values()}.values()}
     return {name: found[id(tensor)] for name, tensor in kept.items()}  # tied parameters stay one tensor
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """`<parameter>.<state>` → tensor, whole; see model_tensors."""
+    """`<parameter>.<state>` → full tensor; see model_tensors."""
     return {
         f"{name}.{key}": _whole(value).contiguous()
         for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Takes the files of a run back to a checkpoint, so that no step is told twice."""
+"""Truncates the files of a run to a checkpoint, so that no step is recorded twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def begin(config: RunConfig) -> tuple[Saved, list[StoredGroup]]:
-    """Where this start of a run begins, and the groups that wait to be trained on; the folder is taken back to there.
+    """The state in which this start of the run begins, and the groups still to be trained on; truncates the folder's
+    files to it.
 
     Raises CheckpointError, StreamError or ValueError naming a file that is damaged, OSError when the disk is full.
     """
@@ -30,24 +31,24 @@ def begin(config: RunConfig) -> tuple[Saved, list[StoredGroup]]:
         return begun, []
     rewind(config, begun.step)
     waiting = restore(config.path / ROLLOUTS_FILE, begun.books, begun.step)
-    log.info("going on from step %d, %d groups wait to be trained on", begun.step, len(waiting))
+    log.info("resuming from step %d, %d groups wait to be trained on", begun.step, len(waiting))
     return begun, waiting
 
 
 def rewind(config: RunConfig, step: int) -> None:
-    """Cuts what belongs to later steps: lines of metrics.jsonl and swaps.jsonl, kept versions. Safe to repeat.
+    """Removes data of later steps: lines of metrics.jsonl and swaps.jsonl, kept versions. Safe to repeat.
 
     Raises ValueError when a line is damaged (other than the last, which may be torn), OSError when the disk is full.
     """
     _cut(config.path / METRICS_FILE, "step", step)
-    _cut(config.path / SWAPS_FILE, "version", step - 1)  # the version of the checkpoint is sent, and noted, again
+    _cut(config.path / SWAPS_FILE, "version", step - 1)  # the checkpoint's version is sent, and recorded, again
     for path in config.version_file(0).parent.glob("*.safetensors"):
         if path.stem.isdigit() and int(path.stem) > step:
             path.unlink()
 
 
 def _cut(path: Path, key: str, step: int) -> None:
-    """Keeps the lines whose `key` is `step` at most; the file is replaced whole."""
+    """Keeps the lines whose `key` is at most `step`; the file is replaced atomically."""
     if not path.exists():
         return
     lines = read_lines(path)

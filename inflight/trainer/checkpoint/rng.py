@@ -1,4 +1,4 @@
-"""The state of all generators of random numbers, as tensors: Python's, numpy's, torch's on CPU and on each device."""
+"""The state of all random number generators as tensors: Python's, numpy's, torch's on CPU and on each device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def capture() -> dict[str, torch.Tensor]:
-    """The state now."""
+    """The current state."""
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -25,7 +25,7 @@ def capture() -> dict[str, torch.Tensor]:
 
 
 def restore(state: dict[str, torch.Tensor]) -> None:
-    """Goes on from there; devices that this machine lacks are passed over."""
+    """Restores the state; devices that this machine does not have are skipped."""
     version, *words = state["python"].tolist()
     gauss = state["python_gauss"].tolist()
     random.setstate((version, tuple(words), gauss[0] if gauss else None))

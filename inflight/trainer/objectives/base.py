@@ -1,9 +1,8 @@
-"""What an objective gets and gives, and the arithmetic that they share.
+"""The input and output of an objective, and arithmetic that objectives share.
 
-An objective is a function `(terms: Terms, *, options...) -> TokenLoss`, pure and per token. It does not divide by
-anything: each sequence of a batch has a scale (`Batch.scales`) that says what one of its tokens weighs in the step, so
-that micro-batches and ranks of any split add up to the same. `@prefers(normalise=...)` names the scale that its paper
-uses.
+An objective is a function `(terms: Terms, *, options...) -> TokenLoss`, pure and per token. It does not normalise: each
+sequence of a batch has a scale (`Batch.scales`), the weight of one of its tokens in the step, so that any split into
+micro-batches and ranks adds up to the same. `@prefers(normalise=...)` names the normalisation that its paper uses.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ class Terms:
     behaviour: torch.Tensor
     """float32, recorded when the token was sampled."""
     proximal: torch.Tensor | None
-    """float32, under the weights before the step's first update; None where those are the weights that are trained."""
+    """float32, under the weights before the step's first update; None if these are the weights that are trained."""
     advantages: torch.Tensor
     """float32."""
     mask: torch.Tensor
     """bool, True where the token is trained on."""
     lags: torch.Tensor
-    """int64, versions that the token is behind the trainer."""
+    """int64, number of versions by which the token is behind the trainer."""
 
     @staticmethod
     def of(logprobs: torch.Tensor, batch: Batch, mask: torch.Tensor | None = None) -> Terms:
-        """`mask` [B, L] replaces the batch's own. What is masked is replaced by 0 before anything is computed with
-        it, so it has exactly no gradient, even where it is not finite."""
+        """`mask` [B, L] replaces the batch's own. Masked values are replaced by 0 before anything is computed from
+        them, so that they have exactly zero gradient, even where they are not finite."""
         mask = batch.trained_mask if mask is None else mask
 
         def only(tensor: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,7 @@ class Terms:
         return self.logprobs.detach() if self.proximal is None else self.proximal
 
     def interpolated(self) -> torch.Tensor:
-        """[B, L] the proximal policy's log-probabilities guessed from the versions, without a forward pass of its own:
+        """[B, L] the proximal policy's log-probabilities estimated from the versions, without a forward pass:
 
             log p_prox = log p_behave + alpha * (log p - log p_behave),  alpha = (v_prox - v_behave) / (v - v_behave)
 
@@ -81,7 +80,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLoss:
-    """What an objective makes of a micro-batch: [B, L] each; what it says of tokens outside the mask is not read."""
+    """The result of an objective for a micro-batch: [B, L] each; values outside the mask are not read."""
 
     loss: torch.Tensor
     """float32, to be minimised."""
@@ -100,7 +99,7 @@ def prefers(*, normalise: str) -> Callable[[F], F]:
 
 
 def bounds_update(*options: str, unless: Mapping[str, object] | None = None) -> Callable[[F], F]:
-    """Marks options of an objective that bound `u = p / p_prox`, which is 1 with one update a batch: there they have no
+    """Marks options of an objective that bound `u = p / p_prox`. With one update per batch `u` is 1 and they have no
     effect, `unless` another option has this value."""
 
     def mark(function: F) -> F:
@@ -111,13 +110,12 @@ def bounds_update(*options: str, unless: Mapping[str, object] | None = None) -> 
 
 
 def ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp, bounded so that it stays finite."""
+    """exp, with a clamped argument so that it stays finite."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def at_level(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """[B, L] the log-ratio that a token is judged by; `log_ratio` must be 0 outside `mask`.
-
+    """[B, L] the log-ratio to compare with bounds; `log_ratio` must be 0 outside `mask`.
     `token`: its own; `sequence`: the sum over its sequence, whose exp is the ratio of the sequences' probabilities;
     `geometric`: the mean over its sequence. Raises ValueError for another level.
     """
@@ -132,14 +130,14 @@ def at_level(log_ratio: torch.Tensor, mask: torch.Tensor, level: str) -> torch.T
 
 
 def outside(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """bool, where a ratio is not within the bounds. Raises ValueError where no ratio could be."""
+    """bool, True where a ratio is not within the bounds. Raises ValueError when no ratio could be."""
     if not 0 <= low < high:
         raise ValueError(f"low={low}, high={high} is not allowed: 0 or above, and low below high")
-    return ~((ratios >= low) & (ratios <= high))  # what is no number is outside
+    return ~((ratios >= low) & (ratios <= high))  # NaN counts as outside
 
 
 def clamp(ratios: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    """Within 1 - low and 1 + high. Raises ValueError for bounds on the wrong side of 1, or below 0."""
+    """Clamps to [1 - low, 1 + high]. Raises ValueError for bounds on the wrong side of 1, or below 0."""
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(f"clip_low={low}, clip_high={high} is not allowed: 0 to 1, and 0 or above")
     return ratios.clamp(1 - low, 1 + high)

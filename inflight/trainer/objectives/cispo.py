@@ -10,8 +10,8 @@ def cispo(terms: Terms, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Tok
     """`loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) * A * log p`, `r = p / p_behave`, sg: no gradient
     (MiniMax-M1, arXiv 2506.13585, eq. 4 and 5).
 
-    PPO's clip silences the rare tokens that a step changes most; here they go on being learnt from, with a bounded
-    weight. `clip_low=1` is no bound from below, as in the paper.
+    PPO's clip drops the gradient of the rare tokens that a step changes most; here they keep a gradient with a bounded
+    weight. `clip_low=1` is no lower bound, as in the paper.
     """
     ratios = ratio(terms.log_ratio.detach())
     weight = clamp(ratios, clip_low, clip_high)

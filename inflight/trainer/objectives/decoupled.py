@@ -1,4 +1,4 @@
-"""Decoupled PPO: one policy bounds the update, another one has sampled."""
+"""Decoupled PPO: the policy that bounds the update differs from the one that sampled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inflight.trainer.objectives.base import Terms, TokenLoss, bounds_update, cl
 
 
 def proximal(terms: Terms, how: str) -> torch.Tensor:
-    """[B, L] log-probabilities of the proximal policy, without gradient. Raises ValueError for an unknown way."""
+    """[B, L] log-probabilities of the proximal policy, without gradient. Raises ValueError for an unknown `how`."""
     if how not in ("recomputed", "interpolated"):
         raise ValueError(f"proximal={how!r} is not allowed: recomputed, interpolated")
     return terms.recomputed() if how == "recomputed" else terms.interpolated()
@@ -23,9 +23,9 @@ def decoupled_ppo(
     """`loss = -(p_prox / p_behave) * min(u * A, clip(u, 1 - clip_low, 1 + clip_high) * A)`, `u = p / p_prox`
     (arXiv 2110.00641; for language models arXiv 2505.24298).
 
-    The first factor, a constant, mends who sampled; the clip bounds how far this step goes. `proximal_by`:
-    `recomputed` are the weights before the step, which with one update a batch are those that are trained;
-    `interpolated` is `Terms.interpolated`. Tokens whose first factor exceeds `cap` (0: none) take no part.
+    The first factor, a constant, corrects for the behaviour policy; the clip bounds the size of this step's update.
+    `proximal_by`: `recomputed` uses the weights before the step, which with one update per batch are those that are
+    trained; `interpolated` is `Terms.interpolated`. Tokens whose first factor exceeds `cap` (0: none) are excluded.
     """
     require(cap >= 0, "cap", cap, "0 (none) or above")
     prox = proximal(terms, proximal_by)

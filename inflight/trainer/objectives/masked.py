@@ -1,4 +1,4 @@
-"""Masked importance sampling: where the weight against who sampled is out of bounds, nothing is learnt."""
+"""Masked importance sampling: tokens whose importance weight is out of bounds have no gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def masked_is(
     """`loss = -w * 1[low <= w <= high] * min(u * A, clip(u, 1 - clip_low, 1 + clip_high) * A)`,
     `w = p_prox / p_behave` a constant, `u = p / p_prox` (Liu et al. 2025, "When Speed Kills Stability", MIS).
 
-    `level` says whose ratio is compared with the bounds and taken for `w`: `token`, `sequence` (the product) or
+    `level` selects the ratio that is compared with the bounds and used as `w`: `token`, `sequence` (the product) or
     `geometric`. A token out of bounds still counts in the normalisation.
     """
     prox = terms.recomputed()
@@ -43,7 +43,7 @@ def icepop(
 def sequence_mask(
     terms: Terms, *, low: float = 0.0, high: float = 2.0, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> TokenLoss:
-    """`masked_is` at level `sequence`: a sequence is learnt from as a whole or not at all."""
+    """`masked_is` at level `sequence`: a sequence is trained on as a whole or not at all."""
     return masked_is(terms, low=low, high=high, level="sequence", clip_low=clip_low, clip_high=clip_high)
 
 
@@ -52,7 +52,7 @@ def sequence_mask(
 def geometric_mask(
     terms: Terms, *, low: float = 0.99, high: float = 1.01, clip_low: float = 0.2, clip_high: float = 0.2
 ) -> TokenLoss:
-    """A sequence takes part where the geometric mean of its ratios is within the bounds; a token's weight is then its
+    """A sequence takes part if the geometric mean of its ratios is within the bounds; the weight of a token is then its
     own ratio: `loss = -1[low <= exp(mean log w) <= high] * w * min(...)` (Liu et al. 2025, geometric rejection).
 
     Unlike the product, the mean does not grow with length.

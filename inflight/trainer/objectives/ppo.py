@@ -1,4 +1,4 @@
-"""PPO's clipped objective and its descendants, which differ in their clip and in what a token weighs."""
+"""PPO's clipped objective and its descendants, which differ in their clip and in the weight of a token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from inflight.trainer.objectives.base import Terms, TokenLoss, clip, prefers, ra
 def ppo(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
     """`loss = -min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A)`, `r = p / p_behave` (arXiv 1707.06347, eq. 7).
 
-    The ratio mends a token's age and the difference between the two implementations alike.
+    The ratio corrects for both a token's staleness and the difference between the two implementations.
     """
     return TokenLoss(*clip(ratio(terms.log_ratio), terms.advantages, clip_low, clip_high))
 
 
 @prefers(normalise="sequence")
 def grpo(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2) -> TokenLoss:
-    """PPO's clip; each sequence weighs the same, whatever its length (arXiv 2402.03300, eq. 3).
+    """PPO's clip; each sequence has the same weight, whatever its length (arXiv 2402.03300, eq. 3).
 
     GRPO's advantage is `group_std`, its divergence from the reference `trainer.objective.kl` with estimator k3.
     """
@@ -34,7 +34,7 @@ def dr_grpo(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.2) -> T
 
 @prefers(normalise="token")
 def dapo(terms: Terms, *, clip_low: float = 0.2, clip_high: float = 0.28) -> TokenLoss:
-    """PPO's clip with more room upwards, every token of the step weighs the same (arXiv 2503.14476).
+    """PPO's clip with a higher upper bound; every token of the step has the same weight (arXiv 2503.14476).
 
     DAPO's dynamic sampling is the gate's rule `uniform_rewards`, its advantage `group_std`.
     """

@@ -1,4 +1,4 @@
-"""REINFORCE: the policy gradient without any correction for age."""
+"""REINFORCE: the policy gradient without any off-policy correction."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from inflight.trainer.objectives.base import Terms, TokenLoss
 
 
 def reinforce(terms: Terms) -> TokenLoss:
-    """`loss = -A * log p` (Williams 1992). Right for fresh tokens; the older they are, the more it is biased."""
+    """`loss = -A * log p` (Williams 1992). Unbiased for fresh tokens; the bias grows with their age."""
     return TokenLoss(-terms.advantages * terms.logprobs, torch.zeros_like(terms.mask))

@@ -12,7 +12,7 @@ from inflight.trainer.objectives.base import Terms, TokenLoss, prefers, ratio
 def sapo(terms: Terms, *, temperature_positive: float = 1.0, temperature_negative: float = 1.05) -> TokenLoss:
     """`loss = -(4 / tau) * sigmoid(tau * (r - 1)) * A`, `r = p / p_behave`, tau by the sign of A (arXiv 2511.20347).
 
-    At r = 1 the slope in r is 1, as PPO's; it fades to both sides instead of breaking off.
+    At r = 1 the slope in r is 1, as PPO's; it decays smoothly to both sides instead of being cut off.
     """
     require(temperature_positive > 0, "temperature_positive", temperature_positive, "above 0")
     require(temperature_negative > 0, "temperature_negative", temperature_negative, "above 0")

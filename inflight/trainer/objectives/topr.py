@@ -1,4 +1,4 @@
-"""TOPR: what was good is imitated as it is, what was bad is unlearnt only as far as it is still likely."""
+"""TOPR: imitates positive samples; negative ones are weighted by a truncated ratio."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Truncated importance sampling: the weight against who sampled is bounded from above."""
+"""Truncated importance sampling: the importance weight is bounded from above."""
 
 from __future__ import annotations
 

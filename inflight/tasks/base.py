@@ -55,15 +55,15 @@ class HeldOut(Protocol):
         """Number of held-out questions; 0 for none."""
 
     def held_out_item(self, index: int) -> Item:
-        """The index-th of them, in an order that is always the same. Raises IndexError from the size on."""
+        """Held-out question `index`, in a fixed order. Raises IndexError for an index of the size or above."""
 
 
 @runtime_checkable
 class Reordered(Protocol):
-    """A task whose epochs have an order each. It has `__len__` as well."""
+    """A task whose epochs differ in their order. It has `__len__` as well."""
 
     def item_of_epoch(self, epoch: int, index: int) -> Item:
-        """The index-th question of an epoch, both from 0; equal for equal arguments and seed, on every machine."""
+        """Question `index` of an epoch, both from 0; equal for equal arguments and seed, on every machine."""
 
 
 @runtime_checkable
@@ -71,10 +71,10 @@ class OfFiles(Protocol):
     """A task whose questions depend on files that its options name."""
 
     def contents(self) -> Mapping[str, str]:
-        """What these files hold, by dotted name of the option: equal for equal data. A run resumes with no other."""
+        """Dotted name of the option → digest of its file's content. A run resumes only with the same content."""
 
     def settled(self) -> Mapping[str, Any]:
-        """Options to keep in place of those that were given: absolute paths, commits in place of branches."""
+        """Options that replace the given ones: absolute paths, commits instead of branches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """A task's questions, numbered consecutively over its epochs, and where they end.
 
 A task ends where its `__len__` says. Without one, or while that raises TypeError (a stream does not know yet), it ends
-where `item` raises IndexError or StopIteration, as a sequence or an iterator does. One such error between questions
-that can be had is an error of that question.
+where `item` raises IndexError or StopIteration, like a sequence or an iterator. Such an error between existing
+questions is an error of that question alone.
 """
 
 from __future__ import annotations

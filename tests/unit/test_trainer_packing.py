@@ -107,7 +107,8 @@ def test_a_token_of_one_sequence_changes_nothing_in_another(model):
 def test_a_model_that_does_not_keep_them_apart_is_refused(model, monkeypatch):
     require_apart(model)
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
-    with pytest.raises(ValueError, match=r"trainer.packing=true: LlamaForCausalLM does not separate sequences in a row"):
+    problem = r"trainer.packing=true: LlamaForCausalLM does not separate sequences in a row"
+    with pytest.raises(ValueError, match=problem):
         require_apart(model)
 
 

@@ -56,7 +56,7 @@ def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
             return "malformed: token ids"
         if len(turn.logprobs) != len(turn.token_ids) or not all(map(is_usable, turn.logprobs)):
             return "malformed: logprobs"
-        if not is_usable(rollout.reward):
+        if not all(map(is_usable, (rollout.reward, *rollout.rewards.values()))):
             return "malformed: reward"
         if not _evidence_fits(rollout):
             return "malformed: evidence"

@@ -142,6 +142,8 @@ class Rollout(Record, omit_defaults=True):
     """[T] log-probability of each token under a teacher that scored the rollout."""
     retries: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)] = {}
     """Requests for this sample that came to nothing before, by reason: `aborted` by an engine, `connection lost`, …"""
+    rewards: Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64)], float], Meta(max_length=256)] = {}
+    """What each reward of the run gave, by name; `reward` is their sum by weight. One that does not apply is absent."""
     unscored: Annotated[str, Meta(max_length=128)] = ""
     """Why the reward stands for a score that failed, where a run takes such a score for 0; empty: it was scored."""
     pieces: Annotated[list[Piece], Meta(max_length=1 << 16)] = []

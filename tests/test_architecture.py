@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "bus": {"config", "messages"},
     "patching": {"resources"},
     "prompts": {"models", "vocabulary"},
-    "tasks": {"config", "models", "prompts", "types"},
+    "tasks": {"config", "models", "prompts", "rewards", "types"},
     "rewards": {"config"},
     "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
     "rollout": {"types", "config", "groups", "messages", "bus", "tasks", "models", "named"},

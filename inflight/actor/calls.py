@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from inflight.config import RewardConfig
 from inflight.prompts import Chat
 from inflight.types import Turn
 
@@ -55,6 +56,14 @@ class MakeTask(_Message, tag=True, kw_only=True):
     """Seconds after which the child itself cancels an asynchronous call."""
 
 
+class MakeRewards(_Message, tag=True, kw_only=True):
+    """The first message: which rewards to make."""
+
+    rewards: list[RewardConfig]
+    limit_s: float
+    """As that of MakeTask."""
+
+
 class MakeTokenizer(_Message, tag=True, kw_only=True):
     """The first message: which model's tokenizer to load."""
 
@@ -79,6 +88,17 @@ class AskScore(_Message, tag=True):
     completion: str
     prompt_ids: list[int] = []
     turn: Turn | None = None
+
+
+class AskReward(_Message, tag=True):
+    """One reward of a completion: which of those that the child has made."""
+
+    call: Call
+    which: Annotated[int, Meta(ge=0)]
+    question: Question
+    completion: str
+    completion_ids: list[int]
+    finish_reason: str
 
 
 class AskEncode(_Message, tag=True):
@@ -109,6 +129,8 @@ class Ready(_Message, tag=True, kw_only=True):
     """Vocabulary size of the tokenizer."""
     held_out: int = 0
     """Number of questions that the task holds out."""
+    asynchronous: list[bool] = []
+    """Of each reward, whether it is an asynchronous function."""
 
 
 class Unusable(_Message, tag=True):
@@ -146,6 +168,13 @@ class ScoreIs(_Message, tag=True):
     teacher_logprobs: list[float] | None
 
 
+class RewardIs(_Message, tag=True):
+    """None: the reward does not apply to the completion."""
+
+    call: Call
+    value: float | None
+
+
 class TokensAre(_Message, tag=True):
     call: Call
     token_ids: list[int]
@@ -168,9 +197,9 @@ class Raised(_Message, tag=True, kw_only=True):
     """The child should be replaced: it is out of memory, or still runs a call that was given up."""
 
 
-Make = MakeTask | MakeTokenizer
-Ask = AskItem | AskScore | AskEncode | AskDecode
-Answer = ItemIs | NoItem | ScoreIs | TokensAre | TextIs
+Make = MakeTask | MakeRewards | MakeTokenizer
+Ask = AskItem | AskScore | AskReward | AskEncode | AskDecode
+Answer = ItemIs | NoItem | ScoreIs | RewardIs | TokensAre | TextIs
 FromChild = Ready | Unusable | Begun | Raised | Answer
 ToChild = Make | Ask
 

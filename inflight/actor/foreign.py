@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
 from inflight.actor import calls
-from inflight.actor.calls import Answer, Ask, CallError, ItemIs, MakeTask, MakeTokenizer, Question, Ready
+from inflight.actor.called import Caller, ForeignError, GroupLost, all_of, called
+from inflight.actor.calls import Answer, Ask, ItemIs, MakeTask, MakeTokenizer, Question
 from inflight.actor.crew import Crew
-from inflight.actor.worker_process import Bounds, Failed, Lost, NotMade
+from inflight.actor.scoring import Rewards, rewards_of
+from inflight.actor.worker_process import Bounds, NotMade
 from inflight.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from inflight.groups import is_usable
 from inflight.models import ModelError, prepare
@@ -26,41 +28,22 @@ from inflight.tasks.base import Score
 from inflight.tasks.course import DataEnded
 from inflight.types import Turn
 
+__all__ = ["Foreign", "ForeignError", "GroupLost", "foreign"]
+
 MAX_WORKERS = 8
 """Most children for scores if their number is not configured; otherwise one per CPU core."""
-
-
-class GroupLost(Exception):
-    """A group that was started and will not be delivered; it is counted by `reason`, the text is for the log."""
-
-    def __init__(self, reason: str, detail: str, *, again: bool = False) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.again = again
-        """Whether the question should be re-queued, because a generator was at fault."""
-        self.lengths: list[int] = []
-        """Completion tokens of its samples, as far as they were received."""
-
-
-class ForeignError(RuntimeError):
-    """No process for foreign code can be started any more."""
-
-
-class Caller(Protocol):
-    """Something that runs calls of foreign code: a Crew."""
-
-    ready: Ready
-
-    async def call(self, ask: Callable[[int], Ask]) -> Answer:
-        """The answer. Raises Failed, Lost or NotMade, CallError or msgspec's errors."""
 
 
 class Foreign:
     """The task and the tokenizer of a run."""
 
-    def __init__(self, items: Caller, scores: Caller, text: Caller, limit_s: float) -> None:
-        """`limit_s`: time limit of a call in seconds, for the log."""
+    def __init__(
+        self, items: Caller, scores: Caller | None, text: Caller, limit_s: float, rewards: Rewards | None = None
+    ) -> None:
+        """`scores` runs the task's own score; None where the run's `rewards` take its place. `limit_s`: time limit
+        of a call in seconds, for the log."""
         self._items, self._scores, self._text, self._limit_s = items, scores, text, limit_s
+        self._rewards = rewards
 
     @property
     def vocabulary(self) -> int:
@@ -100,12 +83,23 @@ class Foreign:
         return answer.text
 
     async def score(self, question: Question, prompt_ids: list[int], turn: Turn) -> Score:
-        """The task's score. If it fails, is late or is not a number, the group is lost: it is never taken as 0.
+        """The task's score, or the sum of the rewards. If one fails, is late or is not a number, the group is lost:
+        it is never taken as 0.
 
         Raises GroupLost.
         """
-        key, text = question.key, await self.decode(turn.token_ids, question.key)
+        text = await self.decode(turn.token_ids, question.key)
+        if self._rewards is None:
+            return await self._task_score(question, prompt_ids, turn, text)
+        own = [] if self._rewards.task is None else [self._task_score(question, prompt_ids, turn, text)]
+        parts: list[Coroutine[Any, Any, Any]] = [self._rewards.values(question, text, turn), *own]
+        values, *scores = await all_of(parts)
+        return self._rewards.sum(question, values, scores[0] if scores else None)
+
+    async def _task_score(self, question: Question, prompt_ids: list[int], turn: Turn, text: str) -> Score:
+        assert self._scores is not None
         whole = (prompt_ids, turn) if self._scores.ready.turns else ([], None)
+        key = question.key
         answer = await self._call(
             self._scores, "reward", key, lambda call: calls.AskScore(call, question, text, *whole)
         )
@@ -116,23 +110,7 @@ class Foreign:
         return score
 
     async def _call(self, caller: Caller, what: str, about: str, ask: Callable[[int], Ask]) -> Answer:
-        try:
-            return await caller.call(ask)
-        except Failed as error:
-            if error.late:
-                raise self._late(what, about) from None
-            raise GroupLost(f"{what} error: {error.kind}", f"{about}: {error}") from None
-        except Lost as lost:
-            if lost.late:
-                raise self._late(what, about) from None
-            raise GroupLost(f"{what} crash: {lost}", f"{about} ended its process") from None
-        except NotMade as error:
-            raise ForeignError(f"no process for the {what} can be started: {error}") from None
-        except (CallError, msgspec.MsgspecError, ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise GroupLost(f"{what} error: {type(error).__name__}", f"{about} can't be sent: {error}") from None
-
-    def _late(self, what: str, about: str) -> GroupLost:
-        return GroupLost(f"{what} timeout", f"{about}: not done within {self._limit_s:g} s")
+        return await called(caller, what, about, ask, self._limit_s)
 
 
 def _defect(score: Score, tokens: int) -> str | None:
@@ -160,24 +138,37 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
         concurrency=1,
     )
     make = MakeTask(name=task.name, options=task.options, seed=config.seed, epochs=task.epochs, limit_s=bounds.limit_s)
-    items = Crew(make, bounds, 1)
-    scoring = replace(bounds, concurrency=rollout.reward_concurrency)
-    scores = Crew(msgspec.structs.replace(make, scores_only=True), scoring, _workers(rollout))
-    text = Crew(_make_tokenizer(config.model), bounds, 1)
+    scoring, workers = replace(bounds, concurrency=rollout.reward_concurrency), _workers(rollout)
+    items, text = Crew(make, bounds, 1), Crew(_make_tokenizer(config.model), bounds, 1)
+    scores = rewards = None
+    if not config.rewards or any(each.is_task for each in config.rewards):
+        scores = Crew(msgspec.structs.replace(make, scores_only=True), scoring, workers)
     async with contextlib.AsyncExitStack() as stack:
         for crew in (items, scores, text):  # all started before the first is awaited: each takes a while
-            stack.push_async_callback(crew.close)
-            crew.start()
+            if crew is not None:
+                stack.push_async_callback(crew.close)
+                crew.start()
+        if config.rewards:
+            with _usable("rewards"):
+                rewards = await rewards_of(config.rewards, scoring, workers, stack)
         for crew, place in (
             (items, f"task.name={task.name!r}"),
             (scores, f"task.name={task.name!r}"),
             (text, f"model.name={config.model.name!r}"),
         ):
-            try:
-                await crew.made()
-            except NotMade as error:
-                raise ConfigError(str(error) if error.bad_input else f"{place} can't be used: {error}") from None
-        yield Foreign(items, scores, text, bounds.limit_s)
+            if crew is not None:
+                with _usable(place):
+                    await crew.made()
+        yield Foreign(items, scores, text, bounds.limit_s, rewards)
+
+
+@contextlib.contextmanager
+def _usable(place: str) -> Iterator[None]:
+    """Raises ConfigError where a child could not make what `place` of the configuration names."""
+    try:
+        yield
+    except NotMade as error:
+        raise ConfigError(str(error) if error.bad_input else f"{place} can't be used: {error}") from None
 
 
 def _make_tokenizer(model: ModelConfig) -> MakeTokenizer:

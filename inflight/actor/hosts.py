@@ -6,7 +6,7 @@ Runs in the child. Results of foreign code are checked here, so that only well-f
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from inflight.actor.calls import (
@@ -15,21 +15,25 @@ from inflight.actor.calls import (
     AskDecode,
     AskEncode,
     AskItem,
+    AskReward,
     AskScore,
     ItemIs,
     Make,
+    MakeRewards,
     MakeTask,
     NoItem,
     Question,
     Ready,
+    RewardIs,
     ScoreIs,
     TextIs,
     TokensAre,
 )
 from inflight.config import TaskConfig
 from inflight.prompts import Chat, ModelTokens
+from inflight.rewards import Reward, RewardError, Sample, make_all
 from inflight.tasks import make
-from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, plain_score, turn_score
+from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, columns_of, plain_score, turn_score
 from inflight.tasks.course import Course, DataEnded
 
 MAX_KEY = 512
@@ -59,7 +63,38 @@ def host(message: Make) -> Host:
     if isinstance(message, MakeTask):
         task = make(TaskConfig(message.name, message.options), message.seed)
         return TaskHost(task, None if message.scores_only else Course(task, message.epochs))
+    if isinstance(message, MakeRewards):
+        return RewardsHost(make_all(message.rewards))
     return TextHost(ModelTokens(message.model, trust_remote_code=message.trust_remote_code))
+
+
+class RewardsHost:
+    """The rewards of a run, or some of them."""
+
+    def __init__(self, rewards: Sequence[Reward]) -> None:
+        self._rewards = rewards
+
+    def ready(self) -> Ready:
+        """Which of them are asynchronous; when all are, many calls may be under way at once."""
+        waits = [each.asynchronous for each in self._rewards]
+        return Ready(concurrent=all(waits), asynchronous=waits)
+
+    async def answer(self, ask: Ask) -> Answer:
+        """Of AskReward."""
+        if not isinstance(ask, AskReward) or ask.which >= len(self._rewards):
+            raise Unfit("call", f"{len(self._rewards)} rewards take no {type(ask).__name__}")
+        question, prompt = ask.question, ask.question.prompt
+        sample = Sample(
+            completion=ask.completion,
+            completion_ids=ask.completion_ids,
+            prompt=prompt.messages if isinstance(prompt, Chat) else prompt,
+            finish_reason=ask.finish_reason,
+            columns=columns_of(Item(question.key, prompt, question.answer, question.columns)),
+        )
+        try:
+            return RewardIs(ask.call, await self._rewards[ask.which].value(sample))
+        except RewardError as error:
+            raise Unfit(error.kind, str(error)) from None
 
 
 class TaskHost:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from hashlib import blake2b
-from typing import Any, TypeVar
 
 import aiohttp
 
 from inflight.actor.answers import Answer, Answers
+from inflight.actor.called import GroupLost, all_of
 from inflight.actor.calls import Question
-from inflight.actor.foreign import Foreign, GroupLost
+from inflight.actor.foreign import Foreign
 from inflight.actor.pool import NoGenerator, Pool
 from inflight.completions import TOO_LONG, Rejected, Retry, sampling
 from inflight.config import RolloutConfig
@@ -23,8 +22,6 @@ from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 
 SCORE_AGAIN_AFTER_S = (2.0, 8.0, 32.0)
 """Pauses in seconds before a failed score is retried: a judge that is down for half a minute costs no question."""
-
-T = TypeVar("T")
 
 
 class Sampler:
@@ -57,7 +54,7 @@ class Sampler:
             raise GroupLost(TOO_LONG, f"{detail} leaves room for one token after {self._max_model_len - 1} at most")
         answers = [self.answers.begin(prompt_ids) for _ in range(self._config.group_size)]
         try:
-            rollouts = await _all(
+            rollouts = await all_of(
                 [self._rollout(group_id, sample, question, prompt_ids, answer) for sample, answer in enumerate(answers)]
             )
         except GroupLost as lost:
@@ -86,6 +83,7 @@ class Sampler:
             teacher_logprobs=None if score.teacher_logprobs is None else list(score.teacher_logprobs),
             retries=dict(answer.retries),
             unscored=unscored,
+            rewards=dict(score.parts),
             pieces=answer.pieces,
         )
 
@@ -121,14 +119,3 @@ class Sampler:
     def _seed_of(self, rollout_id: str) -> int:
         """A separate sampling seed for each sample, the same in every run with the same seed."""
         return int.from_bytes(blake2b(f"{self._seed}:{rollout_id}".encode(), digest_size=8).digest()) >> 1
-
-
-async def _all(parts: list[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order; the first failure cancels the rest, waits for their end and is raised."""
-    tasks = [asyncio.ensure_future(part) for part in parts]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.actor import calls
-from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTask, MakeTokenizer, Raised, Unusable
+from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTokenizer, Raised, Unusable
 from inflight.actor.hosts import Host, Unfit, host
 from inflight.config import ConfigError
 from inflight.descendants import adopt
@@ -34,10 +34,10 @@ async def serve(connection: socket.socket) -> None:
     """Constructs what the first message names, then answers calls until the actor closes the connection."""
     reader, writer = await asyncio.open_connection(sock=connection)
     message = await calls.read_to_child(reader)
-    if not isinstance(message, MakeTask | MakeTokenizer):
+    if not isinstance(message, Make):
         return
     made = _make(message)
-    limit_s = message.limit_s if isinstance(message, MakeTask) else None
+    limit_s = None if isinstance(message, MakeTokenizer) else message.limit_s
     if isinstance(made, Unusable):
         writer.write(calls.encode(made))
         await writer.drain()
@@ -45,7 +45,7 @@ async def serve(connection: socket.socket) -> None:
     writer.write(calls.encode(made.ready()))
     working = set[asyncio.Task[None]]()
     while (ask := await calls.read_to_child(reader)) is not None:
-        if not isinstance(ask, MakeTask | MakeTokenizer):
+        if not isinstance(ask, Make):
             task = asyncio.create_task(_work(made, ask, writer, limit_s))
             working.add(task)  # the loop itself holds only weak references
             task.add_done_callback(working.discard)

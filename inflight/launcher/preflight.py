@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from inflight import config as configuration
-from inflight.config import ConfigError, ModelConfig, RunConfig
+from inflight.config import ConfigError, ModelConfig, RewardConfig, RunConfig
 from inflight.config.effect import require_effect
 from inflight.config.pairings import require_sound, teachers, warnings
 from inflight.generator.engine_args import require_extra
@@ -51,7 +51,7 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
-    return replace(config, model=model)
+    return replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
 
 
 def _placed(model: ModelConfig) -> ModelConfig:
@@ -66,33 +66,47 @@ def _placed(model: ModelConfig) -> ModelConfig:
     return replace(model, name=str(models.prepare(model.name)), served_name=model.served_name or model.name)
 
 
-def _require_own_task(config: RunConfig) -> None:
-    """Raises ConfigError for a task of the user's own that does not exist, rejects its options or can't be constructed.
+def _reward(reward: RewardConfig) -> RewardConfig:
+    """A reward whose file, if it has one, is found from any folder."""
+    file, _, function = reward.name.rpartition(":")
+    return replace(reward, name=f"{Path(file).resolve()}:{function}") if file.endswith(".py") else reward
+
+
+def _require_own_code(config: RunConfig) -> None:
+    """Raises ConfigError for a task or a reward of the user's own that does not exist, rejects its options or
+    can't be constructed.
 
     It is constructed in a child process: its module may raise, hang or end its process.
     """
+    own = [f"task.name={config.task.name!r}", *(f"{each.name!r}" for each in config.rewards if ":" in each.name)]
+    what = " or ".join(each for each in own if ":" in each)
     looked = _look(config, "inflight.tasks", [], "actor")
     if looked.code is None:
-        raise ConfigError(f"task.name={config.task.name!r} can't be imported: it takes longer than {CHECK_S:g} s")
+        raise ConfigError(f"{what} can't be imported: it takes longer than {CHECK_S:g} s")
     if looked.code in (0, -signal.SIGALRM):  # the latter: construction takes long, which is allowed
         return
     said = looked.words[-1:] or ["nothing"]
     if said[0].startswith(SAYS):
         raise ConfigError(said[0].removeprefix(SAYS))
     how = f"signal {-looked.code}" if looked.code < 0 else f"code {looked.code}"
-    raise ConfigError(f"task.name={config.task.name!r} can't be made: its process ended with {how} and said {said[0]}")
+    raise ConfigError(f"{what} can't be made: its process ended with {how} and said {said[0]}")
 
 
 def _require_task(config: RunConfig) -> None:
     """Raises ConfigError for a task that does not exist, misses an option, or gives less than the trainer needs."""
     from inflight import tasks
+    from inflight.tasks.check import usable_task
 
-    if ":" in config.task.name:
-        _require_own_task(config)
+    if any(":" in name for name in (config.task.name, *(each.name for each in config.rewards))):
+        _require_own_code(config)
         return
-    task, learnt_from = tasks.make(config.task, config.seed), list(teachers(config))
+    task, learnt_from = usable_task(config), list(teachers(config))
     if config.trainer.advantage.name == "process":
         learnt_from.append("trainer.advantage.name=process")
+    if learnt_from and config.rewards and not any(each.is_task for each in config.rewards):
+        raise ConfigError(
+            f"{learnt_from[0]} is not allowed with these rewards: it needs the task's own score; add one named task"
+        )
     if learnt_from and not isinstance(task, tasks.TurnScorer):
         raise ConfigError(
             f"{learnt_from[0]} is not allowed with task.name={config.task.name}: the task scores whole completions, and"

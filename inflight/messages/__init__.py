@@ -35,7 +35,7 @@ from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
 from inflight.types import Name
 
-SCHEMA = 5
+SCHEMA = 6
 MAX_FRAME_BYTES = 64 << 20
 """Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 

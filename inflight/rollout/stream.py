@@ -18,7 +18,7 @@ import msgspec
 
 from inflight.types import RolloutGroup
 
-SCHEMA = 2
+SCHEMA = 3
 MAGIC = b"inflrol" + bytes([SCHEMA])
 MAX_BODY_BYTES = 64 << 20
 _HEAD = struct.Struct("<II")

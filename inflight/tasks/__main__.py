@@ -1,4 +1,5 @@
-"""`python -m inflight.tasks --run-dir RUN`: constructs the task of a run, or prints in one line why it can't."""
+"""`python -m inflight.tasks --run-dir RUN`: constructs the task of a run and its rewards, or prints in one line why it
+can't."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from inflight.config import ConfigError, load
-from inflight.tasks import make
+from inflight.tasks.check import usable_task
 
 MAKE_S = 10
 """Seconds after which this process ends by SIGALRM once the module is imported: a task that reads much data may take
@@ -19,15 +20,18 @@ SAYS = "inflight tasks: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 for a task that can be constructed, 2 otherwise."""
+    """Exit code: 0 for a task and rewards that can be constructed, 2 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m inflight.tasks", description=__doc__)
     parser.add_argument("--run-dir", required=True)
     config = load(parser.parse_args(argv).run_dir)
-    with contextlib.suppress(Exception):  # `make` raises the same error again and reports it
-        importlib.import_module(config.task.name.partition(":")[0])
+    names = [config.task.name, *(each.name for each in config.rewards)]
+    for module in (name.rpartition(":")[0] for name in names):
+        with contextlib.suppress(Exception):  # `usable_task` raises the same error again and reports it
+            if module and not module.endswith(".py"):
+                importlib.import_module(module)
     signal.alarm(MAKE_S)
     try:
-        make(config.task, config.seed)
+        usable_task(config)
     except ConfigError as error:
         print(f"{SAYS}{error}", file=sys.stderr)
         return 2

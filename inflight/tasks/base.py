@@ -20,6 +20,7 @@ __all__ = [
     "Score",
     "Task",
     "TurnScorer",
+    "columns_of",
     "plain_score",
     "turn_score",
 ]
@@ -35,6 +36,12 @@ class Item:
     """For the task's own use. It is sent to another process: text, numbers, booleans, None, lists, dicts."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further data of the question by name, for rewards; of the same types as `answer`."""
+
+
+def columns_of(item: Item) -> dict[str, Any]:
+    """What rewards may use of a question, by name: its columns, and `answer` where it has one."""
+    answer = {} if item.answer is None else {"answer": item.answer}
+    return answer | dict(item.columns)
 
 
 class Task(Protocol):
@@ -86,6 +93,8 @@ class Score:
     """Process rewards, ascending: index of the completion token that ends a step, and that step's reward."""
     teacher_logprobs: Sequence[float] | None = None
     """[T] log-probability of each completion token under a teacher."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """What each reward of the run gave, by name (docs/rewards.md); set by the actor."""
 
 
 @runtime_checkable

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 class T:
     seed: int
     digits: int = 2
+
+    def score(self, item, completion):
+        return 1.0
 """
 NAMED = ["--config-name", "tiny", "task.name=mine:T"]
 
@@ -45,7 +48,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("import os; os._exit(139)", "can't be made: its process ended with code 139 and said nothing"),
         ("import os; os.kill(os.getpid(), 11)", "can't be made: its process ended with signal 11 and said nothing"),
         (
-            TASK + "    def __post_init__(self): raise OSError('no disk')",
+            TASK + "\n    def __post_init__(self): raise OSError('no disk')",
             "can't be made: OSError: no disk (/TMP/mine.py",
         ),
     ],
@@ -84,7 +87,7 @@ def test_one_that_hangs_is_refused_and_leaves_nothing_behind(mine, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    "more", ["", f"    def __post_init__(self): import os; os.kill(os.getpid(), {signal.SIGALRM})"]
+    "more", ["", f"\n    def __post_init__(self): import os; os.kill(os.getpid(), {signal.SIGALRM})"]
 )
 def test_one_that_can_be_made_or_takes_its_time_is_taken(mine, more):
     mine.write_text(TASK + more)

@@ -1,0 +1,101 @@
+"""The rewards of a run, added up by weight: each is a call of its own, with its own time limit and its own name."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from inflight.actor import calls
+from inflight.actor.called import Caller, GroupLost, all_of, called
+from inflight.actor.calls import MakeRewards, Question
+from inflight.actor.crew import Crew
+from inflight.actor.worker_process import Bounds
+from inflight.config import RewardConfig
+from inflight.groups import is_usable
+from inflight.tasks.base import Score
+from inflight.types import Turn
+
+
+@dataclass(frozen=True)
+class Rewarded:
+    """A reward, and which of its crew's rewards it is."""
+
+    config: RewardConfig
+    crew: Caller
+    which: int
+
+
+class Rewards:
+    """All rewards of a run but the task's own score."""
+
+    def __init__(self, rewards: Sequence[Rewarded], task: RewardConfig | None, limit_s: float) -> None:
+        """`task` is the entry for the task's own score, where there is one."""
+        self._rewards, self.task, self._limit_s = rewards, task, limit_s
+        every = [each.config for each in rewards] + ([task] if task is not None else [])
+        self._weights = {each.known_as: each.weight for each in every}
+
+    async def values(self, question: Question, completion: str, turn: Turn) -> dict[str, float]:
+        """The value of each reward that applies to a completion, by name. Raises GroupLost, or ForeignError."""
+        asked = [self._value(each, question, completion, turn) for each in self._rewards]
+        values = zip(self._rewards, await all_of(asked), strict=True)
+        return {each.config.known_as: value for each, value in values if value is not None}
+
+    def sum(self, question: Question, values: dict[str, float], score: Score | None) -> Score:
+        """The values and the task's own score, added up by weight; steps and a teacher's word are the task's.
+
+        Raises GroupLost when no reward applies, or when the sum is too large to be learnt from.
+        """
+        parts = values if score is None or self.task is None else values | {self.task.known_as: score.reward}
+        if not parts:
+            raise GroupLost("reward error: none applies", f"{question.key}: each reward gave None")
+        total = sum(self._weights[name] * value for name, value in parts.items())
+        if not is_usable(total):
+            raise GroupLost("reward error: not finite", f"{question.key}: {parts}"[:1000])
+        return replace(score or Score(total), reward=total, parts=parts)
+
+    async def _value(self, reward: Rewarded, question: Question, completion: str, turn: Turn) -> float | None:
+        name = f"reward {reward.config.known_as}"
+        answer = await called(
+            reward.crew, name, question.key,
+            lambda call: calls.AskReward(
+                call, reward.which, question, completion, turn.token_ids, turn.finish_reason
+            ),
+            self._limit_s,
+        )  # fmt: skip
+        assert isinstance(answer, calls.RewardIs)
+        if answer.value is not None and not is_usable(answer.value):
+            raise GroupLost(f"{name} error: not finite", f"{question.key}: {answer.value}")
+        return answer.value
+
+
+async def rewards_of(
+    configs: Sequence[RewardConfig], bounds: Bounds, workers: int, stack: contextlib.AsyncExitStack
+) -> Rewards:
+    """The rewards, in child processes that end with `stack`: asynchronous ones share some, plain ones have one each.
+
+    Raises NotMade when a reward can't be made.
+    """
+    task = next((each for each in configs if each.is_task), None)
+    make = MakeRewards(rewards=[each for each in configs if not each.is_task], limit_s=bounds.limit_s)
+    if not make.rewards:
+        return Rewards([], task, bounds.limit_s)
+    crew = Crew(make, bounds, workers)
+    stack.push_async_callback(crew.close)
+    crew.start()
+    await crew.made()
+    waits = crew.ready.asynchronous
+    rewards = [Rewarded(each, crew, which) for which, each in enumerate(make.rewards)]
+    if any(waits) and not all(waits):
+        waiting = [each for each, asynchronous in zip(make.rewards, waits, strict=True) if asynchronous]
+        other = Crew(msgspec.structs.replace(make, rewards=waiting), bounds, workers)
+        stack.push_async_callback(other.close)
+        other.start()
+        await other.made()
+        rewards = [
+            Rewarded(each.config, other, waiting.index(each.config)) if asynchronous else each
+            for each, asynchronous in zip(rewards, waits, strict=True)
+        ]
+    return Rewards(rewards, task, bounds.limit_s)

@@ -1,0 +1,207 @@
+"""Rewards in real child processes: added up by weight, each with its own name, time limit and failure."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from rollout_samples import make_config, make_group
+
+from inflight.actor.called import GroupLost
+from inflight.actor.calls import Question, Ready, ScoreIs, TextIs
+from inflight.actor.foreign import Foreign
+from inflight.actor.scoring import rewards_of
+from inflight.actor.worker_process import Bounds, NotMade
+from inflight.config import AdvantageConfig, ConfigError, RewardConfig, TaskConfig
+from inflight.groups import defect
+from inflight.launcher import preflight
+from inflight.launcher.compose import compose
+from inflight.prompts import Chat
+from inflight.rollout.gate import gate_group
+from inflight.tasks.check import usable_task
+from inflight.trainer.report import rewards_and_lags
+from inflight.types import PrefillSpan, Turn, VersionSpan
+
+HERE = Path(__file__).parent
+BOUNDS = Bounds(limit_s=2.0, start_s=60.0, memory_mib=1024, concurrency=8)
+PLAIN = "fine"
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    """Children find this folder's modules, and the tree under test."""
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}:{HERE.parents[1]}")
+
+
+class Text:
+    """In place of a tokenizer: the completion's text is the whole turn's."""
+
+    ready = Ready(size=10)
+
+    def __init__(self):
+        self.text = PLAIN
+
+    async def call(self, ask):
+        return TextIs(0, self.text)
+
+
+class Own:
+    """In place of the children that run the task's own score."""
+
+    ready = Ready()
+
+    async def call(self, ask):
+        return ScoreIs(0, 0.25, [(0, 0.5)], None)
+
+
+TURN = Turn(
+    token_ids=[4, 5], logprobs=[-1.0] * 2, token_versions=[VersionSpan(0, 0)], prefill_versions=[PrefillSpan(0, 0, 0)],
+    finish_reason="stop",
+)  # fmt: skip
+QUESTION = Question("k", "1+1=", "aa", {"x": 7})
+
+
+@contextlib.asynccontextmanager
+async def open_rewards(*configs, bounds=BOUNDS):
+    async with contextlib.AsyncExitStack() as stack:
+        rewards = await rewards_of(configs, bounds, 1, stack)
+        yield Foreign(Text(), Own(), Text(), bounds.limit_s, rewards)
+
+
+async def score(code, text, question=QUESTION):
+    """The score of a completion, or what its group is counted by."""
+    code._text.text = text
+    try:
+        return await code.score(question, [1], TURN)
+    except GroupLost as lost:
+        return lost.reason
+
+
+def test_a_sum_by_weight_of_plain_and_asynchronous_rewards_and_the_tasks_own():
+    """A question's columns, the ids and a chat's messages reach them; None takes no part."""
+    given = (
+        RewardConfig("length", weight=2.0, options={"target": 4}),
+        RewardConfig("reward_samples:soon", weight=0.5, label="late"),
+        RewardConfig("task", weight=4.0),
+        RewardConfig("reward_samples:share", options={"letter": "n"}),
+        RewardConfig(f"{HERE}/reward_samples.py:columns_seen", weight=0.0),
+    )
+    wanted = {"length": 0.5, "late": 4.0, "task": 0.25, "share": 0.5, "columns_seen": 1.0}
+    chat = msgspec.structs.replace(QUESTION, prompt=Chat([{"role": "user", "content": "?"}]))
+
+    async def main():
+        async with open_rewards(*given) as code:
+            for question in (QUESTION, chat):
+                found = await score(code, "fine", question)
+                assert found.parts == wanted
+                assert found.reward == 2.0 * 0.5 + 0.5 * 4.0 + 4.0 * 0.25 + 0.5
+                assert found.step_rewards == [(0, 0.5)], "of the task's own score"
+            found = await score(code, "none")
+            assert "late" not in found.parts
+            assert found.reward == 2.0 * 0.5 + 4.0 * 0.25 + 1.0
+
+    asyncio.run(main())
+
+
+def test_whatever_a_reward_does_costs_its_group_under_its_name():
+    wanted = {
+        "raise": "reward odd error: KeyError",
+        "float": "reward odd error: no list",
+        "texts": "reward odd error: no number",
+        "two": "reward odd error: length",
+        "nan": "reward odd error: not finite",
+        "sleep": "reward odd timeout",
+        "die": "reward odd crash: code 139",
+        "none": "reward error: none applies",
+    }
+
+    async def main():
+        async with open_rewards(RewardConfig("reward_samples:odd")) as code:
+            assert {text: await score(code, text) for text in wanted} == wanted
+            assert (await score(code, "fine")).reward == 0.5
+            column = RewardConfig("exact_match", options={"column": "gone"})
+        async with open_rewards(column) as code:
+            assert await score(code, "x") == "reward exact_match error: column"
+
+    asyncio.run(main())
+
+
+def test_one_that_cannot_be_made_is_named():
+    async def main():
+        with pytest.raises(NotMade, match=r"rewards\[0\]\.options\.target is missing") as raised:
+            async with open_rewards(RewardConfig("length")):
+                pass
+        assert raised.value.bad_input
+
+    asyncio.run(main())
+
+
+# --- before the start ------------------------------------------------------------------------------------------------
+
+
+def test_a_task_without_a_score_and_a_column_that_is_not_there_are_refused(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text("\n".join(json.dumps({"q": f"{n}+1=", "gold": n + 1}) for n in range(4)))
+    task = TaskConfig("dataset", {"path": str(data), "prompt": "q"})
+    config = replace(make_config(tmp_path), task=task)
+    with pytest.raises(ConfigError, match=r"task\.name='dataset' has no score of its own: rewards must say"):
+        usable_task(config)
+    with pytest.raises(ConfigError, match=r"'dataset' has no score"):
+        usable_task(replace(config, rewards=[RewardConfig("task")]))
+    with pytest.raises(
+        ConfigError, match=r"needs the column answer, which task dataset does not have: gold"
+    ):
+        usable_task(replace(config, rewards=[RewardConfig("exact_match")]))
+    usable_task(replace(config, rewards=[RewardConfig("exact_match", options={"column": "gold"})]))
+    data.write_text('{"q": "1", "prompts": 1}\n')
+    with pytest.raises(ConfigError, match="has a column prompts, a name that rewards are given something else by"):
+        usable_task(replace(config, rewards=[RewardConfig("reward_samples:soon")]))
+
+
+def test_what_needs_the_tasks_own_score_is_refused_with_rewards_that_leave_it_out(tmp_path):
+    config = compose("tiny", ["task.name=distillation", "+task.options={teacher: 'http://h', task: addition}"])
+    trainer = replace(config.trainer, advantage=AdvantageConfig("distillation"))
+    config = replace(config, trainer=trainer, rewards=[RewardConfig("length", options={"target": 1})])
+    with pytest.raises(ConfigError, match=r"with these rewards: it needs the task's own score; add one named task"):
+        preflight._require_task(config)
+    preflight._require_task(replace(config, rewards=[*config.rewards, RewardConfig("task")]))
+
+
+def test_a_file_of_rewards_is_found_from_any_folder(monkeypatch):
+    monkeypatch.chdir(HERE)
+    placed = preflight._reward(RewardConfig("reward_samples.py:odd", weight=2.0))
+    assert placed == RewardConfig(f"{HERE}/reward_samples.py:odd", weight=2.0)
+    assert preflight._reward(RewardConfig("math")) == RewardConfig("math")
+    overrides = ["rewards=[{name: reward_samples.py:share, weight: 2, options: {leter: 1}}]"]
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.options\.leter is not an option: answer, letter"):
+        preflight._require_task(compose("tiny", overrides))
+
+
+# --- afterwards ------------------------------------------------------------------------------------------------------
+
+
+def test_each_rewards_mean_is_in_the_steps_line():
+    group = make_group("q0", 2)
+    first, second = group.rollouts
+    rollouts = [
+        msgspec.structs.replace(first, rewards={"math": 1.0, "length": 0.5}),
+        msgspec.structs.replace(second, rewards={"math": 0.0}),
+    ]
+    gated = gate_group(msgspec.structs.replace(group, rollouts=rollouts), 0, make_config("r").gate)
+    line = rewards_and_lags([gated], [0.5], NoBatch())
+    assert line["rewards"] == {"length": 0.5, "math": 0.5}
+    assert line["rewards_applied"] == {"length": 0.5, "math": 1.0}
+    assert "rewards" not in rewards_and_lags([gate_group(group, 0, make_config("r").gate)], [0.5], NoBatch())
+    assert defect(msgspec.structs.replace(group, rollouts=rollouts), 2, 100) is None
+    broken = msgspec.structs.replace(first, rewards={"math": float("nan")})
+    assert defect(msgspec.structs.replace(group, rollouts=[broken, second]), 2, 100) == "malformed: reward"
+
+
+class NoBatch:
+    def lag_counts(self):
+        return {}

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Side = Literal["cuda", "cpu", "server"]
-"""The part that uses a hook: the CUDA worker, the CPU worker (and the audit's engine), or the HTTP server's process."""
+Side = Literal["cuda", "cpu", "server", "adapters"]
+"""The part that uses a hook: the CUDA worker, the CPU worker (and the audit's engine), the HTTP server's process, or
+the workers of engines whose LoRA adapters have versions."""
 
 Node = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -44,6 +45,8 @@ _ENGINE = (
     "client_count=1, client_index=0"
 )
 _PLAIN = ("self",)
+_MANAGER = ("lora/model_manager.py",)
+_WORKERS = (("Worker", "v1/worker/gpu_worker.py"), ("CPUWorker", "v1/worker/cpu_worker.py"))
 
 HOOKS: dict[Side, tuple[Hook, ...]] = {
     "cuda": (
@@ -80,6 +83,25 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
             ("model_executor/layers/quantization/base_config.py",),
             ("self, layer",),
         ),
+    ),
+    "adapters": (
+        *(Hook(f"{name}.compile_or_warm_up_model", (file,), _PLAIN) for name, file in _WORKERS),
+        Hook("LRUCacheLoRAModelManager.activate_adapter", _MANAGER, ("self, lora_id",)),
+        Hook("LRUCacheLoRAModelManager.pin_adapter", _MANAGER, ("self, lora_id",)),
+        Hook("LoRAModelManager.set_adapter_mapping", _MANAGER, ("self, mapping",)),
+        Hook("LoRAModelManager._create_merged_loras_inplace", _MANAGER, ("self, lora_model",)),
+        Hook("LoRAModelManager._get_lora_layer_weights", _MANAGER, ("self, lora_model, module_name",)),
+        Hook("BaseLinearLayerWithLoRA.set_lora", ("lora/layers/base_linear.py",), ("self, index, lora_a, lora_b",)),
+        Hook("BaseLinearLayerWithLoRA.reset_lora", ("lora/layers/base_linear.py",), ("self, index",)),
+        Hook(
+            "LoRAModel.from_lora_tensors",
+            ("lora/lora_model.py",),
+            (
+                "cls, lora_model_id, tensors, peft_helper, device='cuda', dtype=None, model_vocab_size=None, "
+                "weights_mapper=None, skip_prefixes=None",
+            ),
+        ),
+        Hook("PEFTHelper.from_dict", ("lora/peft_helper.py",), ("cls, config_dict",)),
     ),
     "server": (
         Hook("AsyncLLM.from_vllm_config", ("v1/engine/async_llm.py",), (_ENGINE,)),

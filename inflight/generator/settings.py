@@ -9,6 +9,8 @@ import msgspec
 from inflight.config import BusConfig
 
 KEY = "inflight"
+FIRST_ADAPTER = 1 << 20
+"""The id, in vLLM, of the first of `Settings.adapters`; those that vLLM gives to adapters of its own count from 1."""
 NO_VERSION = -1
 """Version tag of tokens that were sampled before a publisher's first version was committed."""
 
@@ -29,6 +31,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Read by the patched prefix cache."""
     swap: str = "auto"
     """The way to swap: GeneratorConfig.swap."""
+    adapters: list[str] = []
+    """Names of the LoRA adapters that have versions, and two slots, of their own; the base's weights then stay. What
+    comes over `endpoint` are versions of the first."""
 
     @staticmethod
     def of(vllm_config: Any) -> Settings:
@@ -42,6 +47,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def as_additional_config(self) -> dict[str, Any]:
         """These settings as vLLM's `additional_config`."""
         return {KEY: msgspec.to_builtins(self)}
+
+    @property
+    def adapter_ids(self) -> dict[str, int]:
+        """The ids by which vLLM, its requests and `commit_weights` know the adapters."""
+        return {name: FIRST_ADAPTER + number for number, name in enumerate(self.adapters)}
+
+    @property
+    def lineage(self) -> int:
+        """Whose versions the publisher sends: an adapter's id, or 0 for all weights of the model."""
+        return FIRST_ADAPTER if self.adapters else 0
 
     @property
     def bus(self) -> BusConfig:

@@ -22,4 +22,4 @@ class StormWorker(ComparedWorker):
 
     def restage(self, version: int) -> None:
         """RPC: takes the other set for `version`."""
-        self.inflight_staged = version
+        self._staging.version = version

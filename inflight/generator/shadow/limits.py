@@ -6,6 +6,7 @@ already, without importing vLLM.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from inflight.config import SWAPS, ConfigError
 from inflight.generator.settings import Settings
 
 BOTH = tuple(SWAPS)
+DUAL_STREAM = "VLLM_LORA_ENABLE_DUAL_STREAM"
 _NO_COMPILATION = 0
 """vLLM's CompilationMode.NONE, an IntEnum."""
 
@@ -75,9 +77,25 @@ LIMITS = (
     ),
     Limit(
         "LoRA",
-        "adapters belong to the weights that they were trained with",
-        lambda config: config.lora_config is not None,
+        "adapters belong to the weights that they were trained with; trainer.lora trains one, whose base stays",
+        lambda config: config.lora_config is not None and not Settings.of(config).adapters,
         arguments={"enable_lora": bool},
+    ),
+    Limit(
+        "fully sharded adapters",
+        "not tried",
+        lambda config: getattr(config.lora_config, "fully_sharded_loras", False),
+        arguments={"fully_sharded_loras": bool},
+    ),
+    Limit(
+        "adapters on a stream of their own (VLLM_LORA_ENABLE_DUAL_STREAM)",
+        "a slot would be written while that stream still reads it",
+        lambda config: config.lora_config is not None and os.environ.get(DUAL_STREAM, "0") not in ("", "0"),
+    ),
+    Limit(
+        "adapters with pipeline parallelism",
+        "a stage has a place for a part of the adapter only",
+        lambda config: config.lora_config is not None and _more_than_one(config.parallel_config.pipeline_parallel_size),
     ),
     Limit(
         "speculative decoding",

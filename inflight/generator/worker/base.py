@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from inflight.generator.plugin import INCARNATION
 from inflight.generator.settings import Settings
+from inflight.generator.worker.staging import Staging
 from inflight.weights.receive.shadow import Shadow, SwapRefused
 
 if TYPE_CHECKING:
@@ -40,11 +42,6 @@ class InflightWorkerMixin:
 
     inflight_shadow: Shadow
     inflight_receiver: WeightReceiver | None = None
-    inflight_staged: int | None = None
-    """The version that `stage_weights` has built and that is not committed yet."""
-    _staging: threading.Thread | None = None
-    _staging_error: BaseException | None = None
-
     if TYPE_CHECKING:  # attributes that vLLM's Worker provides
         vllm_config: Any
         rank: int
@@ -92,9 +89,12 @@ class InflightWorkerMixin:
         Never raises: vLLM reads the answers of all ranks in order and stops at the first that failed, and would take
         the remaining answers for those of the next call.
         """
+        return self._answer(version, lambda: self._swap(version))
+
+    def _answer(self, version: int, swap: Callable[[], None]) -> dict[str, Any]:
         started = time.perf_counter()
         try:
-            self._swap(version)
+            swap()
         except Exception as error:
             logger.exception("inflight: version %d is not committed on rank %d", version, self.rank)
             return {"error": f"{type(error).__name__}: {error}"}
@@ -105,10 +105,16 @@ class InflightWorkerMixin:
         if self.inflight_receiver is not None:
             self.inflight_receiver.swap(version)
             return
-        if self.inflight_staged != version:
-            raise SwapRefused(f"version {version} is not staged on rank {self.rank}: {self.inflight_staged} is")
-        self.inflight_shadow.swap()
-        self.inflight_staged = None
+        self._staging.swap(version, self.rank)
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return Staging(self.inflight_shadow)
+
+    @property
+    def inflight_staged(self) -> int | None:
+        """The version that `stage_weights` has built and that is not committed yet."""
+        return self._staging.version
 
     def stage_weights(self, path: str, version: int, wait: bool = True) -> None:
         """RPC: builds `version` in the shadow from a safetensors file, the way received bytes are built.
@@ -116,54 +122,16 @@ class InflightWorkerMixin:
         With `wait=False` it returns at once and building continues beside decoding; `staged_version` tells when it is
         done. Raises what building raises (with `wait=False`, `staged_version` does); the live weights are untouched.
         """
-        if self.inflight_receiver is not None:
-            raise SwapRefused("this worker takes its weights from the publisher, not from files")
-        if self._staging is not None and self._staging.is_alive():
-            raise SwapRefused("another version is being staged")
-        self.inflight_staged = self._staging_error = None
-
-        def stage() -> None:
-            try:
-                self._fill_shadow(Path(path))
-                self.inflight_staged = version
-            except BaseException as error:  # noqa: BLE001 - raised again by staged_version
-                self.inflight_shadow.discard()
-                self._staging_error = error
-
-        # Always in a thread of its own, so that weights from a file are built by the same threading as received ones.
-        self._staging = threading.Thread(target=stage, name="inflight stage", daemon=True)
-        self._staging.start()
-        if wait:
-            self._staging.join()
-            self.staged_version()
+        self._require_files()
+        self._staging.stage(Path(path), version, wait=wait)
 
     def staged_version(self) -> int | None:
         """RPC: the staged version; None while it is being built. Raises what building raised."""
-        if self._staging_error is not None:
-            error, self._staging_error = self._staging_error, None
-            raise error
-        return self.inflight_staged
+        return self._staging.staged()
 
-    def _fill_shadow(self, path: Path) -> None:
-        from safetensors import safe_open
-
-        from inflight.types import DTYPE_BYTES, ParamMeta
-        from inflight.weights.pack import unpack
-        from inflight.weights.plan import plan
-
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
-        metas = [
-            ParamMeta(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in tensors.items()
-        ]
-        if foreign := [meta for meta in metas if meta.dtype not in DTYPE_BYTES]:
-            raise ValueError(f"{path}: {foreign[0].name} is {foreign[0].dtype}, weights are {', '.join(DTYPE_BYTES)}")
-        manifest = plan(metas, tied={}, bucket_bytes=64 << 20, checksum="none")
-        slots = unpack(manifest, self.inflight_shadow.begin(manifest))
-        for name, tensor in tensors.items():
-            slots[name].copy_(tensor)
-        self.inflight_shadow.build()
+    def _require_files(self) -> None:
+        if self.inflight_receiver is not None:
+            raise SwapRefused("this worker takes its weights from the publisher, not from files")
 
     def shutdown(self) -> None:
         """Stops listening, then shuts down as vLLM does."""

@@ -205,13 +205,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
             self.inflight_shadow.agree(welcome.manifest)
         except PlanError as error:
             logger.error("inflight: %s", error)
-        if welcome.manifest.checksum == "sum64":
-            warm_up(self.device)
-        if welcome.transport == "nccl":
-            # As in make_receiver: NCCL that is not installed raises nothing here.
-            from inflight.weights.transport.communicator import load_kernels
-
-            load_kernels(self.device, welcome.timeout_s)
+        prepare(welcome, self.device)
         return self.inflight_shadow.accept(make_receiver(welcome))
 
     def commit_weights(self, version: int) -> dict[str, Any]:
@@ -221,3 +215,14 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         if "error" in answer:
             return answer
         return {"gap_s": max(answer["gap_s"], self.inflight_shadow.last_gap_s)}
+
+
+def prepare(welcome: Welcome, device: torch.device) -> None:
+    """Compiles what verifies, and loads NCCL, where a publisher's versions will need them: now, not at the first."""
+    if welcome.manifest.checksum == "sum64":
+        warm_up(device)
+    if welcome.transport == "nccl":
+        # As in make_receiver: NCCL that is not installed raises nothing here.
+        from inflight.weights.transport.communicator import load_kernels
+
+        load_kernels(device, welcome.timeout_s)

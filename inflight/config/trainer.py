@@ -117,6 +117,7 @@ class TrainerConfig:
     the memory of activations, whatever the lengths in a step; at least generator.max_model_len."""
     packing: bool = False
     """Lay short sequences of a micro-batch end to end, instead of padding each to the longest (trainer/packing.py).
+    On GPUs in bfloat16 all of a micro-batch are in one row, and attention needs no mask (trainer/varlen.py).
     Micro-batches then mix long and short ones; without, they are of similar lengths, so that small ones waste little:
     worth it where a micro-batch is a large part of a step."""
     gradient_checkpointing: bool = False

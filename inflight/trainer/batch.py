@@ -105,6 +105,16 @@ class Batch:
         return Batch(**changed)
 
 
+def to_score(input_ids: torch.Tensor, completion_mask: torch.Tensor) -> Batch:
+    """A batch, [B, L] int64 and bool, of which the log-probabilities are wanted; nothing in it is trained on."""
+    shape = input_ids.shape
+    nothing, none = torch.zeros(shape), torch.full(shape, NO_VERSION)
+    return Batch(
+        input_ids, completion_mask, torch.zeros_like(completion_mask), nothing, none, none, nothing,
+        scales=torch.zeros(len(input_ids)),
+    )  # fmt: skip
+
+
 def collate(
     groups: Sequence[GatedGroup], *, advantage: Advantage, normalise: str, max_tokens: int, pad_id: int = 0
 ) -> Batch:

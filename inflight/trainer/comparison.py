@@ -20,7 +20,7 @@ from transformers import PretrainedConfig
 from inflight.config import RunConfig
 from inflight.sampling import Sampling
 from inflight.trainer.baseline import coarser
-from inflight.trainer.batch import NO_VERSION, Batch
+from inflight.trainer.batch import Batch, to_score
 from inflight.trainer.learner import Learner
 from inflight.types import Route
 from inflight.weights.publish.comparison import ANSWER_S, REQUESTS, TOKENS, Comparison, NumbersDiffer, Sampled, compare
@@ -211,11 +211,7 @@ def batch_of(asked: Sequence[Sampled]) -> Batch:
         start, end = len(each.prompt_ids), len(each.prompt_ids) + len(each.token_ids)
         ids[row, :end] = torch.tensor([*each.prompt_ids, *each.token_ids])
         drawn[row, start:end] = True
-    nothing, none = torch.zeros(len(asked), width), torch.full((len(asked), width), NO_VERSION)
-    return Batch(
-        input_ids=ids, completion_mask=drawn, trained_mask=torch.zeros_like(drawn), behaviour_logprobs=nothing,
-        versions=none, lags=none, advantages=nothing, scales=torch.zeros(len(asked)),
-    )  # fmt: skip
+    return to_score(ids, drawn)
 
 
 def _parts(asked: Sequence[Sampled]) -> Iterator[list[int]]:

@@ -11,7 +11,8 @@ from inflight.sampling import Sampling
 from inflight.trainer.batch import Batch
 from inflight.trainer.draws import Draws
 from inflight.trainer.head import LOGITS_AT_ONCE, Head
-from inflight.trainer.packing import packed, padded
+from inflight.trainer.packing import Rows, end_to_end, packed, padded
+from inflight.trainer.varlen import VARLEN
 
 # Fields of a model's config by which its forward changes logits after the output layer, which is called directly here.
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -51,9 +52,9 @@ def score_tokens(
     work. No more than `logits_at_once` of them exist at any time, forward and backward (trainer/head.py).
     """
     drawn = batch.completion_mask
-    rows = packed(batch.input_ids, batch.lengths()) if packing else padded(batch.input_ids)
+    rows = _rows(model, batch) if packing else padded(batch.input_ids)
     hidden = model.base_model(
-        input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False
+        input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, **rows.attention
     ).last_hidden_state  # [R, W, H]
     draws = Draws(batch, sampling)
     predicting = rows.row[draws.sequence], rows.start[draws.sequence] + draws.at - 1  # at the token before
@@ -65,3 +66,9 @@ def score_tokens(
         return torch.zeros(drawn.shape, device=values.device, dtype=values.dtype).masked_scatter(drawn, values)
 
     return Scores(spread(logprobs), spread(entropy))
+
+
+def _rows(model: PreTrainedModel, batch: Batch) -> Rows:
+    """The batch's sequences packed, as the model's attention takes them."""
+    lay = end_to_end if model.config._attn_implementation == VARLEN else packed
+    return lay(batch.input_ids, batch.lengths())

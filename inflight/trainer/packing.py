@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +22,8 @@ class Rows:
     """[B] int64, the row of each sequence."""
     start: torch.Tensor
     """[B] int64, the column of its first token."""
+    attention: dict[str, Any] = field(default_factory=dict)
+    """What variable-length attention has to know, under transformers' names (trainer/varlen.py)."""
 
 
 def padded(ids: torch.Tensor) -> Rows:
@@ -48,24 +50,22 @@ def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
     return Rows(laid, positions, row, start)
 
 
+def end_to_end(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
+    """All sequences in one row, for attention that knows where each begins; nothing is padded."""
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    sequence, at = (columns < lengths[:, None]).nonzero(as_tuple=True)
+    start = lengths.cumsum(0) - lengths
+    bounds = torch.cat([start, lengths.sum()[None]]).to(torch.int32)
+    longest = int(lengths.max())
+    attention = {
+        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+    return Rows(ids[sequence, at][None], at[None], torch.zeros_like(start), start, attention)
+
+
 def packed_tokens(lengths: Sequence[int]) -> int:
     """Tokens that a model is given for sequences of these lengths by `packed`, with what is left over in rows."""
     return (max(row for row, _ in _best_fit(lengths)) + 1) * max(lengths)
-
-
-@torch.no_grad()
-def require_apart(model: PreTrainedModel) -> None:
-    """Raises ValueError for a model in which tokens of one sequence attend to another one in the same row."""
-    ids = torch.tensor([[1, 2, 3], [4, 5, 6]], device=model.device)
-    others = ids.clone()
-    others[0] = torch.tensor([3, 1, 5])
-    positions = torch.arange(3, device=model.device).repeat(2)[None]
-    ours, theirs = (
-        model.base_model(input_ids=each.view(1, -1), position_ids=positions, use_cache=False).last_hidden_state[:, 3:]
-        for each in (ids, others)
-    )
-    if not torch.equal(ours, theirs):
-        raise ValueError(f"trainer.packing=true: {type(model).__name__} does not separate sequences in a row")
 
 
 def _best_fit(lengths: Sequence[int]) -> list[tuple[int, int]]:

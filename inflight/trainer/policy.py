@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedModel
 
 from inflight.config import RunConfig
-from inflight.trainer.logprobs import Scores, require_plain_logits, score_tokens
-from inflight.trainer.packing import require_apart
+from inflight.trainer.apart import require_apart
+from inflight.trainer.loading import attention_for, load_model
+from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.recompute import recompute_layers
 
 
@@ -105,17 +104,20 @@ def load_policy(
     Raises OSError or ValueError when it can't be loaded, changes its logits, can't recompute its layers for
     `gradient_checkpointing`, or does not support packed rows.
     """
-    load = functools.partial(load_model, directory, trust_remote_code=trust_remote_code)
+    attention = attention_for(device, torch.bfloat16 if bfloat16 else torch.float32, packing=packing)
+    load = functools.partial(load_model, directory, attention=attention, trust_remote_code=trust_remote_code)
     if sharded:
         from inflight.trainer.sharding import shard
 
-        policy = Policy(load(torch.float32, torch.device("cpu"), attention_on=device, packing=packing))
+        policy = Policy(load(torch.float32, torch.device("cpu")))
         shard(policy.scorer, policy.master, bfloat16=bfloat16, device=device)
     else:
-        master = load(torch.float32, device, packing=packing)
-        policy = Policy(master, load(torch.bfloat16, device) if bfloat16 else None)
+        policy = Policy(load(torch.float32, device), load(torch.bfloat16, device) if bfloat16 else None)
     if gradient_checkpointing:
         recompute_layers(policy.compute)
+    if packing:
+        require_apart(policy.score, device, type(policy.compute).__name__)
+        policy.reshard()
     return policy
 
 
@@ -133,52 +135,11 @@ def policy_of(config: RunConfig, directory: Path, device: torch.device) -> Polic
     )
 
 
-def load_model(
-    directory: Path,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    attention_on: torch.device | None = None,
-    packing: bool = False,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """A model for computing on `device`, or on `attention_on`, if it is moved there later.
-
-    Raises OSError or ValueError as `load_policy` does.
-    """
-    disable_progress_bar()
-    # On a CPU the backward pass of torch's fused attention takes twice as long as the eager one at these lengths.
-    attention = "eager" if (attention_on or device).type == "cpu" else "sdpa"
-
-    try:  # loaded in `dtype`, not cast: a cast would round the rotary frequencies, which stay float32
-        model, found = cast(
-            "tuple[PreTrainedModel, dict[str, Any]]",
-            AutoModelForCausalLM.from_pretrained(
-                directory,
-                dtype=dtype,
-                attn_implementation=attention,
-                ignore_mismatched_sizes=True,  # refused below, by name
-                output_loading_info=True,
-                trust_remote_code=trust_remote_code,
-            ),
-        )
-    except SafetensorError as error:
-        raise ValueError(f"{directory} can't be loaded: {error}") from None
-    made_up = sorted([*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])])
-    if made_up:  # transformers initialises these randomly without an error
-        raise ValueError(f"{directory} can't be loaded: its weights do not have {made_up[0]}, or in another shape")
-    require_plain_logits(model)
-    model.eval().to(device)  # eval: dropout would be noise in the ratio
-    if packing:
-        require_apart(model)
-    return model
-
-
 def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:
     """The model that the run started from, if the objective measures a KL divergence from it; it is not trained."""
     objective = config.trainer.objective
     if not objective.kl or objective.kl_reference != "start":
         return None
-    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
-    trusted = config.model.trust_remote_code
-    return load_model(directory, dtype, device, trust_remote_code=trusted).requires_grad_(False)
+    dtype, trusted = torch.bfloat16 if config.trainer.autocast else torch.float32, config.model.trust_remote_code
+    attention = attention_for(device, dtype, packing=config.trainer.packing)
+    return load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted).requires_grad_(False)

@@ -20,7 +20,7 @@ from torch import nn
 from bench.gpu_shapes import random_model
 from inflight.config import ModelConfig, RunConfig, TaskConfig, TrainerConfig, save
 from inflight.trainer.checkpoint.io import model_tensors
-from inflight.trainer.policy import load_model
+from inflight.trainer.loading import load_model
 from inflight.weights.pack import Packer, pack
 from inflight.weights.plan import plan
 from inflight.weights.publish.read_fence import ReadFence
@@ -120,7 +120,7 @@ def test_two_ranks_take_the_steps_of_one_and_publish_its_bytes(tmp_path: Path, t
 
 def check_end(folder: Path, model: Path, dtype: str) -> None:
     """What was published last is, byte for byte, what one process packs of the same weights."""
-    module = load_model(model, torch.float32, torch.device("cpu"))
+    module = load_model(model, torch.float32, torch.device("cpu"), attention="sdpa")
     start = {name: tensor.clone() for name, tensor in model_tensors(module).items()}
     whole = load_file(folder / "whole.safetensors")
     module.load_state_dict(whole, strict=False)

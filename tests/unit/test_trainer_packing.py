@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers.masking_utils
@@ -13,10 +15,11 @@ from inflight.config import GateConfig, ObjectiveConfig, TrainerConfig
 from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
 from inflight.trainer.advantage import group_mean
+from inflight.trainer.apart import require_apart
 from inflight.trainer.batch import collate
 from inflight.trainer.learner import Learner
 from inflight.trainer.logprobs import score_tokens
-from inflight.trainer.packing import packed, require_apart
+from inflight.trainer.packing import packed
 from inflight.trainer.policy import load_policy
 from inflight.types import RolloutGroup
 
@@ -105,11 +108,12 @@ def test_a_token_of_one_sequence_changes_nothing_in_another(model):
 
 
 def test_a_model_that_does_not_keep_them_apart_is_refused(model, monkeypatch):
-    require_apart(model)
+    name, score = type(model).__name__, functools.partial(score_tokens, model)
+    require_apart(score, model.device, name)
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     problem = r"trainer.packing=true: LlamaForCausalLM does not separate sequences in a row"
     with pytest.raises(ValueError, match=problem):
-        require_apart(model)
+        require_apart(score, model.device, name)
 
 
 def computed(*models):

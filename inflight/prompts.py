@@ -38,6 +38,11 @@ class ModelTokens:
         self.size = len(self._tokenizer)
         """Tokens in the vocabulary."""
 
+    @property
+    def chat_template(self) -> str:
+        """The model's own chat template; "None" where it has none."""
+        return str(self._tokenizer.chat_template)
+
     def encode(self, prompt: str | Chat) -> Iterable[Any]:
         """Token ids of a prompt. Raises what the tokenizer or the template does."""
         return self._text(prompt) if isinstance(prompt, str) else self._chat(prompt)

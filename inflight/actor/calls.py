@@ -50,6 +50,8 @@ class MakeTask(_Message, tag=True, kw_only=True):
     options: dict[str, Any]
     seed: int
     epochs: int = 1
+    contents: dict[str, str] = {}
+    """What its files must hold (TaskConfig.contents)."""
     scores_only: bool = False
     """Questions come from another child: this one need not read the data."""
     limit_s: float

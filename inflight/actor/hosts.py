@@ -35,6 +35,7 @@ from inflight.rewards import Reward, RewardError, Sample, make_all
 from inflight.tasks import make
 from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, columns_of, plain_score, turn_score
 from inflight.tasks.course import Course, DataEnded
+from inflight.tasks.examine import require_same
 
 MAX_KEY = 512
 """Most characters of a question's key: those of a types.Name."""
@@ -62,7 +63,10 @@ def host(message: Make) -> Host:
     """Constructs the task or tokenizer. Raises ConfigError, or whatever the foreign code raises."""
     if isinstance(message, MakeTask):
         task = make(TaskConfig(message.name, message.options), message.seed)
-        return TaskHost(task, None if message.scores_only else Course(task, message.epochs))
+        if message.scores_only:
+            return TaskHost(task, None)
+        require_same(task, message.contents)
+        return TaskHost(task, Course(task, message.epochs))
     if isinstance(message, MakeRewards):
         return RewardsHost(make_all(message.rewards))
     return TextHost(ModelTokens(message.model, trust_remote_code=message.trust_remote_code))

@@ -249,7 +249,7 @@ def schema() -> DictConfig:
         OmegaConf.set_readonly(nested, False)
     options = (root.task.options, root.trainer.objective.options, root.trainer.schedule.options,
                root.trainer.advantage.options)  # fmt: skip
-    for free in (*options, root.generator.extra, root.launch.affinity):
+    for free in (*options, root.task.contents, root.generator.extra, root.launch.affinity):
         OmegaConf.set_struct(free, False)  # these take any key
     return root
 

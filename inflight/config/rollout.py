@@ -21,6 +21,9 @@ class TaskConfig:
     options: dict[str, Any] = field(default_factory=dict)
     epochs: int = 1
     """Passes over the questions of a finite task; the run ends after them."""
+    contents: dict[str, str] = field(default_factory=dict)
+    """Fingerprints of the files that `options` name, by option; set by the launcher. A resume with other data is
+    refused."""
 
     def __post_init__(self) -> None:
         require_fields(self, "task", "epochs", least=1)

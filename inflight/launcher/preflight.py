@@ -21,7 +21,9 @@ from inflight.launcher import devices
 from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError
 from inflight.surroundings import computing, inherited
+from inflight.tasks import examine
 from inflight.tasks.__main__ import SAYS
+from inflight.tasks.examine import Examined
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.objectives import OBJECTIVES
 
@@ -51,7 +53,8 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
-    return replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
+    config = replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
+    return _with_data(config)
 
 
 def _placed(model: ModelConfig) -> ModelConfig:
@@ -85,6 +88,14 @@ def _require_own_code(config: RunConfig) -> None:
         raise ConfigError(f"{what} can't be imported: it takes longer than {CHECK_S:g} s")
     if looked.code in (0, -signal.SIGALRM):  # the latter: construction takes long, which is allowed
         return
+    _require_made(looked, what)
+
+
+def _require_made(looked: _Looked, what: str) -> None:
+    """Raises ConfigError with what the process said that constructed `what`, where it failed."""
+    if looked.code == 0:
+        return
+    assert looked.code is not None
     said = looked.words[-1:] or ["nothing"]
     if said[0].startswith(SAYS):
         raise ConfigError(said[0].removeprefix(SAYS))
@@ -114,6 +125,24 @@ def _require_task(config: RunConfig) -> None:
         )
 
 
+def _with_data(config: RunConfig) -> RunConfig:
+    """The configuration of a task of files with what these hold, and with options that stay; any other one as it is.
+    Raises ConfigError when the data can't be read, or hold no question that can be asked."""
+    if config.task.name != "dataset" and ":" not in config.task.name:
+        return config
+    limit_s = config.rollout.task_start_timeout_s
+    looked = _look(config, "inflight.tasks", ["--examine"], "actor", within_s=limit_s, downloads=True)
+    what = f"task.name={config.task.name!r}"
+    if looked.code is None:
+        raise ConfigError(f"{what}: its data were not read within rollout.task_start_timeout_s={limit_s:g}")
+    if looked.code != -signal.SIGALRM:  # a task of the user's own that takes long to be made, which is no fault
+        _require_made(looked, what)
+    if looked.examined is None:
+        return config
+    task = replace(config.task, options=looked.examined.options, contents=looked.examined.contents)
+    return replace(config, task=task)
+
+
 def _require_named(config: RunConfig) -> None:
     """Raises ConfigError for an objective, advantage, rule or schedule that does not exist or take its options.
 
@@ -140,11 +169,24 @@ class _Looked:
 
     code: int | None
     words: Sequence[str]
+    examined: Examined | None
+    """What a task of files holds."""
 
 
-def _look(config: RunConfig, module: str, arguments: Sequence[str], kind: str) -> _Looked:
-    """Runs a module's check of the configuration in a child process, within CHECK_S; that process and all its
-    descendants have ended afterwards."""
+def _look(
+    config: RunConfig,
+    module: str,
+    arguments: Sequence[str],
+    kind: str,
+    *,
+    within_s: float | None = None,
+    downloads: bool = False,
+) -> _Looked:
+    """Runs a module's check of the configuration in a child process, within CHECK_S or `within_s`; that process and all
+    its descendants have ended afterwards. With `downloads` it may use a hub as far as the caller's environment allows.
+    """
+    environment = inherited(os.environ, kind)
+    own = {name: value for name, value in computing(1).items() if not (downloads and name.startswith("HF_"))}
     with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
         configuration.save(replace(config, run_dir=folder))
         log = Path(folder) / "look.log"
@@ -152,15 +194,15 @@ def _look(config: RunConfig, module: str, arguments: Sequence[str], kind: str) -
             process = subprocess.Popen(
                 [sys.executable, "-m", module, "--run-dir", folder, *arguments],
                 stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
-                env=inherited(os.environ, kind) | computing(1),
+                env=environment | own,
             )  # fmt: skip
         code = None
         try:
-            code = process.wait(CHECK_S)
+            code = process.wait(CHECK_S if within_s is None else within_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return _Looked(code, last_words(log, 20))
+        return _Looked(code, last_words(log, 20), examine.read(Path(folder)))

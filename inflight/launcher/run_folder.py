@@ -25,6 +25,7 @@ from inflight import config as configuration
 from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
 from inflight.launcher.run_lock import holders, kill_orphaned, orphaned, sign
+from inflight.launcher.same_task import require_same_task
 from inflight.processes import KILL_WAIT_S, describe
 from inflight.trainer.checkpoint import index
 
@@ -36,13 +37,13 @@ FIXED = (
     "model.name",
     "model.revision",
     "model.dtype",
-    "task",
     "seed",
     "rollout.group_size",
     *(f"rollout.{name}" for name in Sampling.__dataclass_fields__),
 )
-"""Options that must not differ when a run is resumed. They decide the weights, the questions, and the meaning of the
-rollouts recorded so far: the trainer and an audit take their log-probabilities to be of one distribution."""
+"""Options that must not differ when a run is resumed, beside its task (same_task.py). They decide the weights, the
+questions, and the meaning of the rollouts recorded so far: the trainer and an audit take their log-probabilities to be
+of one distribution."""
 
 
 class LaunchError(RuntimeError):
@@ -186,6 +187,7 @@ def _locks(file: int, timeout_s: float) -> bool:
 def _resumed(config: RunConfig) -> RunConfig:
     """The configuration of the next start: its own values, and the newest checkpoint of the run in the folder."""
     before = configuration.load(config.path)
+    require_same_task(before, config)
     for name in FIXED:
         was, now = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
         if was != now:

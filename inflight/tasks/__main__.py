@@ -9,13 +9,15 @@ import importlib
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from inflight.config import ConfigError, load
 from inflight.tasks.check import usable_task
+from inflight.tasks.examine import examine, write
 
 MAKE_S = 10
 """Seconds after which this process ends by SIGALRM once the module is imported: a task that reads much data may take
-longer, which is allowed."""
+longer, which is allowed. What --examine reads afterwards is within the caller's timeout."""
 SAYS = "inflight tasks: "
 
 
@@ -23,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 for a task and rewards that can be constructed, 2 otherwise."""
     parser = argparse.ArgumentParser(prog="python -m inflight.tasks", description=__doc__)
     parser.add_argument("--run-dir", required=True)
-    config = load(parser.parse_args(argv).run_dir)
+    parser.add_argument("--examine", action="store_true", help="read the data, and write down what they hold")
+    arguments = parser.parse_args(argv)
+    config = load(arguments.run_dir)
     names = [config.task.name, *(each.name for each in config.rewards)]
     for module in (name.rpartition(":")[0] for name in names):
         with contextlib.suppress(Exception):  # `usable_task` raises the same error again and reports it
@@ -31,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 importlib.import_module(module)
     signal.alarm(MAKE_S)
     try:
-        usable_task(config)
+        task = usable_task(config)
+        signal.alarm(0)
+        if arguments.examine and (examined := examine(config, task)) is not None:
+            write(examined, Path(arguments.run_dir))
     except ConfigError as error:
         print(f"{SAYS}{error}", file=sys.stderr)
         return 2

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from inflight.config import ConfigError, RewardConfig, RunConfig
+from inflight.config import ConfigError, RunConfig
 from inflight.rewards import RESERVED, make
 from inflight.tasks import make as make_task
-from inflight.tasks.base import Task, TurnScorer, columns_of
+from inflight.tasks.base import Item, OfFiles, Task, TurnScorer, columns_of
 
 
 def usable_task(config: RunConfig) -> Task:
@@ -20,26 +18,25 @@ def usable_task(config: RunConfig) -> Task:
             f"task.name={config.task.name!r} has no score of its own: rewards must say how answers are scored"
             " (docs/rewards.md)"
         )
-    if config.rewards:
-        _require_columns(config.rewards, task, config.task.name)
+    if config.rewards and not isinstance(task, OfFiles):  # whose data are read by `examine`
+        try:
+            first = task.item(0)
+        except ConfigError:
+            raise
+        except Exception:  # noqa: BLE001 - foreign code: it fails again where it is counted, or the data are at their end
+            return task
+        require_columns(config, first)
     return task
 
 
-def _require_columns(rewards: Sequence[RewardConfig], task: Task, name: str) -> None:
-    """Raises ConfigError for a column that is not there, or that has the name of what every question has."""
-    needs = [
-        (f"rewards[{index}]", make(each, f"rewards[{index}]").needs)
-        for index, each in enumerate(rewards)
-        if not each.is_task
-    ]
-    try:
-        columns = columns_of(task.item(0))
-    except ConfigError:
-        raise
-    except Exception:  # noqa: BLE001 - foreign code: it fails again where it is counted, or the data are at their end
-        return
-    for place, wanted in needs:
-        if missing := sorted(wanted - columns.keys()):
+def require_columns(config: RunConfig, item: Item) -> None:
+    """Raises ConfigError for a column that a reward needs and a question does not have, or that has the name of what
+    every question has; or when a reward can't be made."""
+    columns, name = columns_of(item), config.task.name
+    for index, each in enumerate(config.rewards):
+        place = f"rewards[{index}]"
+        needs = frozenset[str]() if each.is_task else make(each, place).needs
+        if missing := sorted(needs - columns.keys()):
             there = ", ".join(sorted(columns)) or "none"
             raise ConfigError(f"{place} needs the column {missing[0]}, which task {name} does not have: {there}")
     if taken := sorted(columns.keys() & set(RESERVED)):

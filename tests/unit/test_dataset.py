@@ -282,33 +282,29 @@ def test_contents_name_what_a_file_holds_wherever_it_is(tmp_path):
     assert set(held) == {"task.options.path", "task.options.held_out_path"}
 
 
-def test_a_fingerprint_of_a_large_file_reads_a_bounded_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(fingerprint, "BLOCK", 16)
-    monkeypatch.setattr(fingerprint, "BLOCKS", 4)
-    file, size = tmp_path / "large", 1000
-    seen = set()
-    before = bytearray(b"x" * size)
-    for at in (*range(60), *range(300, 360), *range(640, 690), *range(970, size)):
-        changed = bytearray(before)
-        changed[at] = 0
-        file.write_bytes(changed)
-        if fingerprint.of_files([file]) != _of(file, before):
-            seen.add(at)
-    assert seen == {*range(16), *range(328, 344), *range(656, 672), *range(984, 1000)}
-    file.write_bytes(before + b"x")
-    assert fingerprint.of_files([file]) != _of(file, before), "the size counts"
-    small = bytes(64)
-    for at in range(64):
-        file.write_bytes(small[:at] + b"1" + small[at + 1 :])
-        assert fingerprint.of_files([file]) != _of(file, small), "a small one is read whole"
+def test_a_fingerprint_reads_a_bounded_part_of_large_files(tmp_path, monkeypatch):
+    for name, value in {"READ": 128, "LEAST": 32, "PIECES": 4}.items():
+        monkeypatch.setattr(fingerprint, name, value)
+    file, small = tmp_path / "large", tmp_path / "small"
+    small.write_bytes(b"small")
 
+    def of(content, files):
+        file.write_bytes(content)
+        return fingerprint.of_files(files)
 
-def _of(file, content):
-    kept = file.read_bytes()
-    file.write_bytes(content)
-    found = fingerprint.of_files([file])
-    file.write_bytes(kept)
-    return found
+    def edges(size, *files, pieces):
+        """Whether a change is noticed at the first and last byte of each piece, and not beside them."""
+        first = of(bytes(size), files)
+        for start, end in pieces:
+            for at in {start - 1, start, end - 1, end} & {*range(size)}:
+                changed = of(bytes(at) + b"1" + bytes(size - at - 1), files)
+                assert (changed != first) == (start <= at < end), at
+
+    edges(128, file, pieces=[(0, 128)])
+    edges(400, file, pieces=[(0, 32), (122, 154), (245, 277), (368, 400)])
+    edges(200, file, small, pieces=[(0, 16), (61, 77), (122, 138), (184, 200)])
+    edges(400, *[small] * 9, file, pieces=[(0, 8), (130, 138), (261, 269), (392, 400)])
+    assert of(bytes(400), [file]) != of(bytes(401), [file]), "the size counts"
 
 
 def test_settled_options_hold_wherever_a_process_is_started(tmp_path, monkeypatch):

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-BLOCK = 1 << 20
-BLOCKS = 64
-"""A file of up to so many blocks is read whole; of a larger one its size and so many blocks, evenly spaced from its
-first byte to its last. A change between them that keeps the size is not seen."""
+READ = 64 << 20
+"""Bytes that are read at most, shared equally by the files. A file of no more than its part is read whole; of a larger
+one its size and PIECES pieces, evenly spaced from its first byte to its last. A change between them that keeps the size
+is not seen."""
+LEAST = 64 << 10
+"""Bytes that are read of each file in any case."""
+PIECES = 32
 
 
 def of_files(files: Sequence[Path]) -> str:
     """Number of files, if several, bytes and a hash. Raises OSError."""
     total, hashed = 0, blake2b(digest_size=12)
+    part = max(LEAST, READ // len(files))
     for file in files:
         size = file.stat().st_size
         total += size
         hashed.update(f"{size}:".encode())
         with file.open("rb") as content:
-            for start in _starts(size):
+            for start, length in _pieces(size, part):
                 content.seek(start)
-                hashed.update(content.read(BLOCK))
+                hashed.update(content.read(length))
     count = "" if len(files) == 1 else f"{len(files)} files, "
     return f"{count}{total} bytes, {hashed.hexdigest()}"
 
@@ -32,8 +36,11 @@ def of_text(text: str) -> str:
     return f"{len(text)} characters, {blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=12).hexdigest()}"
 
 
-def _starts(size: int) -> Sequence[int]:
-    if size <= BLOCK * BLOCKS:
-        return range(0, size, BLOCK)
-    last = size - BLOCK
-    return [last * number // (BLOCKS - 1) for number in range(BLOCKS)]
+def _pieces(size: int, part: int) -> Iterator[tuple[int, int]]:
+    """Start and length of what is read of a file of which `part` bytes may be."""
+    if size <= part:
+        yield 0, size
+        return
+    length = part // PIECES
+    for number in range(PIECES):
+        yield (size - length) * number // (PIECES - 1), length

@@ -1,0 +1,106 @@
+"""What a task of files is, before a run starts: whether its questions can be asked, and what its files hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from inflight.config import ConfigError, RunConfig
+from inflight.models import ModelError, prepare
+from inflight.prompts import Chat, ModelTokens
+from inflight.tasks.base import HeldOut, Item, OfFiles, Task
+from inflight.tasks.check import require_columns
+from inflight.tasks.data.fingerprint import of_text
+
+TRIED = 8
+"""First questions of which one must be fine: that shows a wrong column, and a template that always fails."""
+EXAMINED_FILE = "examined.json"
+"""In the run folder that the examination is given."""
+MAX_EXAMINED_BYTES = 16 << 20
+TEMPLATE = "model.chat_template"
+
+
+class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the run's configuration keeps of it."""
+
+    options: dict[str, Any]
+    """Those of the task, with absolute paths and commits."""
+    contents: dict[str, str]
+    """What files hold, by the option that names them (OfFiles.contents), and the model's chat template."""
+
+
+def examine(config: RunConfig, task: Task) -> Examined | None:
+    """None for a task that is not of files. Raises ConfigError when these can't be read, or when none of the first
+    questions can be asked."""
+    if not isinstance(task, OfFiles):
+        return None
+    contents = dict(task.contents())
+    model = config.model
+    try:
+        directory = prepare(model.name, revision=model.revision)
+        tokens = ModelTokens(str(directory), trust_remote_code=model.trust_remote_code)
+    except (ModelError, OSError, ValueError) as error:
+        raise ConfigError(f"model.name={model.name!r}: its tokenizer can't be loaded: {_one_line(error)}") from None
+    limit = config.generator.max_model_len
+    first = [_askable("", task.item, tokens, limit)]
+    if isinstance(task, HeldOut) and task.held_out_size():
+        first.append(_askable("held-out ", task.held_out_item, tokens, limit))
+    for item in first if config.rewards else ():
+        require_columns(config, item)
+    if any(isinstance(item.prompt, Chat) for item in first):
+        contents[TEMPLATE] = of_text(tokens.chat_template)
+    return Examined({**config.task.options, **task.settled()}, contents)
+
+
+def require_same(task: Task, expected: Mapping[str, str]) -> None:
+    """Raises ConfigError when the files of a task do not hold what they held when the run was examined."""
+    if not isinstance(task, OfFiles) or not expected:
+        return
+    for name, found in task.contents().items():
+        if found != expected.get(name):
+            raise ConfigError(f"{name} holds other data ({found}) than when the run started ({expected.get(name)})")
+
+
+def write(examined: Examined, folder: Path) -> None:
+    """For `read`. Raises OSError, or what msgspec does for options that JSON does not hold."""
+    (folder / EXAMINED_FILE).write_bytes(msgspec.json.encode(examined))
+
+
+def read(folder: Path) -> Examined | None:
+    """What `write` wrote; None where nothing was written. Raises ConfigError."""
+    try:
+        with (folder / EXAMINED_FILE).open("rb") as file:
+            return msgspec.json.decode(file.read(MAX_EXAMINED_BYTES), type=Examined)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, OSError) as error:
+        raise ConfigError(f"what the task's files hold can't be read: {_one_line(error)}") from None
+
+
+def _askable(what: str, item: Callable[[int], Item], tokens: ModelTokens, limit: int) -> Item:
+    """The first question that is fine. Raises ConfigError when none of the first TRIED is."""
+    why: list[str] = []
+    for index in range(TRIED):
+        try:
+            found = item(index)
+            prompt = found.prompt
+            ids = list(prompt) if not isinstance(prompt, str | Chat) else list(tokens.encode(prompt))
+        except IndexError:
+            break
+        except ConfigError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of the data, of a template
+            why.append(_one_line(error))
+            continue
+        if 0 < len(ids) < limit:
+            return found
+        why.append(f"{len(ids)} tokens, and generator.max_model_len={limit} takes prompts of 1 to {limit - 1}")
+    first = f"the first {len(why)} {what}questions" if len(why) > 1 else f"the only {what}question"
+    raise ConfigError(f"task.name=dataset: {first} can't be asked; the first: {why[0] if why else 'there is none'}")
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]

@@ -1,0 +1,190 @@
+"""A run on a user's own data, before it starts and when it resumes: what is wrong with the data is one line."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import datasets
+import pytest
+from test_dataset import lines, sums
+from test_prompts import TEMPLATE
+
+from inflight import config as configuration
+from inflight.actor.calls import MakeTask
+from inflight.actor.hosts import host
+from inflight.config import ConfigError
+from inflight.launcher import preflight
+from inflight.launcher.compose import compose
+from inflight.launcher.resume import resumed_config
+from inflight.launcher.run_folder import RunFolder
+from inflight.models import prepare
+from inflight.tasks import make
+from inflight.tasks.examine import examine
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Nothing of this machine's cache is read, in processes that are started neither."""
+    folder = str(tmp_path_factory.getbasetemp() / "cache")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
+    monkeypatch.setenv("HF_DATASETS_CACHE", folder)
+
+
+def run(folder, *more, rows=None, **options):
+    """The configuration of a run on a file of chats, as the launcher composes it."""
+    file = folder / "data.jsonl"
+    if rows is not None:
+        lines(file, rows)
+    (folder / "t.jinja").write_text(TEMPLATE)
+    given = {"path": file, "messages": "messages", "chat_template": folder / "t.jinja"} | options
+    return compose("tiny", [
+        "task.name=dataset", "rewards=[{name: exact_match}]", f"run_dir={folder}/run", *more,
+        *(f"+task.options.{name}={value}" for name, value in given.items() if value is not None),
+    ])  # fmt: skip
+
+
+def chats(count, **more):
+    return [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": str(n + 1)} | more for n in range(count)]
+
+
+def examined(config):
+    """The configuration with what an examination in this process finds."""
+    found = examine(config, make(config.task, config.seed))
+    return replace(config, task=replace(config.task, options=found.options, contents=found.contents))
+
+
+def test_the_launcher_keeps_what_the_data_hold(tmp_path, monkeypatch):
+    """In a process of its own, as at each start."""
+    monkeypatch.chdir(tmp_path)
+    config = preflight._with_data(run(tmp_path, rows=chats(5), path="data.jsonl"))
+    assert config.task.options["path"] == str(tmp_path / "data.jsonl")
+    assert set(config.task.contents) == {"task.options.path", "task.options.chat_template", "model.chat_template"}
+    assert config == examined(config)
+    configuration.save(config)
+    assert configuration.load(config.run_dir).task == config.task
+    assert preflight._with_data(compose("tiny", [])).task.contents == {}, "a task without files has none"
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "says"),
+    [
+        (chats(3), {"messages": "mesages"}, r"data\.jsonl, line \d: there is no column 'mesages'; there are: messages"),
+        (chats(3), {"messages": None, "prompt": "answer", "system": "x", "chat": True}, "TemplateError: no system"),
+        (chats(3), {"chat_template": None}, "chat_template is not set"),
+        (["{", "["], {}, r"the first 2 questions can't be asked; the first: NotJson: .*data\.jsonl, line \d: it"),
+        ([{"messages": [{"role": "user", "content": "1" * 300}]}], {}, "the only question .* tokens, and generator"),
+        ([], {}, "is empty: it has no row"),
+    ],
+)
+def test_data_without_a_question_that_can_be_asked_are_refused(tmp_path, rows, options, says):
+    config = run(tmp_path, rows=rows, **options)
+    with pytest.raises(ConfigError, match=says) as caught:
+        examined(config)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_refusal_is_the_launchers_one_line(tmp_path):
+    says = r"^task\.options\.path='.*/none\.jsonl' does not exist: no file has that name$"
+    with pytest.raises(ConfigError, match=says):
+        preflight._with_data(run(tmp_path, path=tmp_path / "none.jsonl"))
+
+
+def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):
+    config = examined(run(tmp_path, rows=["{", *chats(1), "["], columns="[answer]"))
+    assert config.task.contents
+
+
+def test_a_column_that_a_reward_needs_must_be_there(tmp_path):
+    says = r"rewards\[0\] needs the column answer, which task dataset does not have: none"
+    with pytest.raises(ConfigError, match=says):
+        examined(run(tmp_path, rows=[{"messages": chats(1)[0]["messages"]}]))
+    other = lines(tmp_path / "other.jsonl", [{"messages": chats(1)[0]["messages"]}])
+    with pytest.raises(ConfigError, match=says):
+        examined(run(tmp_path, rows=chats(3), held_out_path=other))
+
+
+def test_questions_held_out_are_looked_at_too(tmp_path):
+    other = lines(tmp_path / "other.jsonl", [{"question": "1"}])
+    with pytest.raises(ConfigError, match=r"the only held-out question can't be asked.*other\.jsonl, line 1"):
+        examined(run(tmp_path, rows=chats(3), held_out_path=other))
+
+
+# --- a run that resumes ---
+
+
+@pytest.fixture
+def begun(tmp_path):
+    config = examined(run(tmp_path, rows=chats(5)))
+    with RunFolder(config):
+        configuration.save(config)
+    return config
+
+
+def resume(folder, *more, **options):
+    """What the launcher does when a run resumes, up to where it would start processes."""
+    config = examined(resumed_config(run(folder, "resume=true", *more, **options)))
+    with RunFolder(config) as run_folder:
+        return run_folder.config
+
+
+def test_a_run_resumes_with_the_same_data_wherever_they_are(begun, tmp_path):
+    assert resume(tmp_path).task == begun.task
+    moved = tmp_path / "elsewhere.jsonl"
+    shutil.move(tmp_path / "data.jsonl", moved)
+    found = resume(tmp_path, path=moved).task
+    assert (found.options["path"], found.contents) == (str(moved), begun.task.contents)
+
+
+def change_the_file(folder):
+    lines(folder / "data.jsonl", chats(5, level=1))
+
+
+def change_the_template(folder):
+    (folder / "t2.jinja").write_text(TEMPLATE + " ")
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "more", "says"),
+    [
+        (change_the_file, {}, [], r"task\.options\.path='.*data\.jsonl' does not hold .* with \d+ bytes, \w+, now"),
+        (change_the_template, {"chat_template": "t2.jinja"}, [], r"task\.options\.chat_template='.*t2.jinja' does not"),
+        (None, {"held_out": 0.4}, [], r"task\.options\.held_out=0\.4 is not allowed: .* began with its default"),
+        (None, {"columns": "[answer]"}, [], r"task\.options\.columns=\['answer'\] is not allowed"),
+        (None, {"shuffle": "false"}, [], r"task\.options\.shuffle=False is not allowed"),
+        (None, {}, ["task.epochs=3"], r"task\.epochs=3 is not allowed: the run in .* began with 1"),
+        (None, {}, ["seed=3"], r"seed=3 is not allowed: the run in .* began with 0"),
+    ],
+)
+def test_a_resume_with_other_data_is_refused_by_what_differs(begun, tmp_path, monkeypatch, change, options, more, says):
+    monkeypatch.chdir(tmp_path)
+    if change is not None:
+        change(tmp_path)
+    with pytest.raises(ConfigError, match=says) as caught:
+        resume(tmp_path, *more, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_template_of_the_model_is_other_data(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(prepare("tiny"), model)
+    config = run(tmp_path, f"model.name={model}", rows=chats(2), chat_template=None)
+    templates = [TEMPLATE, TEMPLATE + " "]
+    found = []
+    for template in templates:
+        (model / "chat_template.jinja").write_text(template)
+        found.append(examined(config).task.contents)
+    assert found[0]["model.chat_template"] != found[1]["model.chat_template"]
+    assert found[0]["task.options.path"] == found[1]["task.options.path"]
+
+
+def test_a_process_of_the_run_does_not_take_data_that_have_changed_meanwhile(begun, tmp_path):
+    task = begun.task
+    message = MakeTask(name=task.name, options=task.options, seed=begun.seed, contents=task.contents, limit_s=1.0)
+    host(message)
+    lines(tmp_path / "data.jsonl", sums(2))
+    with pytest.raises(ConfigError, match=r"task\.options\.path holds other data \(.* bytes, .*\) than when the run"):
+        host(message)
+    scoring = task.options | {"path": str(tmp_path / "gone.jsonl")}
+    # Whoever only scores opens no data.
+    host(MakeTask(name=task.name, options=scoring, seed=0, contents=task.contents, scores_only=True, limit_s=1.0))

@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from inflight import __version__
 
@@ -43,26 +42,9 @@ def _audit(arguments: list[str]) -> int:
 
 
 def _report(arguments: list[str]) -> int:
-    from inflight.metrics import METRICS_FILE, read_lines
-    from inflight.report import staleness, summary
+    from inflight.report import command
 
-    parser = argparse.ArgumentParser(prog="inflight report", description="What a run came to, and what age did to it.")
-    parser.add_argument("run_dir", type=Path)
-    folder = parser.parse_args(arguments).run_dir
-    try:
-        if not folder.is_dir():
-            raise ValueError(f"there is no folder {folder}")
-        lines = read_lines(folder / METRICS_FILE)
-        if not lines:
-            raise ValueError(f"{folder} has no {METRICS_FILE}, or nothing is in it yet")
-        with summary.damage_named(folder):
-            versions = staleness.table(staleness.by_version(lines), "version")
-        whole = summary.table(summary.summarize(folder))
-    except (ValueError, OSError) as error:
-        print(f"inflight report: {error}", file=sys.stderr)
-        return 2
-    print(whole, versions, sep="\n")
-    return 0
+    return command.main(arguments)
 
 
 def _show(arguments: list[str]) -> int:

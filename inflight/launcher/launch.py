@@ -23,7 +23,7 @@ from inflight import config as configuration
 from inflight.bus import BusError, Listener, Received
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
-from inflight.launcher import devices
+from inflight.launcher import devices, environment
 from inflight.launcher.compose import compose
 from inflight.launcher.last_words import last_words
 from inflight.launcher.preflight import ready_to_start
@@ -55,6 +55,16 @@ class Outcome:
     note: str = ""
     """A remark about the process that failed."""
     interrupted: signal.Signals | None = None
+
+    @property
+    def text(self) -> str:
+        """How it ended, in words."""
+        if self.interrupted is not None:
+            return f"stopped by {self.interrupted.name}"
+        if self.failed is not None:
+            return f"failed: {self.failed}{self.note}"
+        ends = {DONE: "complete", DATA_ENDED: "out of data", STOPPED: "stopped"}
+        return ends[DONE if self.trainer is None else self.trainer.code]
 
     @property
     def code(self) -> int:
@@ -108,6 +118,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
         with Listener(config.endpoint("status"), config.bus) as listener:  # may refuse, before the run begins
             anew = set_anew(config)
             configuration.save(config)
+            environment.write(config.path, os.environ)
             print(f"run folder  {config.run_dir}", flush=True)
             allow_open_files()
             if dropped := foreign(os.environ, ""):
@@ -243,6 +254,7 @@ def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
         print(f"inflight launch: {text}", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
         _summarize(config)
+        _write_page(config, outcome)
     if outcome.failed is not None:
         command = outcome.failed.command
         for line in last_words(command.log, LOG_LINES):
@@ -267,3 +279,15 @@ def _summarize(config: RunConfig) -> None:
         print(summary.table(result), flush=True)
     except (ValueError, OSError) as error:
         print(f"inflight launch: no summary: {error}", file=sys.stderr)
+
+
+def _write_page(config: RunConfig, outcome: Outcome) -> None:
+    """As above: what keeps the page from being written is one line, and the run's exit code stays what it is."""
+    from inflight.report.html import page
+
+    target = config.path / page.REPORT_FILE
+    try:
+        page.write([config.path], target, outcome.text)
+        print(f"report      {target}", flush=True)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
+        print(f"inflight launch: no report: {' '.join(str(error).split())}", file=sys.stderr)

@@ -51,6 +51,16 @@ def decode_frame(frame: bytes) -> RolloutGroup:
     return _decoder.decode(memoryview(frame)[_HEAD.size :])
 
 
+def read_group(path: str | Path, at: int) -> RolloutGroup:
+    """The group whose frame begins at byte `at`, as `Reader.good_bytes` tells. Raises StreamError for anything else."""
+    with Path(path).open("rb") as file:
+        if not _is_frame(file, at):
+            raise StreamError(f"{path} has no frame at byte {at}")
+        file.seek(at)
+        length, _ = _HEAD.unpack(file.read(_HEAD.size))
+        return _decoder.decode(file.read(length))
+
+
 class Reader:
     """Yields the whole groups of a stream; afterwards `torn` describes an incomplete frame at the end.
 

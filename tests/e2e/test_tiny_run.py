@@ -140,6 +140,14 @@ def test_every_version_is_swapped_in_and_nothing_is_aborted(run):
     assert f"{result.swaps}, {result.swaps_while_running} of them while sequences ran" in output
 
 
+def test_its_report_is_written(run):
+    page = (run[0] / "report.html").read_text()
+    assert f"complete, {STEPS} of {STEPS} steps" in page
+    assert '"id":"q0/0"' in page
+    assert '"libraries.torch"' in page
+    assert f"report      {run[0] / 'report.html'}" in run[1]
+
+
 def test_sequences_span_versions(run):
     result = summary.read(run[0])
     assert result.swaps_while_running >= 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 PHASES = ("transfer_s", "build_s", "ready_s", "commit_s", "gap_s")
 """The durations of a Swap."""
@@ -26,6 +27,8 @@ class Swap:
     """The longest stall of a rank's step loop."""
     running: int
     """Sequences that were unfinished at the swap."""
+    time: float = field(default_factory=time.time, compare=False)
+    """Unix time at which the publisher heard of it."""
     pinned_s: float = 0.0
     """The last rank's Ready to Commit sent: longer than a moment where the version before was pinned."""
 

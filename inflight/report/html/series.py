@@ -1,0 +1,103 @@
+"""What a run's metrics say over its steps and swaps, as columns of bounded length."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MOST_POINTS = 2000
+"""Of a curve: more than a screen has columns. A longer run is thinned evenly, with its first and last step."""
+_FIGURES = (
+    "reward", "reward_all", "loss", "grad_norm", "lag_mean", "lag_max", "tokens_per_s", "wait_s", "train_s",
+    "publish_wait_s", "pack_s", "guard_s", "buffer", "groups_in_flight", "tokens_trained", "tokens_masked", "entropy",
+    "kl", "ess", "log_ratio_mean",
+)  # fmt: skip
+_SWAP_FIGURES = ("gap_s", "transfer_s", "ready_s", "commit_s", "running")
+
+
+def thinned(count: int, most: int = MOST_POINTS) -> list[int]:
+    """At most `most` of the indices below `count`, evenly spaced, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(at * (count - 1) / (most - 1)) for at in range(most)})
+
+
+def number(value: Any) -> float | int | None:
+    """A finite number as it is; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def of_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Column → its value at each step that is shown; `tokens` are those of all batches up to the step."""
+    tokens, totals = 0.0, []
+    for line in lines:
+        tokens += (number(line.get("tokens_trained")) or 0) + (number(line.get("tokens_masked")) or 0)
+        totals.append(tokens)
+    shown = thinned(len(lines))
+    columns: dict[str, list[Any]] = {
+        "step": [number(lines[at].get("step")) for at in shown],
+        "time": [number(lines[at].get("time_s")) for at in shown],
+        "tokens": [totals[at] for at in shown],
+    }
+    for name in _FIGURES:
+        column = [number(lines[at].get(name)) for at in shown]
+        if any(value is not None for value in column):
+            columns[name] = column
+    return columns
+
+
+def of_swaps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Committed versions as columns, and what else became of versions, counted by outcome and reason."""
+    done = [line for line in lines if line.get("event") == "committed"]
+    shown = [done[at] for at in thinned(len(done))]
+    columns: dict[str, list[Any]] = {name: [number(line.get(name)) for line in shown] for name in _SWAP_FIGURES}
+    columns["version"] = [number(line.get("version")) for line in shown]
+    columns["time"] = [number(line.get("time")) for line in shown]
+    columns["generator"] = [str(line.get("generator")) for line in shown]
+    others = Counter(
+        (str(line.get("event")), str(line.get("generator")), str(line.get("reason")))
+        for line in lines
+        if line.get("event") != "committed"
+    )
+    rows = [[*key, count] for key, count in others.most_common(50)]
+    return {"committed": columns, "total": len(done), "others": rows}
+
+
+def lags(lines: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """[lag, tokens] over the run, ascending."""
+    total: Counter[int] = Counter()
+    for line in lines:
+        total.update({int(lag): int(count) for lag, count in (line.get("lag_counts") or {}).items()})
+    return [[lag, count] for lag, count in sorted(total.items())]
+
+
+def gate(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
+    """Counts by reason: groups and rollouts that were left out, tokens that were masked, groups that failed."""
+    last = lines[-1] if lines else {}
+    masked: Counter[str] = Counter()
+    for line in lines:
+        for name in ("tokens_masked_by_rule", "tokens_masked_by_ratio"):
+            masked.update({str(reason): int(count) for reason, count in (line.get(name) or {}).items()})
+    counted = {
+        "groups dropped": last.get("groups_dropped") or {},
+        "rollouts left out": last.get("rollouts_dropped") or {},
+        "tokens masked": masked,
+        "groups failed": last.get("groups_failed") or {},
+    }
+    return {kind: {str(reason): int(count) for reason, count in each.items()} for kind, each in counted.items()}
+
+
+def waits(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Seconds of the trainer by what it did, over all steps."""
+    total: defaultdict[str, float] = defaultdict(float)
+    for line in lines:
+        guard = number(line.get("guard_s")) or 0.0
+        total["wait for rollouts"] += number(line.get("wait_s")) or 0.0
+        total["train"] += max((number(line.get("train_s")) or 0.0) - guard, 0.0)
+        total["wait for the version before"] += number(line.get("publish_wait_s")) or 0.0
+        total["pack the weights"] += (number(line.get("pack_s")) or 0.0) + guard
+    return dict(total)

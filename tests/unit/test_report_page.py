@@ -305,3 +305,32 @@ def test_a_disk_that_is_full_leaves_the_page_before(run, monkeypatch):
         page.write([run], target)
     assert target.read_text() == "before"
     assert not list(run.glob(".report.html.*"))
+
+
+def test_a_launcher_writes_it_and_keeps_its_exit_code_where_it_cannot(run, capsys, monkeypatch):
+    from inflight.launcher import launch
+
+    config = launch.configuration.load(run)
+    launch._write_page(config, launch.Outcome(interrupted=launch.signal.SIGINT))
+    assert capsys.readouterr().out == f"report      {run / 'report.html'}\n"
+    assert data_of((run / "report.html").read_text())["runs"][0]["state"] == "stopped by SIGINT, 3 of 3 steps"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(page.os, "replace", full)
+    launch._write_page(config, launch.Outcome())
+    assert capsys.readouterr().err.startswith("inflight launch: no report: ")
+
+
+def test_what_a_run_was_started_in(run):
+    from inflight.launcher import environment
+
+    around = {"NCCL_DEBUG": "INFO", "VLLM_API_KEY": "s3cret", "RANK": "1", "HOME": "/home/x", "CUDA_TOKEN": "t0ken"}
+    environment.write(run, around)
+    assert "s3cret" not in (run / "environment.json").read_text()
+    assert "t0ken" not in (run / "environment.json").read_text()
+    found = of_run(run)["environment"]
+    assert (found["variables.NCCL_DEBUG"], found["not inherited"]) == ("INFO", "RANK")
+    assert found["libraries.torch"]
+    assert "variables.HOME" not in found

@@ -18,14 +18,14 @@ class PackError(ValueError):
 
 
 class ChecksumError(ValueError):
-    """Received bytes that are not those that were sent; names the buckets."""
+    """Received bytes differ from those that were sent; the text names the buckets."""
 
 
 def unpack(manifest: Manifest, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
     """Name → view of `buffer` (uint8 `[total_bytes]`) in the parameter's shape and dtype. Nothing is copied.
 
-    Tied names are not in it; `manifest.tied` says whose view is theirs. Raises PackError for a buffer that does not
-    fit. The manifest must have passed `plan.check`.
+    Tied names are not included; `manifest.tied` names the view that they share. Raises PackError for a buffer that does
+    not fit. The manifest must have passed `plan.check`.
     """
     _require_buffer(manifest, buffer)
     views: dict[str, torch.Tensor] = {}
@@ -36,11 +36,11 @@ def unpack(manifest: Manifest, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 SMALL_BYTES = 4 << 20
-"""On CUDA: smaller parameters go by one kernel a dtype, larger ones each by a copy at the memory's full rate."""
+"""On CUDA: smaller parameters are packed by one kernel per dtype, larger ones each by a copy at full memory rate."""
 
 
 class Packer:
-    """Packs a source into one send buffer, version after version; the places in the buffer are worked out once."""
+    """Packs a source into one send buffer, version after version; offsets in the buffer are computed once."""
 
     def __init__(self, manifest: Manifest, buffer: torch.Tensor) -> None:
         """Raises PackError for a buffer that does not fit."""
@@ -52,9 +52,9 @@ class Packer:
     def pack(self, source: WeightSource) -> None:
         """Casts and copies each parameter to its place, in place: no tensor is allocated for a plain module.
 
-        Returns when the bytes are there (on a GPU: queued on the current stream). On CUDA the small parameters come
-        last, together; of a sharded module those are held until then (0.2 GB for 7B). Raises PackError when the
-        source's parameters are not the manifest's, SourceError when the module has changed.
+        Returns when the bytes are in the buffer (on a GPU: queued on the current stream). On CUDA the small parameters
+        are packed last, together; those of a sharded module are held until then (0.2 GB for 7B). Raises PackError when
+        the source's parameters are not the manifest's, SourceError when the module has changed.
         """
         packed = 0
         small: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -81,8 +81,8 @@ def pack(source: WeightSource, manifest: Manifest, buffer: torch.Tensor) -> None
 
 
 def checksums(manifest: Manifest, buffer: torch.Tensor) -> list[int]:
-    """One CRC-32 a bucket of a buffer on the host, in order, without the GIL; empty unless the manifest says `crc32`:
-    with `sum64` the transport verifies (transport/sums.py)."""
+    """One CRC-32 per bucket of a buffer on the host, in order, computed without the GIL; empty unless the manifest says
+    `crc32`: with `sum64` the transport verifies (transport/sums.py)."""
     _require_buffer(manifest, buffer)
     if manifest.checksum != "crc32":
         return []
@@ -95,7 +95,7 @@ def content_digest(sums: Sequence[int]) -> str:
 
 
 def verify(manifest: Manifest, buffer: torch.Tensor, expected: Sequence[int]) -> str:
-    """The digest of what was received. Raises ChecksumError naming the buckets whose bytes are not those sent."""
+    """The digest of the received bytes. Raises ChecksumError that names the buckets that differ from the sent ones."""
     found = checksums(manifest, buffer)
     if len(found) != len(expected):
         raise ChecksumError(f"{len(expected)} checksums came for {len(found)} buckets")

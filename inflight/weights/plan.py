@@ -12,8 +12,8 @@ from inflight.messages.base import MAX_BUCKETS
 from inflight.types import ParamMeta
 
 ALIGNMENT = 256
-"""Bytes. What cudaMalloc guarantees, so a slice of an arena is as well aligned as a tensor of its own and kernels
-choose no slower path for it; also whole cache lines on a CPU. Costs 128 bytes a parameter on average."""
+"""Bytes. As guaranteed by cudaMalloc, so that a slice of an arena is as well aligned as a separate tensor and kernels
+choose no slower path for it; also whole cache lines on a CPU. Costs 128 bytes per parameter on average."""
 
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
 
@@ -62,16 +62,16 @@ def digest(manifest: Manifest) -> str:
 
 
 def check(manifest: Manifest) -> None:
-    """Raises ManifestError unless everything in a manifest from the wire holds together, so that no later read or
-    write by it can leave the buffer or overlap."""
+    """Raises ManifestError unless a received manifest is consistent, so that no later read or write based on it can
+    leave the buffer or overlap."""
     _check_slots(manifest)
     _check_buckets(manifest)
     names = {slot.meta.name for slot in manifest.slots}
     for alias, travelling in manifest.tied.items():
         if travelling not in names:
-            raise ManifestError(f"{alias} is tied to {travelling}, which does not travel")
+            raise ManifestError(f"{alias} is tied to {travelling}, which is not sent")
         if alias in names:
-            raise ManifestError(f"{alias} travels and is tied to {travelling} as well")
+            raise ManifestError(f"{alias} is sent and is tied to {travelling} as well")
 
 
 def _check_slots(manifest: Manifest) -> None:
@@ -84,12 +84,12 @@ def _check_slots(manifest: Manifest) -> None:
     for slot in manifest.slots:
         name = slot.meta.name
         if name in seen:
-            raise ManifestError(f"{name} travels twice")
+            raise ManifestError(f"{name} is sent twice")
         seen.add(name)
         if slot.offset % manifest.alignment:
             raise ManifestError(f"{name} at byte {slot.offset} is not aligned to {manifest.alignment}")
         if slot.offset < end:
-            raise ManifestError(f"{name} at byte {slot.offset} overlaps what ends at {end}")
+            raise ManifestError(f"{name} at byte {slot.offset} overlaps the parameter that ends at {end}")
         end = slot.offset + slot.meta.nbytes
         if end > manifest.total_bytes:
             raise ManifestError(f"{name} ends at byte {end} of a buffer of {manifest.total_bytes}")

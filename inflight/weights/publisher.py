@@ -1,4 +1,4 @@
-"""Old place of `Publisher`, kept for one release: import it from `inflight.weights.publish.publisher`."""
+"""The old import path of `Publisher`, kept for one release: import it from `inflight.weights.publish.publisher`."""
 
 from inflight.weights.publish.publisher import Publisher
 

@@ -1,4 +1,4 @@
-"""Parameters that are sharded over the trainer's ranks, made whole many at a time."""
+"""Parameters that are sharded over the trainer's ranks, gathered many at a time."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 
 BUCKET_BYTES = 128 << 20
-"""Bytes of whole parameters gathered at once: far beyond what a collective costs by itself, and it bounds the memory
-that is needed besides the shards, to three times as much."""
+"""Bytes of full parameters gathered at once: so many that the fixed cost of a collective does not matter, while the
+additional memory is bounded, to three times as much."""
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name since torch 2.13
 _ALIGNMENT = 16
-"""Bytes; a view of an element type needs that its bytes begin at a multiple of its size."""
+"""Bytes; a view of an element type must begin at a multiple of its size."""
 
 
 def whole(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> Iterator[torch.Tensor]:
-    """Each tensor whole, in order. Those that are sharded come in the dtype asked for, the others as they are.
+    """Yields each tensor in full, in order. Sharded ones are cast to the requested dtype, the others are unchanged.
 
-    What FSDP2 shards (by rows, over one dimension of ranks) is cast and gathered in buckets; any other DTensor by its
-    own `full_tensor`. Both are collectives, so all ranks must iterate over the same tensors, to the end.
+    Tensors sharded by FSDP2 (by rows, over one dimension of ranks) are cast and gathered in buckets; any other DTensor
+    by its own `full_tensor`. Both are collectives, so all ranks must iterate over the same tensors, to the end.
     """
     bucket: list[tuple[torch.Tensor, torch.dtype]] = []
     size = 0
@@ -39,14 +39,14 @@ def whole(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> Iterator[torch
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this rank holds a part of the tensor only."""
+    """Whether this rank holds only a part of the tensor."""
     return hasattr(tensor, "full_tensor")
 
 
 def sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A whole tensor of the parameter's shape, sharded and placed as the parameter is; others are placed only.
+    """Shards and places a full tensor like the parameter of the same shape; places it only if that is not sharded.
 
-    Every rank takes its own part of what it holds: nothing travels.
+    Every rank takes its part of its own copy: nothing is sent.
     """
     placed = tensor.to(parameter.device)
     if not is_sharded(parameter) or tensor.shape != parameter.shape:
@@ -58,14 +58,14 @@ def sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def by_rows(tensor: torch.Tensor) -> bool:
-    """Whether each rank holds the next ceil(rows / ranks) rows, as FSDP2 does it."""
+    """Whether each rank holds the next ceil(rows / ranks) rows, as with FSDP2."""
     from torch.distributed.tensor import DTensor, Shard
 
     return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 and tensor.placements == (Shard(0),)
 
 
 def _gather(bucket: list[tuple[torch.Tensor, torch.dtype]]) -> Iterator[torch.Tensor]:
-    """One all-gather of bytes: a rank's parts lie one behind the other, each padded to as many rows as the first's."""
+    """One all-gather of bytes: a rank's parts lie one after the other, each padded to as many rows as rank 0's."""
     if not bucket:
         return
     mesh = bucket[0][0].device_mesh  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a model publishes: names, shapes and wire dtypes ahead of time, the tensors in the same order each round."""
+"""The parameters that a model publishes: names, shapes and wire dtypes in advance, the tensors in the same order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.types import DTYPE_BYTES, ParamMeta
 from inflight.weights.shards import is_sharded, whole
 
 WIRE_DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The dtypes that may travel, by their names in ParamMeta."""
+"""The dtypes that can be sent, by their names in ParamMeta."""
 
 _NAMES = {dtype: name for name, dtype in WIRE_DTYPES.items()}
 assert WIRE_DTYPES.keys() == DTYPE_BYTES.keys()
@@ -22,28 +22,28 @@ class SourceError(ValueError):
 
 
 class WeightSource:
-    """The parameters and persistent buffers of a module, as they travel.
+    """The parameters and persistent buffers of a module, as they are sent.
 
     * Order: registration order of the module's parameters, then of its persistent buffers. It depends on the module
       alone, so every rank that holds the same module iterates alike; that matters where reading a parameter is a
       collective (FSDP2), which deadlocks when the ranks disagree.
-    * Parameters that share storage (same memory, offset, shape and strides) travel once, under the first name; `tied`
+    * Parameters that share storage (same memory, offset, shape and strides) are sent once, under the first name; `tied`
       maps each further name to it.
-    * Parameters travel in `wire_dtype`. Persistent floating buffers travel too, in their own dtype: they are not
-      trained and often float32 for a reason (a router's bias). Non-persistent buffers (rotary `inv_freq`) are derived
-      from the configuration on each side and do not travel.
+    * Parameters are sent in `wire_dtype`. Persistent floating-point buffers are sent too, in their own dtype: they are
+      not trained and often float32 for a reason (a router's bias). Non-persistent buffers (rotary `inv_freq`) are
+      computed from the configuration on each side and are not sent.
     * Refused, by name, because the generators would keep an old or wrong value: meta tensors, integer or other
-      dtypes that can't travel.
+      dtypes that can't be sent.
 
     Example: `WeightSource(model, "bfloat16").metas[0]` is
     `ParamMeta(name="model.embed_tokens.weight", shape=(49152, 576), dtype="bfloat16")`.
     """
 
     def __init__(self, module: nn.Module, wire_dtype: str | torch.dtype) -> None:
-        """Raises SourceError naming the parameter, buffer or dtype that can't travel. Reads no tensor's values."""
+        """Raises SourceError that names the parameter, buffer or dtype that can't be sent. Reads no tensor's values."""
         wire = wire_dtype if isinstance(wire_dtype, str) else _NAMES.get(wire_dtype, str(wire_dtype))
         if wire not in WIRE_DTYPES:
-            raise SourceError(f"wire dtype {wire} can't travel: {', '.join(WIRE_DTYPES)} can")
+            raise SourceError(f"wire dtype {wire} can't be sent: {', '.join(WIRE_DTYPES)} can")
         self._module = module
         self.metas: list[ParamMeta] = []
         self.tied: dict[str, str] = {}
@@ -63,14 +63,14 @@ class WeightSource:
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter lies; decides the transport when none is configured."""
+        """Device of the first parameter; decides the transport when none is configured."""
         return self._read(self.metas[0].name).device
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, full detached tensor) in the order of `metas`, read anew: what the parameters hold now.
+        """(name, full detached tensor) in the order of `metas`, read anew: the parameters' current values.
 
-        Sharded parameters come gathered and cast (weights/shards.py), so a round never holds more than a bucket of
-        whole ones besides the shards. Raises SourceError when the module no longer has the parameters it had: one is
+        Sharded parameters are gathered and cast (weights/shards.py), so a round never holds more than a bucket of
+        full ones in addition to the shards. Raises SourceError when the module has changed its parameters: one is
         gone, has another shape, or a tie was broken (the alias would silently keep its old value in the generators).
         """
         for alias, travelling in self.tied.items():
@@ -113,14 +113,14 @@ def _require_publishable(name: str, tensor: torch.Tensor) -> None:
         raise SourceError(f"{name} is on the meta device: it has no values to publish")
     if tensor.dtype not in _NAMES:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise SourceError(f"{name} is {dtype}: only {', '.join(WIRE_DTYPES)} can travel")
+        raise SourceError(f"{name} is {dtype}: only {', '.join(WIRE_DTYPES)} can be sent")
 
 
 def _storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for tensors that are the same memory seen the same way.
+    """Equal for tensors that are views of the same memory with the same shape and strides.
 
-    Shards and empty tensors have no address that means the same on every rank, so they go by object identity: two
-    names of one sharded parameter are one Python object.
+    Shards and empty tensors have no address that means the same on every rank, so object identity is used: two names of
+    one sharded parameter are one Python object.
     """
     if is_sharded(tensor) or tensor.numel() == 0:
         return ("object", id(tensor))

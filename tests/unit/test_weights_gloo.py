@@ -195,7 +195,7 @@ def test_memory_that_can_not_be_exported_travels_over_nccl_or_is_refused(caplog)
     """As that of torch's expandable segments."""
     cuda = torch.device("cuda")
     assert resolve("auto", cuda, lambda device: "it can't be shared") == "nccl"
-    assert "weights travel over NCCL, not CUDA IPC: it can't be shared" in caplog.text
+    assert "weights are sent over NCCL, not CUDA IPC: it can't be shared" in caplog.text
     with pytest.raises(TransportError, match=r"publish\.transport=ipc: it can't be shared; nccl or auto"):
         resolve("ipc", cuda, lambda device: "it can't be shared")
 

@@ -98,15 +98,15 @@ def test_the_digest_tells_layouts_apart_but_not_the_order_of_ties():
         ("b at byte 511 is not aligned", {"slots": slots(offset=511)}),
         ("b ends at byte 798 of a buffer of 768", {"slots": slots(offset=768)}),
         ("overlaps", {"slots": layout().slots[::-1]}),
-        ("a travels twice", {"slots": slots(meta=layout().slots[0].meta)}),
+        ("a is sent twice", {"slots": slots(meta=layout().slots[0].meta)}),
         ("buffer of 1024 bytes for parameters that end at 542", {"total_bytes": 1024}),
         ("alignment of 6", {"alignment": 6}),
         ("buckets cover 600 bytes of 768", {"buckets": layout().buckets[:-1]}),
         ("bucket 1 starts at byte 600", {"buckets": layout().buckets[::2]}),
         ("bucket 0 starts at byte 300", {"buckets": layout().buckets[1:]}),
         ("cover 1068 bytes", {"buckets": [*layout().buckets, BucketMeta(offset=768, nbytes=300)]}),
-        ("c is tied to z, which does not travel", {"tied": {"c": "z"}}),
-        ("b travels and is tied", {"tied": {"b": "a"}}),
+        ("c is tied to z, which is not sent", {"tied": {"c": "z"}}),
+        ("b is sent and is tied", {"tied": {"b": "a"}}),
     ],
 )
 def test_a_received_layout_that_does_not_hold_together_is_refused(text, changes):

@@ -1,4 +1,4 @@
-"""One attempt to get a version to a generator: what was sent of it, and which ranks have answered."""
+"""One attempt to deliver a version to a generator: what was sent of it, and which ranks have answered."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from inflight.weights.publish.session import Session
 
 
 class Attempt:
-    """A version on its way to the ranks of one generator.
+    """The delivery of a version to the ranks of one generator.
 
-    `announce` runs in the channel's thread, all else in the loop's, under its lock. The two meet in a lock of the
-    attempt's own, so that a rank never gets a Prepare after the Abort of the same attempt.
+    `announce` runs in the channel's thread, all other methods in the loop's, under its lock. Both take the attempt's
+    own lock, so that a rank never gets a Prepare after the Abort of the same attempt.
     """
 
     def __init__(self, offer: Offer, session: Session, ranks: Sequence[str]) -> None:
@@ -30,9 +30,9 @@ class Attempt:
         """When the last rank was ready."""
         self.commit_started: float | None = None
         self.due = self.started + session.config.transfer_timeout_s
-        """When all ranks must be ready; counted anew from the Prepare."""
+        """When all ranks must be ready; counted from the Prepare once that is sent."""
         self.digest: str | None = None
-        """Of the bytes that Prepare announced; None: it was not sent, so no rank knows of this attempt."""
+        """Digest of the bytes that Prepare announced; None: it was not sent, so no rank knows of this attempt."""
         self.ready: dict[str, Ready] = {}
         self.let_go: set[str] = set()
         """Ranks that have answered the Abort."""
@@ -42,8 +42,8 @@ class Attempt:
         self._over = False
 
     def announce(self) -> bool:
-        """Checks the version and sends Prepare to the ranks: the bytes are to follow. False, without it, when the
-        attempt is over, or the version is not finite; then the offer says why."""
+        """Checks the version and sends Prepare to the ranks, after which the bytes follow. Returns False without
+        sending it when the attempt is over, or when the version is not finite (the offer then has the reason)."""
         if self._over:
             return False
         try:
@@ -67,26 +67,26 @@ class Attempt:
             return True
 
     def end(self) -> bool:
-        """No Prepare is sent from here on. True when one was: the ranks know of the attempt."""
+        """Prevents any later Prepare. True when one was sent: the ranks know of the attempt."""
         with self._lock:
             self._over = True
             return self.digest is not None
 
     def cancel(self, reason: str) -> bool:
-        """Ends it, and tells the ranks that know of it. True when they do: they will answer."""
+        """Ends the attempt and sends Abort to the ranks that know of it. True when they do: they will answer."""
         announced = self.end()
         if announced:
             self.abort(self._ranks, reason)
         return announced
 
     def commit(self, engine: str) -> None:
-        """Tells the engine that all ranks hold the version; also to repeat it."""
+        """Tells the engine that all ranks hold the version; also repeats it."""
         if self.commit_started is None:
             self.commit_started = self._session.clock()
         self._session.outbox.send([engine], Commit(version=self.version, publisher=self._session.publisher))
 
     def abort(self, peers: Sequence[str], reason: str) -> None:
-        """Tells ranks to let go of it; also to repeat that."""
+        """Sends Abort to ranks; also repeats it."""
         message = Abort(version=self.version, attempt=self.number, reason=reason[:MAX_REASON])
         self._session.outbox.send(peers, message)
 
@@ -96,7 +96,7 @@ class Attempt:
         return [peer for peer in self._ranks if peer not in answered]
 
     def hear(self, peer: str, answer: Ready) -> None:
-        """A rank holds the version."""
+        """Records that a rank holds the version."""
         self.ready[peer] = answer
         self.ready_at = self._session.clock()
 

@@ -1,4 +1,4 @@
-"""The sending thread of one generator, so that no transfer keeps the publisher from hearing the other ranks."""
+"""The sending thread of one generator, so that a transfer does not block messages of other generators' ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Announced(Protocol):
     offer: Offer
 
     def announce(self) -> bool:
-        """Says to the ranks that the offer's bytes follow. False: they are not to be sent."""
+        """Announces the offer's bytes to the ranks. False: they must not be sent."""
 
 
 class Channel:
@@ -32,7 +32,7 @@ class Channel:
     def __init__(self, name: str, sender: Sender) -> None:
         self.rendezvous = sender.rendezvous
         self.error: TransportError | None = None
-        """Why it ended, unless it was closed before; the publisher's loop looks at it."""
+        """Why the channel ended by itself; polled by the publisher's loop."""
         self._sender = sender
         self._attempts: queue.Queue[Announced | None] = queue.Queue()
         self._closed = threading.Event()
@@ -44,7 +44,7 @@ class Channel:
         self._attempts.put(attempt)
 
     def close(self) -> None:
-        """Frees the sender as soon as nothing is in it; does not wait, but for NCCL up to its bound."""
+        """Frees the sender as soon as no transfer uses it. Does not wait, except for NCCL up to its timeout."""
         self._closed.set()
         self._attempts.put(None)
         self._sender.close()
@@ -59,7 +59,7 @@ class Channel:
             try:
                 if attempt.announce():
                     self._sender.send(attempt.offer.buffer, attempt.offer.manifest.buckets)
-            except Exception as error:  # noqa: BLE001 - whatever a transport raises ends this channel, not the trainer
+            except Exception as error:  # noqa: BLE001 - any error of a transport ends this channel, not the trainer
                 if not isinstance(error, TransportError):
                     error = TransportError(f"send: {type(error).__name__}: {error}")
                 if not self._closed.is_set():
@@ -69,13 +69,13 @@ class Channel:
 
 
 class ChannelSource:
-    """Opens a channel for each generator, and keeps those in sight that are closed but still in a transfer."""
+    """Opens a channel for each generator, and tracks closed ones that are still in a transfer."""
 
     def __init__(self, kind: str, timeout_s: float) -> None:
         """`kind` is gloo, nccl or ipc; `timeout_s` bounds each wait of a transfer."""
         self.kind, self._timeout_s = kind, timeout_s
         self.buffer_sums = BufferSums()
-        """Of the one send buffer that all channels read."""
+        """Checksums of the send buffer that all channels read."""
         self._abandoned: list[Channel] = []
 
     def open(self, generator: str, world_size: int) -> Channel:
@@ -92,6 +92,6 @@ class ChannelSource:
         self._abandoned = [each for each in self._abandoned if not each.join(0)] + [channel]
 
     def join(self, timeout_s: float) -> int:
-        """Waits for the threads of closed channels; how many are still in a transfer after `timeout_s`."""
+        """Waits for the threads of closed channels; returns how many are still in a transfer after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         return sum(not each.join(max(0.0, deadline - time.monotonic())) for each in self._abandoned)

@@ -1,8 +1,8 @@
-"""Whether generators compute what the trainer does: each is asked for a few tokens, and the trainer scores the same.
+"""Compares generators with the trainer: each generator samples a few tokens, and the trainer scores the same tokens.
 
 Two implementations of a model that share its weights may still differ: rope scaling, sliding windows, soft caps, dtypes
-or a vLLM that is wrong with CUDA graphs. Nothing fails then; each recorded log-probability is wrong, and so is each
-ratio that the trainer computes from it.
+or a vLLM that is wrong with CUDA graphs. No error is raised then, but each recorded log-probability is wrong, and so is
+each ratio that the trainer computes from it.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from inflight.config import Sampling
 from inflight.types import Route, Turn, versions_of_tokens
 
 REQUESTS = 16
-"""Prompts that a comparison needs at the most."""
+"""Most prompts of a comparison."""
 TOKENS = 8
-"""That each is continued by."""
+"""Tokens by which each prompt is continued."""
 ANSWER_S = 120.0
-"""What a generator gets to answer all of them, beside the requests that it works on: a busy CPU takes a minute."""
+"""Seconds for all answers of a generator, beside its other requests: a busy CPU takes a minute."""
 SUSPECTS = "rope scaling, sliding window, logit soft cap, dtype, temperature, vocabulary"
 _POLL_S = 0.2
 
 
 class Sampled(NamedTuple):
-    """A prompt and what a generator continued it by."""
+    """A prompt and a generator's continuation of it."""
 
     prompt_ids: list[int]
     token_ids: list[int]
 
 
 class _NoNumber(str):
-    """Why there is no answer: a log-probability of it would be NaN or infinite."""
+    """An answer was refused because a log-probability would be NaN or infinite; the text says which."""
 
     __slots__ = ()
 
 
 Score = Callable[[Sequence[Sampled]], Sequence[Sequence[float]]]
-"""For each sequence, the log-probability in nats of each token of its `token_ids` given all tokens before it, of the
-distribution that it was asked to be drawn from."""
+"""For each sequence, the log-probability in nats of each token of its `token_ids` given all tokens before it, under the
+distribution that the request asked for."""
 
 
 class NumbersDiffer(RuntimeError):
-    """A generator does not compute what the trainer does, or none could be asked; one line with figure and suspects."""
+    """A generator does not compute what the trainer does, or none was compared; one line with figures and suspects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What came of asking one generator."""
+    """The result for one generator."""
 
     generator: str
     incarnation: str
     version: int
     agreement: Agreement | None = None
-    """Of all tokens that were compared; None where it gave none."""
+    """Of all tokens that were compared; None if there were none."""
     problem: str = ""
-    """What speaks against it, with the figure; empty when nothing does."""
+    """The disagreement with its figure; empty if there is none."""
     unanswered: str = ""
-    """Why it was not compared, or not wholly."""
+    """Why it was not compared, or only in part."""
 
     @property
     def shown(self) -> bool:
@@ -102,14 +102,13 @@ def compare(
     api_key: str = "",
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Comparison]:
-    """Asks all generators at once, scores and judges each; in the order of `served`.
+    """Sends requests to all generators at once, scores and judges each; results are in the order of `served`.
 
     The first prompt of each length is sent alone, the others of that generator together afterwards: a CUDA graph that
-    is wrong for one size of the batch does not show in another. `prompts` are token ids, at most REQUESTS; `dtype` is
-    the coarser one of both computations, `sampling` what tokens are drawn by, without cuts: what top-p leaves of a
-    distribution is no matter of the model. Ends early when `stop()`
-    says so. Raises ValueError for other input, or where `score` does not return a number a token; what `score` raises
-    goes to the caller.
+    is wrong for one batch size does not show in another. `prompts` are token ids, at most REQUESTS; `dtype` is the
+    coarser one of both computations; `sampling` must not truncate, because what top-p leaves of a distribution does not
+    depend on the model alone. Ends early when `stop()` returns True. Raises ValueError for other input, or when `score`
+    does not return one number per token; errors of `score` are passed on.
     """
     if not 1 <= len(prompts) <= REQUESTS or not all(prompts):
         raise ValueError(f"{len(prompts)} prompts to compare by: 1 to {REQUESTS} are allowed, none of them empty")
@@ -147,6 +146,8 @@ def require(found: Sequence[Comparison]) -> None:
     if wrong or not found:
         raise NumbersDiffer("; ".join(map(str, wrong)) or "no generator holds the trainer's version: none was compared")
 
+    """A request like an actor's (completions.py); end-of-sequence is ignored, so that there are tokens to compare."""
+
 
 def _request(prompt: list[int], sampling: Sampling, seed: int) -> dict[str, Any]:
     """As the actor asks (completions.py); an end of sequence does not end it, so that there is something to compare."""
@@ -164,7 +165,7 @@ async def _ask_all(
     api_key: str,
     stop: Callable[[], bool],
 ) -> dict[str, list[Turn | str]]:
-    """For each generator its answers, or why there is none, in the order of the requests."""
+    """For each generator its answers, or the reasons why they are missing, in the order of the requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -181,7 +182,7 @@ async def _ask_all(
                 return str(error)
 
         async def ask_one(name: str, url: str) -> list[Turn | str]:
-            """In the order of the requests, which is not that of asking."""
+            """In the order of the requests, which is not the order of sending."""
             answers: list[Turn | str] = ["given up"] * len(requests)
             first = _alone(requests)
             for number in first:
@@ -212,7 +213,7 @@ def _alone(requests: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def _of_version(answers: Sequence[Turn | str], version: int) -> tuple[list[Turn | None], str]:
-    """Those that were computed under `version` from the first to the last token, None for the others, and why."""
+    """The answers computed under `version` from the first to the last token, None for the others, and the reasons."""
     whole: list[Turn | None] = []
     reasons = list[str]()
     for answer in answers:
@@ -250,10 +251,10 @@ def _judge(
     temperature: float,
     alone: Sequence[bool],
 ) -> tuple[Agreement, str]:
-    """The agreement of all tokens, and what is wrong: with all, or with those of one length of prompt, `alone` or not.
+    """The agreement of all tokens, and what is wrong: with all, or with those of one prompt length, `alone` or not.
 
-    What a window or rope scaling does shows beyond a length only, and a wrong CUDA graph for one size of the batch,
-    where few of the tokens may be; of those the median is looked at, which a few can tell.
+    A window or rope scaling shows only beyond a length, and a wrong CUDA graph only for one batch size, where there may
+    be few tokens; for these the median is judged, for which a few are enough.
     """
     ours, theirs = np.concatenate(scored), np.concatenate(recorded)
     lengths = np.repeat([len(each.prompt_ids) for each in asked], [len(each.token_ids) for each in asked])

@@ -1,4 +1,4 @@
-"""What became of the versions at each generator, and a log of it that is read by cursor."""
+"""The outcome of each version at each generator, in a log that is read by cursor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Swap:
     time: float = field(default_factory=time.time, compare=False)
     """Unix time at which the publisher heard of it."""
     pinned_s: float = 0.0
-    """The last rank's Ready to Commit sent: longer than a moment where the version before was pinned."""
+    """From the last rank's Ready to the Commit: short unless the version before was pinned."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Failure:
     generator: str
     version: int
     phase: str
-    """`absent` when it was not sent, `finite` when it holds NaN or Inf, `fit` when the engine has no use for what is
-    published, else that of messages.Failed."""
+    """`absent` when it was not sent, `finite` when it holds NaN or Inf, `fit` when the engine's model does not fit the
+    manifest, else that of messages.Failed."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Superseded:
-    """A version that a generator was not sent, or not to its end, because a newer one was there."""
+    """A version that was not sent to a generator, or not to its end, because there was a newer one."""
 
     generator: str
     version: int
@@ -56,7 +56,7 @@ class Superseded:
 
 @dataclass(frozen=True)
 class Left:
-    """A version that a generator did not get because it was asked to end, by whatever stops or restarts it."""
+    """A version that a generator did not get because it was asked to end, for a stop or a restart."""
 
     generator: str
     version: int
@@ -64,11 +64,12 @@ class Left:
 
 
 Event = Swap | Failure | Superseded | Left
-"""What became of a version at a generator."""
+"""The outcome of a version at a generator."""
 
 
 class EventLog:
-    """Events in order, with totals that are kept as they come: reading costs nothing for what was read before."""
+    """Events in order, with totals that are updated as events are added: reading costs nothing for events read
+    before."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -76,7 +77,7 @@ class EventLog:
         self._largest = dict.fromkeys(PHASES, 0.0)
 
     def append(self, event: Event) -> None:
-        """Notes what happened last."""
+        """Adds the latest event."""
         self._events.append(event)
         match event:
             case Swap():

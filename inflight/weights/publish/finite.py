@@ -1,4 +1,4 @@
-"""A version that holds NaN or Inf is refused before any of it is sent."""
+"""Refuses a version that holds NaN or Inf before any of it is sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inflight.weights.pack import unpack
 
 
 class NotFinite(ValueError):
-    """A packed version that must not be sent; names the parameters."""
+    """A packed version that must not be sent; the text names the parameters."""
 
 
 @torch.no_grad()
@@ -19,8 +19,8 @@ def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> No
     """Raises NotFinite when a parameter in the send buffer holds NaN or Inf.
 
     One pass: a sum in float32 is finite only if its terms are. A sum may overflow though all terms are finite, so a
-    parameter under suspicion is looked at again, element by element. On CUDA on a stream of its own, so that the
-    training step in progress is not waited for.
+    suspect parameter is checked again, element by element. On CUDA it uses a stream of its own, so that it does not
+    wait for the training step in progress.
     """
     views = unpack(manifest, buffer)
     with _own_stream(buffer):

@@ -22,14 +22,14 @@ from inflight.weights.publish.session import Session
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05
-"""How late a deadline or a broken transport may be noticed; messages are handled at once."""
+"""Seconds by which a deadline or a broken transport may be noticed late; messages are handled at once."""
 HEARD_AT_ONCE = 100
-"""Messages between two looks at the deadlines."""
+"""Most messages handled between two checks of the deadlines."""
 CLOSE_S = 5.0
 
 
 class PublisherLoop:
-    """Owns the thread. `protocol` may be used under `changed`, which is notified whenever anything happened."""
+    """Owns the thread. `protocol` may be used under `changed`, which is notified after every event."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class PublisherLoop:
     ) -> None:
         """`ranks` is generator name → world size, `offer` what the trainer starts with."""
         self.error: BaseException | None = None
-        """What ended publishing; nothing is delivered any more."""
+        """The error that ended publishing; nothing is delivered after it."""
         self.changed = threading.Condition(threading.RLock())
         self.session, self.protocol = session, PublishProtocol(session, ranks, offer)
         self._listener, self._routes_file = listener, routes_file
@@ -50,12 +50,12 @@ class PublisherLoop:
         self._thread.start()
 
     def release(self, offer: Offer) -> None:
-        """Sends what lies in the send buffer to the generators."""
+        """Sends the version in the send buffer to the generators."""
         with self.changed:
             self.protocol.release(offer)
 
     def wait(self, condition: Callable[[PublishProtocol], bool], timeout_s: float) -> bool:
-        """Whether a condition came true within `timeout_s`, or publishing has ended meanwhile: look at `error`."""
+        """Whether a condition became true within `timeout_s`. Also returns when publishing has ended: check `error`."""
         deadline = time.monotonic() + timeout_s
         with self.changed:
             while self.error is None and not condition(self.protocol):
@@ -66,14 +66,14 @@ class PublisherLoop:
             return True
 
     def finish(self, reason: str) -> None:
-        """Tells the engines that the run is over."""
+        """Sends Finish to the engines."""
         with self.changed:
             engines = [replica.members.engine for replica in self.protocol.replicas]
             self.session.outbox.send(engines, Finish(reason=reason))
 
     def close(self) -> None:
-        """Aborts what is not being committed yet and ends all threads; waits for none longer than CLOSE_S, and up to
-        2 s for each NCCL communicator that is not ended at once."""
+        """Aborts versions that are not being committed yet and ends all threads; waits at most CLOSE_S for each, plus
+        up to 2 s for each NCCL communicator that does not end at once."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -104,9 +104,9 @@ class PublisherLoop:
                     self._hear(got)
                     unsound = self.protocol.expire()
                     self.error = self.error or unsound
-                    self._write_routes()  # before the change is seen: a caller that sees it may read the file
+                    self._write_routes()  # before the change is visible: a caller that sees it may read the file
                     self.changed.notify_all()
-        except BaseException as error:  # noqa: BLE001 - kept, and raised to the trainer by whatever it waits in
+        except BaseException as error:  # noqa: BLE001 - stored, and raised in the trainer's next wait
             with self.changed:
                 self.error = error
                 self.changed.notify_all()

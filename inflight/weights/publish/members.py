@@ -1,4 +1,4 @@
-"""The ranks and the engine of one generator: which are there, of which start, and what each of them holds."""
+"""The ranks and the engine of one generator: which are present, of which start, and which version each holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Hello = RankHello | EngineHello
 
 
 class Members:
-    """All of one start of a generator (an incarnation) live and die together."""
+    """The members of one start of a generator (an incarnation) are present or gone together."""
 
     def __init__(self, generator: str, world_size: int) -> None:
         self.generator, self.world_size = generator, world_size
@@ -17,14 +17,14 @@ class Members:
         self.engine = f"{generator}.engine"
         self.all = [*self.ranks, self.engine]
         self.incarnation: str | None = None
-        """Of those that are heard. None before the first hello."""
+        """Incarnation of the current members. None before the first hello."""
         self.url = ""
-        """Where the engine serves HTTP."""
+        """The engine's HTTP address."""
         self.held: dict[str, int | None] = {}
-        """Peer → the version of this publisher that it holds, None: none of it; of those that said hello and are not
-        lost."""
+        """Peer → the version of this publisher that it holds, None: it holds none. Only members that said hello and are
+        not lost."""
         self._replaced: set[str] = set()
-        """Incarnations whose messages do not count any more."""
+        """Incarnations whose messages are ignored because another start has replaced them."""
 
     @property
     def missing(self) -> list[str]:
@@ -33,18 +33,18 @@ class Members:
 
     @property
     def version(self) -> int | None:
-        """What the engine stamps; all members hold it."""
+        """The version that the engine stamps; all members hold it."""
         return self.held[self.engine]
 
     def objection(self, peer: str, hello: Hello) -> str:
-        """Why a hello does not speak for a member; empty when it does."""
+        """Why a hello is not accepted as a member's; empty when it is."""
         member = f"r{hello.rank}" if isinstance(hello, RankHello) else "engine"
         if peer != f"{self.generator}.{member}":
             return f"{peer} can't speak for {self.generator}.{member}"
         return "another process has taken its place" if hello.incarnation in self._replaced else ""
 
     def mismatch(self, hello: Hello, newest: int) -> str:
-        """Why the generator can't be sent what a publisher has whose newest version is `newest`; empty when it can."""
+        """Why the generator can't join a publisher whose newest version is `newest`; empty when it can."""
         if hello.world_size != self.world_size:
             return f"world_size is {hello.world_size}, this run expects {self.world_size}"
         if isinstance(hello, RankHello) and hello.rank >= self.world_size:
@@ -55,21 +55,21 @@ class Members:
         return ""
 
     def replace(self, incarnation: str) -> None:
-        """Members of another start are heard from now on."""
+        """Switches to the members of another start."""
         if self.incarnation is not None:
             self._replaced.add(self.incarnation)
         self.incarnation = incarnation
 
     def note(self, peer: str, hello: Hello, held: int | None) -> None:
-        """A member is there."""
+        """Records a member that is present."""
         self.held[peer] = held
         if isinstance(hello, EngineHello):
             self.url = hello.url
 
     def commit(self, version: int) -> None:
-        """The engine has said that all members hold `version`."""
+        """Records the engine's report that all members hold `version`."""
         self.held = dict.fromkeys(self.held, version)
 
     def forget(self) -> None:
-        """Nothing is claimed any more: all have to say hello again."""
+        """Clears all claims: all members have to say hello again."""
         self.held.clear()

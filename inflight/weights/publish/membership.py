@@ -21,7 +21,7 @@ ENQUIRE_S = 1.0
 
 
 class Membership:
-    """The replicas by generator; takes their members in and lets them go."""
+    """The replicas by generator; accepts their members and removes them."""
 
     def __init__(self, session: Session, ranks: Mapping[str, int]) -> None:
         """`ranks` is generator name → world size."""
@@ -30,11 +30,11 @@ class Membership:
         self._last_present = session.clock()
 
     def of(self, peer: str) -> Replica | None:
-        """The replica that a peer belongs to, by its identity `generator.member`; None for a stranger."""
+        """The replica that a peer belongs to, by its identity `generator.member`; None for an unknown peer."""
         return self.replicas.get(peer.rpartition(".")[0])
 
     def hello(self, peer: str, hello: Hello, newest: int) -> None:
-        """Takes a member in, or refuses it with the reason; `newest` is the trainer's version."""
+        """Accepts a member, or refuses it with the reason; `newest` is the trainer's version."""
         replica = self.replicas.get(hello.generator)
         if replica is None:
             self._refuse(peer, hello, f"no generator of this run is named {hello.generator}")
@@ -66,7 +66,7 @@ class Membership:
 
     @staticmethod
     def _replace(replica: Replica, peer: str, incarnation: str) -> None:
-        """A restarted generator takes the place of the one before."""
+        """Handles the hello of a restarted generator, which replaces the start before."""
         known = replica.members.incarnation is not None
         replica.members.replace(incarnation)
         if known:
@@ -74,7 +74,7 @@ class Membership:
 
     @staticmethod
     def _admit(replica: Replica, newest: int) -> None:
-        """→ IDLE when all members are there and agree."""
+        """→ IDLE when all members are present and agree."""
         members = replica.members
         if members.missing:
             replica.incomplete(f"no hello from {', '.join(members.missing)}")
@@ -86,28 +86,28 @@ class Membership:
             log.info("%s has joined with %s, the newest is %d", replica.generator, holds, newest)
 
     def _repeated(self, replica: Replica, peer: str, hello: Hello, held: int | None) -> None:
-        """A member that takes part says hello once more, because it was asked to or had lost the publisher."""
-        if replica.state is not State.IDLE:  # the outcome of what is out settles it
+        """A member says hello again, because it was requested or the member had lost the publisher."""
+        if replica.state is not State.IDLE:  # the outcome of the current attempt settles it
             self._session.outbox.ignore(peer, hello, f"it takes part already ({replica.state.name})")
         elif held != (known := replica.members.held[peer]):
             replica.leave(f"{peer} holds version {held}, not {known}")
         elif isinstance(hello, RankHello):
-            replica.reopen()  # it may have dropped its end of the transport
+            replica.reopen()  # the member may have closed its side of the transport
 
     def lost(self, peer: str, *, asked: bool) -> None:
-        """The bus does not hear a member any more, and with it the generator is gone; `asked`: it was asked to end."""
+        """The bus has lost a member, and with it the generator is gone; `asked`: it was asked to end."""
         replica = self.of(peer)
         if replica is not None and peer in replica.members.held:
             replica.leave(f"{peer} was asked to end" if asked else f"{peer} was lost", asked=asked)
 
     def dismiss(self, generator: str, incarnation: str, reason: str) -> None:
-        """→ INCOMPATIBLE, unless another start of the generator has taken the place of that one."""
+        """→ INCOMPATIBLE, unless another start of the generator has replaced that one."""
         replica = self.replicas[generator]
         if replica.state.present and (replica.members.incarnation or "") == incarnation:
             replica.give_up("absent", reason, end=True)
 
     def expire(self) -> None:
-        """Does what is due for those that take no part; to be called often."""
+        """Carries out what is due for generators that are not present; to be called often."""
         now = self._session.clock()
         for replica in self.replicas.values():
             if replica.state.present or replica.due is None or now < replica.due:
@@ -120,22 +120,22 @@ class Membership:
         self.deserted_s()
 
     def enquire(self, replica: Replica) -> None:
-        """Asks those of an ABSENT generator that are connected to say hello.
+        """Requests a hello from the connected members of an ABSENT generator.
 
-        This is how a disconnected member rejoins, also if its hello was lost. A generator whose engine is there but not
-        its ranks is broken inside; it is told to end once it has had the time of a transfer.
+        This is how a disconnected member rejoins, also if its hello was lost. A generator whose engine is present but
+        not its ranks is broken; its engine is refused, and ends, after the time of a transfer.
         """
         members, since = replica.members, self._session.clock() - replica.since
         connected = self._session.outbox.peers()
         gone = [peer for peer in members.ranks if peer not in connected]
         if gone and members.engine in connected and since > self._session.config.transfer_timeout_s:
             reason = f"{', '.join(gone)} is not there since {since:.0f} s"
-            log.warning("%s is told to end: %s", replica.generator, reason)
+            log.warning("%s is refused, and ends: %s", replica.generator, reason)
             self._session.outbox.send_refusal(members.engine, reason)
         self._session.outbox.send(connected.intersection(members.missing or members.all), Enquire())
 
     def deserted_s(self) -> float:
-        """For how many seconds no generator has taken part; 0 while one does. Only what it is asked often counts."""
+        """Seconds for which no generator was present; 0 while one is. Brief presence does not count."""
         now = self._session.clock()
         if any(replica.state.present for replica in self.replicas.values()):
             self._last_present = now

@@ -16,7 +16,7 @@ from inflight.weights.transport.sums import BufferSums
 class Offer:
     """The version in the send buffer: its bytes, where each parameter lies in them, and whether it may be sent.
 
-    Several sending threads use it at once; the first that asks for `sums` computes them, the others wait for that.
+    Several sending threads use it at once; the first call of `sums` computes them, the others wait for it.
     """
 
     def __init__(
@@ -29,26 +29,26 @@ class Offer:
         *,
         finite_check: bool,
     ) -> None:
-        """`buffer` is uint8 `[manifest.total_bytes]`; packing into it may still be queued on the device, `fence` tells
-        when it is done. `buffer_sums` are what the transports have summed of the buffer."""
+        """`buffer` is uint8 `[manifest.total_bytes]`; packing into it may still be queued on the device, and `fence`
+        tells when that is done. `buffer_sums`: the buffer's checksums that the transports have computed."""
         self.version, self.manifest, self.buffer = version, manifest, buffer
         self._fence, self._buffer_sums = fence, buffer_sums
         self._finite_check = finite_check
         self._lock = threading.Lock()
         self._sums: list[int] | None = None
         self.unsound: NotFinite | None = None
-        """Why it must not be sent; None while nothing is known against it."""
+        """Why it must not be sent; None while no reason is known."""
 
     def sums(self) -> list[int]:
-        """The buckets' checksums, one CRC-32 each, or none where the transport verifies; waits until all is packed.
+        """The buckets' checksums, one CRC-32 each, or none if the transport verifies; waits until all is packed.
 
-        Raises NotFinite, each time, for a version that must not be sent.
+        Raises NotFinite, at each call, for a version that must not be sent.
         """
         with self._lock:
             if self.unsound is not None:
                 raise self.unsound
             if self._sums is None:
-                self._fence.wait_read()  # only from here on are the bytes those of this version
+                self._fence.wait_read()  # before this the buffer may hold other bytes
                 self._buffer_sums.forget()
                 self._require_finite()
                 self._sums = checksums(self.manifest, self.buffer)

@@ -1,4 +1,4 @@
-"""What a publisher sends to the members of its generators, and what it ignores of theirs."""
+"""Messages from a publisher to the members of its generators, and a count of those from them that are ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Postbox(Protocol):
-    """What is needed of a bus.Listener. Methods may be called from any thread."""
+    """The methods that are needed of a bus.Listener; any thread may call them."""
 
     def send(self, peer: str, message: AnyMessage) -> None: ...
 
@@ -23,7 +23,7 @@ class Postbox(Protocol):
 
 
 class Outbox:
-    """Queues messages for peers. One that has disconnected is reported by the bus as lost, which settles it."""
+    """Queues messages for peers. A disconnected peer is reported by the bus as lost, where it is handled."""
 
     def __init__(self, postbox: Postbox) -> None:
         self._postbox = postbox
@@ -39,7 +39,7 @@ class Outbox:
                 log.warning("%s", error)
 
     def send_refusal(self, peer: str, reason: str) -> None:
-        """Tells a peer, if it is connected, to end for this reason."""
+        """Refuses a peer, if it is connected: it ends for this reason."""
         self.send({peer} & self.peers(), Refused(reason=reason[:MAX_REASON]))
 
     def peers(self) -> set[str]:
@@ -47,6 +47,6 @@ class Outbox:
         return self._postbox.peers()
 
     def ignore(self, peer: str, message: AnyMessage, reason: str) -> None:
-        """Counts and logs a message that changes nothing."""
+        """Counts and logs a message without effect."""
         self.ignored[type(message).__name__] += 1
         log.warning("%s from %s is ignored: %s", type(message).__name__, peer, reason)

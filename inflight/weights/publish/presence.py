@@ -1,4 +1,4 @@
-"""Whether one generator takes part: who it is, what is known of it, and how it joins and leaves.
+"""The presence of one generator: its members, what they hold, and how it joins and leaves.
 
 Not thread-safe: the loop calls in under its lock.
 """
@@ -26,29 +26,29 @@ class Presence:
     def __init__(self, generator: str, world_size: int, session: Session) -> None:
         self.generator, self.members = generator, Members(generator, world_size)
         self.caught_up = False
-        """Since it joined it has once held what was the newest version then."""
+        """Since it joined, it has held a version that was the newest one at that time."""
         self.standing = Standing(generator, session.events, session.clock())
         self.retry = Retry()
         self.attempt: Attempt | None = None
-        """The version that is out, until it is decided and all ranks have let go."""
+        """The version that is being delivered, until its outcome is known and all ranks have released it."""
         self.pin: Pin | None = None
-        """The version that it is to keep stamping; while there is one, nothing is committed."""
+        """The version that it has to keep stamping; while there is one, nothing is committed."""
         self.channel: Channel | None = None
         self._session = session
 
     @property
     def state(self) -> State:
-        """How it stands to the versions that are published."""
+        """Its state in the delivery of versions."""
         return self.standing.state
 
     @property
     def committed(self) -> int | None:
-        """The version of this publisher that its engine stamps; None when it has none, or that is not certain."""
+        """The version of this publisher that its engine stamps; None when it has none or that is uncertain."""
         return self.members.version if self.state.certain else None
 
     @property
     def reason(self) -> str:
-        """Why it does not hold the newest version, for people; empty when nothing is known to prevent it."""
+        """Why it does not hold the newest version, as text; empty when no obstacle is known."""
         return self.standing.why or self.retry.trouble
 
     @property
@@ -58,11 +58,11 @@ class Presence:
 
     @property
     def due(self) -> float | None:
-        """When the state's next step must be taken if nothing happens; None: there is none."""
+        """Time at which the state's next step must be taken if no message comes before; None: never."""
         return self.attempt.due if self.attempt is not None and self.state is State.SENDING else self.standing.due
 
     def has(self, version: int) -> bool:
-        """Whether it holds a version, or was told to commit it."""
+        """Whether it holds a version, or was sent the Commit of it."""
         told = self.attempt is not None and self.attempt.version == version
         return self.committed == version or (told and self.state in (State.COMMITTING, State.UNSURE))
 
@@ -93,7 +93,7 @@ class Presence:
         return self.channel is not None
 
     def leave(self, reason: str, *, asked: bool = False) -> None:
-        """→ ABSENT: all its members must say hello (again), until then nothing is claimed. `asked`: it is to end."""
+        """→ ABSENT: all its members must say hello (again), nothing is claimed before. `asked`: it was asked to end."""
         self.standing.asked_to_end = asked
         self._end_attempt("receive", reason)
         self._stop_claiming(State.ABSENT, reason, due=self._session.clock())
@@ -101,15 +101,15 @@ class Presence:
     def give_up(self, phase: str, reason: str, *, end: bool = False) -> None:
         """→ INCOMPATIBLE: neither waiting nor another version helps, only its restart or another publisher.
 
-        `end`: it is of no use to this publisher in any case, so its engine is to be refused, and ends.
+        `end`: this publisher can never use it, so its engine is refused, and ends.
         """
         if self.state not in (State.POISONED, State.INCOMPATIBLE):
-            log.error("%s is of no use until it is restarted: %s", self.generator, reason)
+            log.error("%s can't be used until it is restarted: %s", self.generator, reason)
             self._end_attempt(phase, reason)
             self._stop_claiming(State.INCOMPATIBLE, reason, due=self._session.clock() if end else None)
 
     def _poison(self, peer: str, version: int, reason: str) -> None:
-        """→ POISONED: only a restart brings it back. Its engine is refused, and ends."""
+        """→ POISONED: only a restart makes it usable. Its engine is refused, and ends."""
         if self.state is not State.POISONED:
             self.standing.fail(version, "commit", f"poisoned, {peer}: {reason}")
             self._stop_claiming(State.POISONED, f"{peer}: {reason}", due=None)

@@ -1,8 +1,8 @@
 """Publisher-side protocol that delivers each version to each generator: a state machine without threads or I/O.
 
-One rule drives it: a generator that is IDLE and does not hold what lies in the send buffer is sent it. The version that
-the trainer starts with, a new one, a late joiner, one that was cut off and one whose last attempt failed are all the
-same case.
+One rule drives it: a generator that is IDLE and does not hold the version in the send buffer is sent it. The version
+that the trainer starts with, a new one, a late joiner, a generator that was disconnected and one whose last attempt
+failed are all the same case.
 
 Not thread-safe: the loop calls in under its lock.
 """
@@ -22,7 +22,7 @@ from inflight.weights.publish.states import State
 
 
 class PublishProtocol:
-    """Takes what the trainer releases, what members say and what time it is to each replica."""
+    """Passes releases of the trainer, messages of members and the clock on to each replica."""
 
     def __init__(self, session: Session, ranks: Mapping[str, int], offer: Offer) -> None:
         """`ranks` is generator name → world size, `offer` what the trainer starts with."""
@@ -33,7 +33,7 @@ class PublishProtocol:
         self._offer: Offer | None = offer
         """None while the trainer writes into the buffer."""
         self._pin: Pin | None = None
-        """The last one that was asked for."""
+        """The last one that was requested."""
 
     @property
     def replicas(self) -> list[Replica]:
@@ -41,14 +41,14 @@ class PublishProtocol:
         return list(self.membership.replicas.values())
 
     def settled(self) -> bool:
-        """Whether the newest version has an outcome everywhere."""
+        """Whether the newest version has an outcome at every generator."""
         return all(replica.state.settled for replica in self.replicas)
 
     def withdraw(self, *, supersede: bool) -> bool:
         """Takes the offer back, so that the buffer may be written. False while a transfer that counts reads it.
 
-        With `supersede` such transfers are given up, if any generator has the version: else a trainer that is faster
-        than every transfer would deliver none.
+        With `supersede` such transfers are aborted, if any generator has the version: without that condition a trainer
+        that is faster than every transfer would deliver none.
         """
         sending = [replica for replica in self.replicas if replica.state is State.SENDING]
         if sending and not (supersede and any(replica.has(self.version) for replica in self.replicas)):
@@ -59,16 +59,16 @@ class PublishProtocol:
         return True
 
     def release(self, offer: Offer) -> None:
-        """Sends what lies in the send buffer to every generator, now or as soon as it can take it."""
+        """Sends the version in the send buffer to every generator, now or as soon as the generator can take it."""
         self.version, self._offer = offer.version, offer
         for replica in self.replicas:
             replica.release(offer.version)
         self._send()
 
     def pin(self, version: int, timeout_s: float, *, routed: bool) -> Pin:
-        """The first generator that stamps `version` keeps it until `unpin`, for no longer than `timeout_s` from now.
+        """The first generator that stamps `version` keeps it until `unpin`, at most for `timeout_s` from now.
 
-        Raises ValueError while another pin is not over: one generator alone must not be all that is pinned.
+        Raises ValueError while another pin has not ended: at most one generator is pinned.
         """
         if self._pin is not None and not self._pin.ended:
             raise ValueError(f"version {self._pin.version} is pinned already")
@@ -77,7 +77,7 @@ class PublishProtocol:
         return self._pin
 
     def unpin(self, pin: Pin, reason: str) -> None:
-        """Ends a pin: its generator commits the newest version that it was sent. One that is over is left alone."""
+        """Ends a pin: its generator commits the newest version that it was sent. No effect on a pin that has ended."""
         pin.end(reason)
         for replica in self.replicas:
             if replica.pin is pin:
@@ -85,7 +85,7 @@ class PublishProtocol:
         self._send()
 
     def _place(self) -> None:
-        """Gives a pin that is wanted to a generator; ends it when none will stamp its version any more."""
+        """Gives a wanted pin to a generator; ends it when none can stamp its version any more."""
         pin = self._pin
         if pin is None or not pin.wanted or any(replica.keep(pin) for replica in self.replicas):
             return
@@ -95,22 +95,23 @@ class PublishProtocol:
             pin.end(f"no generator has got version {pin.version} before version {self.version}")
 
     def lost(self, peer: str, *, asked: bool = False) -> None:
-        """The bus does not hear a peer any more; `asked`: since it was asked to end."""
+        """The bus has lost a peer; `asked`: the peer was asked to end."""
         self.membership.lost(peer, asked=asked)
 
     def hear(self, peer: str, message: AnyMessage) -> None:
-        """A message from a rank or an engine."""
+        """Handles a message from a rank or an engine."""
         if isinstance(message, RankHello | EngineHello):
             self.membership.hello(peer, message, self.version)
         elif (replica := self.membership.of(peer)) is not None:
             replica.hear(peer, message)
         else:
             self._session.outbox.ignore(peer, message, "not a member")
-        self._place()  # before anything is sent that would be committed over it
+        self._place()  # before anything is sent that would be committed over the pinned version
         self._send()
 
     def expire(self) -> NotFinite | None:
-        """Does what is due; to be called often. Returns why the version in the buffer must not be sent, if so."""
+        """Carries out what is due; to be called often. Returns why the version in the buffer must not be sent, if
+        so."""
         unsound = self._offer.unsound if self._offer is not None else None
         if self._offer is not None and unsound is not None:
             for replica in self.replicas:
@@ -124,7 +125,7 @@ class PublishProtocol:
         return unsound
 
     def _send(self) -> None:
-        """The rule of this module."""
+        """Applies the rule of this module."""
         if self._offer is not None:
             for replica in self.replicas:
                 replica.send(self._offer)

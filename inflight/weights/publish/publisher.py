@@ -1,4 +1,4 @@
-"""The trainer's end: packs a version into the send buffer and returns; sending runs beside the trainer."""
+"""The trainer's side: packs a version into the send buffer and returns; sending overlaps with training."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ from inflight.weights.transport import checksum_of, make_buffer, resolve
 from inflight.weights.transport.sums import warm_up
 
 GRACE_S = 30.0
-"""Beyond the phases' own bounds (it covers checksums); reached only when the publisher's thread has a fault."""
+"""Seconds beyond the timeouts of the phases (covers checksums); reached only if the publisher's thread has a bug."""
 
 
 class PublishError(RuntimeError):
-    """Publishing can't continue, or something was not there in time; names the generators and their states."""
+    """Publishing can't continue, or a timeout has passed; the text names the generators and their states."""
 
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What a publish made the trainer wait for, in seconds, and which generators it did not reach for good."""
+    """How long a publish blocked the trainer, in seconds, and which generators it can never reach."""
 
     version: int
     wait_s: float
-    """Until the version before had been committed or had failed everywhere."""
+    """Until the previous version had been committed or had failed everywhere."""
     pack_s: float
-    """Casting and copying into the send buffer; on CUDA with a fence that holds an optimizer: queueing that."""
+    """Casting and copying into the send buffer; on CUDA with a fence that holds an optimizer: queueing these copies."""
     guard_s: float
-    """In the optimizer steps since the publish before, until the parameters were read (read_fence.py)."""
+    """Time that the optimizer steps since the previous publish waited until the parameters were read
+    (read_fence.py)."""
     incompatible: dict[str, str]
     """Generators that can take no version of this publisher, with the reason; see Publisher.incompatible."""
 
@@ -55,17 +56,17 @@ class PublishReport:
 class Publisher(Served):
     """Publishes the versions of a module to generators, each with a transport of its own.
 
-    There is one send buffer, as large as the model on the wire, and it holds the newest version: a generator that
-    joins, rejoins or failed before is sent that one. `publish` waits until no generator receives the version before,
+    There is one send buffer, as large as the model in its wire dtype, and it holds the newest version: a generator that
+    joins, rejoins or failed before is sent that one. `publish` waits until no generator receives the previous version,
     and packs over it. A second buffer would let packing begin earlier, but the next version could still not be sent
-    before the one before is swapped in (a rank has one shadow), so it would save only the waiting of a trainer whose
-    steps are shorter than a transfer, at the price of the model's size.
+    before the previous one is swapped in (a rank has one shadow), so it would only shorten the wait of a trainer whose
+    steps are shorter than a transfer, for the memory of a whole model.
 
     Life of a version: states.State. The version that the module holds at the start is sent like any other: a number
-    names the weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it
-    was started with. A generator that is late, fails or dies is skipped; the others get the version. What went wrong is
-    in `events` and in the log. `publish` and `flush` raise only when nothing can be sent any more: a version holds NaN
-    or Inf, or no generator's model has a use for what is published.
+    identifies weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it
+    was started with. A generator that is late, fails or dies is skipped; the others get the version. Failures are in
+    `events` and in the log. `publish` and `flush` raise only when nothing can be sent any more: a version holds NaN or
+    Inf, or no generator's model fits the published parameters.
 
     Example:
         with Listener(endpoint, bus) as listener:
@@ -89,13 +90,13 @@ class Publisher(Served):
         fence: ReadFence | None = None,
         routes_file: Path | None = None,
     ) -> None:
-        """Begins to listen. `version` is what the module holds now, `ranks` generator name → world size.
+        """Begins to listen. `version` is that of the module's current weights, `ranks` generator name → world size.
 
-        With a `fence` that holds the optimizer, packing on CUDA runs beside the trainer's next forward and backward
+        With a `fence` that holds the optimizer, packing on CUDA overlaps with the trainer's next forward and backward
         pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
-        requests may be sent to. The listener stays the caller's, who closes it after the publisher.
+        may get requests. The caller closes the listener, after the publisher.
 
-        Raises NotFinite when the module holds NaN or Inf already, in the dtypes that travel.
+        Raises NotFinite when the module holds NaN or Inf already, in the wire dtypes.
         """
         self._source, self._config, self._listener = source, config, listener
         self._fence = fence or ReadFence(source.device)
@@ -108,7 +109,7 @@ class Publisher(Served):
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
         self._channels = ChannelSource(self.transport, config.transfer_timeout_s)
-        self._offer = self._pack(version)  # what the first packing needs once, such as kernels, delays no step
+        self._offer = self._pack(version)  # loads kernels that the first packing needs, before any step
         self.require_sound()
         session = Session(config, self.manifest, Outbox(listener), self._channels)
         routes = RoutesFile(routes_file) if routes_file is not None else None
@@ -121,7 +122,7 @@ class Publisher(Served):
 
     @property
     def committed(self) -> dict[str, int]:
-        """Generator → the version that its engine stamps, as the engine said; absent when that is not certain."""
+        """Generator → the version that its engine stamps, as the engine reported; absent when that is uncertain."""
         with self._loop.changed:
             held = {replica.generator: replica.committed for replica in self._loop.protocol.replicas}
         return {name: version for name, version in held.items() if version is not None}
@@ -133,7 +134,7 @@ class Publisher(Served):
 
     @property
     def behind(self) -> dict[str, int]:
-        """Generator → how many published versions it is behind; absent when it is not certain what it holds."""
+        """Generator → how many published versions it is behind; absent when it is uncertain which one it holds."""
         with self._loop.changed:
             return {name: self.version - version for name, version in self.committed.items()}
 
@@ -144,13 +145,13 @@ class Publisher(Served):
 
     @property
     def deserted_s(self) -> float:
-        """For how many seconds no generator has taken part; 0 while one does."""
+        """Seconds for which no generator was present; 0 while one is."""
         with self._loop.changed:
             return self._loop.protocol.membership.deserted_s()
 
     @property
     def events(self) -> list[Event]:
-        """What became of the versions so far, in order."""
+        """The outcomes of versions so far, in order."""
         return self.events_since(0)
 
     def events_since(self, cursor: int) -> list[Event]:
@@ -160,20 +161,20 @@ class Publisher(Served):
 
     @property
     def states(self) -> dict[str, tuple[State, str]]:
-        """Generator → its state and why it is in it."""
+        """Generator → its state and the reason for it."""
         with self._loop.changed:
             return {each.generator: (each.state, each.reason) for each in self._loop.protocol.replicas}
 
     @property
     def incompatible(self) -> dict[str, str]:
-        """Generator → why it can take no version of this publisher: its model has no use for what is sent (another
-        shape, more layers, the names that a wrapper has changed, a head that is missing), its size is not the
-        configured one, it holds a newer version of another publisher, or it was refused (`refuse`)."""
+        """Generator → why it can take no version of this publisher: its model does not fit what is sent (another shape,
+        more layers, names changed by a wrapper, a missing output layer), its size is not the configured one, it holds a
+        newer version of another publisher, or it was refused (`refuse`)."""
         return {name: why for name, (state, why) in self.states.items() if state is State.INCOMPATIBLE}
 
     @property
     def ignored(self) -> int:
-        """Messages that fitted no state."""
+        """Number of messages that did not fit the state."""
         with self._loop.changed:
             return self._loop.session.outbox.ignored.total()
 
@@ -185,8 +186,8 @@ class Publisher(Served):
     def wait_joined(self, timeout_s: float, *, at_least: int | None = None) -> None:
         """Returns when `at_least` generators (all, without it) have committed the newest version.
 
-        Raises PublishError in one line: at once when too few are left that can take it, with each one's reason, else
-        after `timeout_s`, naming who is missing and what is known of it.
+        Raises PublishError in one line: at once when too few generators are left that can take it, with each one's
+        reason, else after `timeout_s`, naming the missing ones and their states.
         """
 
         def joined(_: PublishProtocol) -> bool:
@@ -198,14 +199,15 @@ class Publisher(Served):
         self._wait(joined, timeout_s, f"not {'all' if at_least is None else 'enough'} generators have joined")
 
     def publish(self, version: int) -> PublishReport:
-        """Packs the module's parameters and begins to send them as `version`; blocks for no more than that.
+        """Packs the module's parameters and begins to send them as `version`; blocks only for packing and a free
+        buffer.
 
-        While generators still receive the version before it waits for them (`wait_s`), but not for long if others have
-        it (`supersede_after_s`): those that don't are skipped and are sent the new one. One caller at a time.
+        While generators still receive the previous version it waits for them (`wait_s`), but at most
+        `supersede_after_s` if others have it: the late ones are skipped and are sent the new one. One caller at a time.
 
         Raises ValueError for a version that is not newer, SourceError for a module that has changed, PublishError when
-        publishing has ended, in particular because the version before holds NaN or Inf, and when no generator can take
-        what is published. One that can't while others can is in the report's `incompatible`.
+        publishing has ended, in particular because the previous version holds NaN or Inf, and when no generator can
+        take the published parameters. One that can't while others can is in the report's `incompatible`.
         """
         if version <= self.version:
             raise ValueError(f"version {version} is not newer than {self.version}, which was published before")
@@ -225,7 +227,7 @@ class Publisher(Served):
         )
 
     def require_sound(self) -> None:
-        """Returns when the newest version is known to hold neither NaN nor Inf; looks itself if nothing was sent of it.
+        """Returns when the newest version is known to hold neither NaN nor Inf; checks it if nothing was sent of it.
 
         Raises NotFinite naming the parameter. Does nothing without `finite_check`.
         """
@@ -252,7 +254,7 @@ class Publisher(Served):
         """Waits until the last version is committed or has failed everywhere.
 
         Returns generator → why it does not hold that version; empty when all do. Raises PublishError when the version
-        has no outcome in time, and when no generator can take what is published.
+        has no outcome in time, and when no generator can take the published parameters.
         """
         self._wait(PublishProtocol.settled, timeout_s, f"version {self.version} has no outcome")
         self._require_taker()
@@ -270,11 +272,11 @@ class Publisher(Served):
         return f"what is published can't be taken by {reasons}"
 
     def finish(self, reason: str) -> None:
-        """Tells the generators' engines that the run is over and why."""
+        """Tells the generators' engines that the run is over, and the reason."""
         self._loop.finish(reason)
 
     def close(self) -> None:
-        """Aborts what is still being sent and ends all threads; bounded. A second call does nothing."""
+        """Aborts transfers and ends all threads, within a timeout. A second call does nothing."""
         self._loop.close()
 
     def _wait(self, condition: Callable[[PublishProtocol], bool], timeout_s: float, problem: str) -> None:

@@ -1,4 +1,4 @@
-"""Reading parameters beside the trainer's own work, without the optimizer overwriting what is not read yet."""
+"""Lets parameters be read beside the trainer's own work, without the optimizer overwriting them too early."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 class ReadFence:
     """Reads parameters on a CUDA stream of its own, and makes the next optimizer step wait until they are read.
 
-    That is the only place where the trainer has to wait: forward and backward passes read parameters too. While no
-    optimizer is held, `reading` itself waits instead, so nothing can go wrong. On a CPU, what is inside `reading` has
-    been done when it is left, and nothing ever waits.
+    That is the only place where the trainer has to wait: forward and backward passes only read parameters as well.
+    While no optimizer is held, `reading` itself waits instead, so that reading is always safe. On a CPU the work inside
+    `reading` is complete when the block ends, and nothing ever waits.
 
     Example:
         fence = ReadFence(device)
@@ -33,13 +33,13 @@ class ReadFence:
         self._waited_s = 0.0
 
     def hold(self, optimizer: torch.optim.Optimizer) -> None:
-        """From now on this optimizer, the only one that changes the parameters, waits before each of its steps."""
+        """Makes this optimizer, which must be the only one that changes the parameters, wait before each later step."""
         optimizer.register_step_pre_hook(lambda *_: self._wait())
         self._holds = True
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """What is queued inside comes after all that the current stream holds, on the fence's stream."""
+        """Work queued inside runs on the fence's stream, after all work that is queued on the current stream."""
         if self._stream is None:
             yield
             return
@@ -51,7 +51,7 @@ class ReadFence:
             self.wait_read()
 
     def wait_read(self) -> None:
-        """Returns when all is read that `reading` was left with; from any thread."""
+        """Returns when the reads queued in `reading` are done; may be called from any thread."""
         if self._read is not None:
             self._read.synchronize()
 

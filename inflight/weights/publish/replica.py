@@ -16,24 +16,24 @@ from inflight.weights.publish.presence import Presence
 from inflight.weights.publish.states import State
 
 ABORT_S = 2.0
-"""What ranks get to answer an Abort before the generator is STALLED; the interval of repeated Aborts and Commits."""
+"""Seconds for ranks to answer an Abort before the generator is STALLED; also the interval of repeated messages."""
 
 
 class Replica(Presence):
-    """What the publisher knows of one generator, and what it does about it. See State."""
+    """The publisher's state of one generator, and its actions. See State."""
 
     # --- what the trainer wants ---------------------------------------------------------------------------------------
 
     def release(self, version: int) -> None:
-        """A new version is in the send buffer, and is owed to this generator; it takes the place of one that waits for
-        the end of a pin."""
+        """A new version is in the send buffer, and this generator has to get it; it replaces one that waits for the end
+        of a pin."""
         self.standing.owe(version, self.attempt.version if self.attempt is not None else None)
         self.retry.at_once()
         if self.state is State.READY:
             self._abort("superseded", broken=False)
 
     def send(self, offer: Offer) -> None:
-        """Begins to send what lies in the buffer, unless it is held, or this is not the time."""
+        """Begins to send the version in the buffer, unless it is held or the state does not allow it now."""
         now = self._session.clock()
         if self.state is not State.IDLE or self.members.version == offer.version or now < self.retry.at:
             return
@@ -43,13 +43,13 @@ class Replica(Presence):
         self.channel.submit(self.attempt)
 
     def supersede(self, version: int) -> None:
-        """Gives up sending `version`, since a newer one is waiting for the buffer."""
+        """Aborts sending `version`, because a newer one waits for the buffer."""
         if self.state is State.SENDING:
             self.standing.pass_over(version, "a newer one is waiting")
             self._abort("superseded", broken=True)
 
     def withdraw(self, offer: Offer, reason: str) -> None:
-        """Gives up sending an offer that must not be sent."""
+        """Aborts sending an offer that must not be sent."""
         if self.state is State.SENDING and self.attempt is not None and self.attempt.offer is offer:
             self._fail("finite", reason, broken=False)
 
@@ -75,7 +75,7 @@ class Replica(Presence):
             self._commit(self.attempt)
 
     def close(self) -> None:
-        """Aborts what is being sent, or waits, and closes the channel."""
+        """Aborts a version that is being sent or waits, and closes the channel."""
         if self.state in (State.SENDING, State.READY) and self.attempt is not None:
             self.attempt.cancel("the publisher closes")
         self._drop_channel()
@@ -83,7 +83,7 @@ class Replica(Presence):
     # --- what its members answer --------------------------------------------------------------------------------------
 
     def hear(self, peer: str, message: AnyMessage) -> None:
-        """Any message of a member but a hello."""
+        """Handles any message of a member except a hello."""
         match message:
             case Failed(poisoned=True) if peer in self.members.all:
                 self._poison(peer, message.version, message.reason)
@@ -138,14 +138,14 @@ class Replica(Presence):
             self._fail("commit", f"{peer}: {outcome.reason}", broken=attempt.broken)
 
     def expire(self) -> None:
-        """Notices a channel that has ended, and does what is due; to be called often."""
+        """Detects a channel that has ended, and carries out what is due; to be called often."""
         if self.channel is not None and self.channel.error is not None:
             self._channel_ended(str(self.channel.error))
         now, attempt = self._session.clock(), self.attempt
         if self.pin is not None and now >= self.pin.due:
             self.unpin("it was not released in time")
         if attempt is None or self.due is None or now < self.due:
-            return  # Membership asks those that take no part
+            return  # Membership handles generators that are not present
         if self.state is State.SENDING:
             silent, limit_s = ", ".join(attempt.silent(ending=False)), self._session.config.transfer_timeout_s
             self._fail("receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
@@ -197,7 +197,7 @@ class Replica(Presence):
         attempt.commit(self.members.engine)
 
     def _fail(self, phase: str, reason: str, *, broken: bool) -> None:
-        """What is out failed: it is aborted, and sent again after a while."""
+        """The current attempt failed: it is aborted, and retried after a delay."""
         assert self.attempt is not None
         version, first_s = self.attempt.version, self._session.config.retry_after_s
         self.standing.fail(version, phase, reason)
@@ -205,13 +205,13 @@ class Replica(Presence):
         self._abort(reason, broken=broken)
 
     def _abort(self, reason: str, *, broken: bool) -> None:
-        """→ ABORTING, and on to IDLE when every rank has let go."""
+        """→ ABORTING, and on to IDLE when every rank has released the version."""
         attempt = self.attempt
         assert attempt is not None
         attempt.broken |= broken
         if broken and self.channel is not None:
-            self.channel.close()  # frees the other ranks at once
-        now = self._session.clock()  # a transport that is late to close is no fault of the ranks
+            self.channel.close()  # releases the other ranks at once
+        now = self._session.clock()  # after closing: a transport that is slow to close is not the ranks' fault
         self.standing.enter(State.ABORTING, now, reason, due=now + ABORT_S)
         self._let_go(attempt, [] if attempt.cancel(reason) else self.members.ranks)
 
@@ -221,7 +221,7 @@ class Replica(Presence):
             self._rest(attempt)
 
     def _rest(self, attempt: Attempt) -> None:
-        """→ IDLE, with a new transport if the old one broke: nothing uses it any more."""
+        """→ IDLE, with a new transport if the old one broke, since nothing uses that any more."""
         self.attempt = None
         if not attempt.broken or self.reopen():
             self.standing.enter(State.IDLE, self._session.clock())

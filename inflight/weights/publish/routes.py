@@ -1,4 +1,4 @@
-"""Which generators requests may be sent to, and the file that tells the actors."""
+"""Which generators may get requests, and the file that tells the actors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 
 def routes(newest: int, replicas: Iterable[Replica], max_behind: int) -> Routes:
-    """Those that take part, have held a version that was the newest at its time, and are not too far behind. One whose
-    version is pinned is not behind by that; whether it gets requests the pin says."""
+    """The generators that are present, have held a version that was the newest at its time, and are not too far behind.
+    A pinned generator does not count as behind; the pin decides whether it gets requests."""
     routed = {
         each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
         for each in replicas
@@ -30,7 +30,7 @@ def routes(newest: int, replicas: Iterable[Replica], max_behind: int) -> Routes:
 
 
 class RoutesFile:
-    """Written whenever the routes change; a reader sees the old file or the new one, never a part."""
+    """Writes the file whenever the routes change; a reader sees the old file or the new one, never a part."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,7 +38,7 @@ class RoutesFile:
         self._failed = False
 
     def write(self, wanted: Routes) -> None:
-        """Does nothing when `wanted` is what the file holds. A disk that is full is logged once and tried again."""
+        """Does nothing when the file holds `wanted` already. A full disk is logged once, and writing is retried."""
         if wanted == self._written:
             return
         partial = self._path.with_suffix(".partial")

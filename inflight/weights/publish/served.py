@@ -1,5 +1,5 @@
-"""The generators that serve a publisher's versions: who they are, whether they compute what the trainer does, the end
-of one that does not, and the pin of one that is to keep its version."""
+"""The generators that serve a publisher's versions: which they are, their comparison with the trainer, the refusal of
+one that disagrees, and the pin of one that is to keep its version."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from inflight.weights.publish.loop import PublisherLoop
 from inflight.weights.publish.pin import Pin
 
 _COARSER = ("float32", "float16", "bfloat16")
-"""Dtypes, each with larger roundings than the one before."""
+"""Dtypes, from the finest to the coarsest rounding."""
 
 
 class Served:
-    """The part of a Publisher that asks generators instead of sending to them."""
+    """The part of a Publisher that sends requests to generators, not weights."""
 
     manifest: Manifest
     _loop: PublisherLoop
 
     @property
     def served(self) -> dict[str, Route]:
-        """Generators that take part: where they serve, and which version they stamp; without those of which that is not
-        certain."""
+        """The generators that are present: their addresses, and which version they stamp; without those for which that
+        is uncertain."""
         with self._loop.changed:
             return {
                 each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
@@ -44,12 +44,12 @@ class Served:
         api_key: str = "",
     ) -> list[Comparison]:
         """Lets each generator that holds the newest version continue `prompts` by 8 tokens, and compares the
-        log-probabilities that it records with those of `score`, of the module as it is now.
+        log-probabilities that it records with those of `score`, which uses the module's current weights.
 
         To be called when `wait_joined` has returned, after the first swap (`publish` and `flush`) and when a generator
         has joined. `prompts` are token ids, at most 16 of them: short ones, long ones, and some beyond a sliding
-        window. `score` is given (prompt_ids, token_ids) pairs and returns for each a list of len(token_ids)
-        log-probabilities, in nats. `dtype` is the coarser one of both computations (default: what travels).
+        window. `score` gets (prompt_ids, token_ids) pairs and returns for each a list of len(token_ids)
+        log-probabilities, in nats. `dtype` is the coarser one of both computations (default: the wire dtype).
 
         Raises NumbersDiffer, in one line with the figure and the usual suspects, when one differs by more than
         rounding (inflight/agreement.py) or did not answer all within `timeout_s`; ValueError for bad input.
@@ -71,7 +71,7 @@ class Served:
         return found
 
     def refuse(self, generator: str, incarnation: str, reason: str) -> None:
-        """Does without the present start of a generator, and tells it to end; one that is another already stays."""
+        """Stops using the current start of a generator and makes it end; no effect if it was restarted meanwhile."""
         with self._loop.changed:
             self._loop.protocol.membership.dismiss(generator, incarnation, reason)
             self._loop.changed.notify_all()
@@ -80,8 +80,8 @@ class Served:
         """Lets the first generator that stamps `version` keep it until `unpin`, at most `timeout_s` from now. Later
         versions are still sent to it, and the newest one is committed afterwards; `publish` does not wait for that.
 
-        To be called between the publication of `version` and the next one. `routed` says whether the routes file names
-        the generator meanwhile. Raises ValueError while another pin is not over.
+        To be called between the publication of `version` and the next one. `routed` tells whether the routes file lists
+        the generator meanwhile. Raises ValueError while another pin has not ended.
         """
         with self._loop.changed:
             pin = self._loop.protocol.pin(version, timeout_s, routed=routed)
@@ -89,13 +89,13 @@ class Served:
             return pin
 
     def wait_pinned(self, pin: Pin, timeout_s: float) -> bool:
-        """Whether a generator has begun to keep the pin's version, within `timeout_s`; False at once when it is over,
-        or when publishing has ended."""
+        """Whether a generator has begun to keep the pin's version within `timeout_s`; False at once when the pin or
+        publishing has ended."""
         came = self._loop.wait(lambda _: not pin.wanted, timeout_s)
         return came and bool(pin.generator) and not pin.ended
 
     def unpin(self, pin: Pin, reason: str) -> None:
-        """Ends a pin; one that is over already keeps its reason."""
+        """Ends a pin; one that has ended already keeps its reason."""
         with self._loop.changed:
             self._loop.protocol.unpin(pin, reason)
             self._loop.changed.notify_all()

@@ -1,4 +1,4 @@
-"""What all replicas of one publisher share."""
+"""The objects that all replicas of one publisher share."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from inflight.weights.publish.outbox import Outbox
 
 @dataclass
 class Session:
-    """One publisher's life: its identity, what it publishes and how, and what has come of it."""
+    """One publisher: its identity, the manifest and configuration, and the log of outcomes."""
 
     config: PublishConfig
     manifest: Manifest
     outbox: Outbox
     channels: ChannelSource
     clock: Callable[[], float] = time.monotonic
-    """Seconds; only differences count."""
+    """Seconds; only differences matter."""
     events: EventLog = field(default_factory=EventLog)
     publisher: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Tells this publisher's versions from those that another one sent under the same numbers."""
+    """Distinguishes this publisher's versions from those that another one sent under the same numbers."""
     attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """Numbers of the attempts, over all generators."""
     manifest_digest: str = field(init=False)

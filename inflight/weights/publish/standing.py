@@ -1,4 +1,4 @@
-"""Where one generator stands: its state, why it is in it, and the version whose outcome is still to be recorded."""
+"""One generator's state, the reason for it, and the version whose outcome is still to be recorded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class Standing:
         self.generator = generator
         self.state = State.ABSENT
         self.why = "no hello yet"
-        """Why it is in a state other than IDLE, for people."""
+        """The reason for a state other than IDLE, as text."""
         self.since = now
         """When it entered its state, in the clock's seconds."""
         self.asked_to_end = False
-        """It has left for that reason, and is not back yet."""
+        """It has left because it was asked to end, and has not come back."""
         self.due: float | None = now
-        """When the state's next step must be taken if nothing happens; None: there is none."""
+        """Time at which the state's next step must be taken if no message comes before; None: never."""
         self._owed: int | None = None
         """The newest version for which no event is recorded yet."""
         self._events = events
 
     def enter(self, state: State, now: float, why: str = "", *, due: float | None = None) -> None:
-        """The one place that changes `state`."""
+        """Changes `state`; nothing else does."""
         if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
         self.state, self.why, self.since, self.due = state, why, now, due
@@ -44,24 +44,24 @@ class Standing:
             self.miss()
 
     def miss(self) -> None:
-        """What it is owed it does not get, because of the state that it is in."""
+        """Records that the version it was to get is missed because of its state."""
         if self._owed is not None:
             self.fail(self._owed, "absent", f"{self.state.name}, {self.why}")
 
     def fail(self, version: int, phase: str, reason: str) -> None:
-        """Notes a version that the generator does not get (now: it may catch up)."""
+        """Records a version that the generator does not get (now: it may catch up)."""
         level = logging.INFO if self.asked_to_end else logging.WARNING
         log.log(level, "%s does not get version %d (%s): %s", self.generator, version, phase, reason)
         left = Left(self.generator, version, reason) if self.asked_to_end else None
         self._note(left or Failure(self.generator, version, phase, reason))
 
     def pass_over(self, version: int, reason: str) -> None:
-        """Notes a version that the generator does not get because a newer one is there."""
+        """Records a version that the generator does not get because there is a newer one."""
         log.info("%s is not sent version %d: superseded, %s", self.generator, version, reason)
         self._note(Superseded(self.generator, version, reason))
 
     def swap(self, event: Event) -> None:
-        """Notes a version that was committed; an older one that is owed is settled with it."""
+        """Records a commit; an older version without an outcome is settled with it."""
         self._events.append(event)
         if self._owed is not None and self._owed <= event.version:
             self._owed = None

@@ -6,7 +6,7 @@ import enum
 
 
 class State(enum.Enum):
-    """How a generator stands to the versions that are published. Legal transitions:
+    """A generator's state in the delivery of versions. Legal transitions:
 
     ABSENT     → IDLE        all ranks and the engine of one start have said hello and hold the same version of this
                              publisher, or none: what another publisher sent them does not count
@@ -17,16 +17,16 @@ class State(enum.Enum):
     READY      → ABORTING    a newer version was published, which is sent in its place
     SENDING    → ABORTING    a rank failed, the transport broke, a rank did not answer in time, or a newer version is
                              waiting; Abort was sent
-    ABORTING   → IDLE        every rank has let go; a broken transport was replaced
+    ABORTING   → IDLE        every rank has released the version; a broken transport was replaced
     ABORTING   → STALLED     some have not by the deadline; Abort is repeated
-    STALLED    → IDLE        they have, later
+    STALLED    → IDLE        they have released it later
     COMMITTING → IDLE        Committed
     COMMITTING → ABORTING    the engine refused and swapped nothing
     COMMITTING → UNSURE      no answer in time: it may hold either version; nothing is claimed, Commit is repeated
     UNSURE     → IDLE, ABORTING  the answer came, later
     POISONED, INCOMPATIBLE → ABSENT  it was restarted: a hello of another incarnation
     any        → POISONED    a swap failed halfway: it may hold parts of two versions
-    any other  → INCOMPATIBLE  its model has no use for what is published (another shape or name), its size is not the
+    any other  → INCOMPATIBLE  its model does not fit the manifest (another shape or name), its size is not the
                              configured one, it holds a version that this publisher has not reached, or it was refused
     any other  → ABSENT      a member was lost, or a hello of another incarnation came; all must say hello then
     """
@@ -44,24 +44,24 @@ class State(enum.Enum):
 
     @property
     def settled(self) -> bool:
-        """Whether no version is out whose outcome a deadline of the delivery will decide. One that waits for the end of
-        a pin was delivered."""
+        """Whether no version is out whose outcome a deadline will decide. A version that waits for the end of a pin was
+        delivered."""
         return self not in (State.SENDING, State.ABORTING, State.COMMITTING)
 
     @property
     def present(self) -> bool:
-        """Whether the generator takes part."""
+        """Whether the generator is present."""
         return self not in _OUT
 
     @property
     def certain(self) -> bool:
-        """Whether it is known which version the engine stamps."""
+        """Whether it is certain which version the engine stamps."""
         return self.present and self is not State.UNSURE
 
     @property
     def routed(self) -> bool:
-        """Whether requests may be sent to it. STALLED and UNSURE are not: what does not answer the publisher may not
-        answer requests either."""
+        """Whether it may get requests. STALLED and UNSURE are excluded: a generator that does not answer the publisher
+        may not answer requests either."""
         return self.certain and self is not State.STALLED
 
 

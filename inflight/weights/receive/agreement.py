@@ -1,4 +1,4 @@
-"""What a rank and its publisher have agreed on: whose versions come, and where each parameter lies in their bytes."""
+"""What a rank and its publisher agreed on at the Welcome: the publisher, and the manifest of its versions."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from inflight.weights import plan
 
 
 class Agreement:
-    """The part of a Welcome that every later Prepare is held to."""
+    """The part of a Welcome that every later Prepare is checked against."""
 
     def __init__(self, welcome: Welcome) -> None:
-        """Raises ValueError for a Welcome that can't be trusted."""
+        """Raises ValueError for an inconsistent Welcome."""
         plan.check(welcome.manifest)
         if plan.digest(welcome.manifest) != welcome.manifest_digest:
             raise ValueError("the publisher's manifest does not have the digest that it names")

@@ -9,26 +9,26 @@ from inflight.messages import Prepare
 
 
 class State(enum.Enum):
-    """What a rank is doing. Legal transitions; T is the receiver's thread, S the step loop's:
+    """The state of a rank's receiver. Legal transitions; T is the receiver's thread, S the step loop's:
 
     JOINING   → IDLE       T: Welcome
     IDLE      → IDLE       T: Welcome again, with a new transport
     IDLE      → RECEIVING  T: Prepare
-    RECEIVING → BUILDING   T: all bytes came and are those that were sent
+    RECEIVING → BUILDING   T: all bytes were received and verified
     BUILDING  → READY      T: the shadow is kernel-ready; Ready is sent
     RECEIVING, BUILDING → IDLE  T: something failed, or Abort came; the shadow was discarded first
     READY     → DISCARDING → IDLE  T: Abort, or a new Welcome
     READY     → SWAPPING   S: swap(version)
     SWAPPING  → IDLE       S: `version` is live
     SWAPPING  → POISONED   S: the swap raised: the live weights may be neither version; nothing more is received
-    JOINING, IDLE, RECEIVING → POISONED  T: the last swap, left for later, turns out to have failed when the shadow is
-                           to be begun or, for a new manifest, planned
-    IDLE      → JOINING    T: the publisher was lost; hello is said again, for one that restarts. (A READY rank says it
-                           too but stays: the engine may have a Commit already.)
-    any but SWAPPING, POISONED → FAILED  T: refused by the publisher, or an error of our own; the live weights stay
+    JOINING, IDLE, RECEIVING → POISONED  T: the last swap, which was deferred, turns out to have failed when the shadow
+                           is to be filled or, for a new manifest, planned
+    IDLE      → JOINING    T: the publisher was lost; hello is repeated, for one that restarts. (A READY rank repeats it
+                           too but stays READY: the engine may have a Commit already.)
+    any but SWAPPING, POISONED → FAILED  T: refused by the publisher, or an internal error; the live weights stay
     any       → CLOSED     close()
 
-    While S is in SWAPPING, T waits: nothing else touches the shadow.
+    While S is in SWAPPING, T waits: nothing else uses the shadow.
     """
 
     JOINING = enum.auto()
@@ -58,32 +58,32 @@ LEGAL = {
 
 
 class RankState:
-    """State, live version and what is in hand, under one lock that is never held over work.
+    """State, live version and the version being received, under one lock that is never held during work.
 
-    The step loop's thread calls `begin_swap`, `end_swap` and `poison`, the receiver's thread everything.
+    The step loop's thread calls `begin_swap`, `end_swap` and `poison`, the receiver's thread all methods.
     """
 
     def __init__(self, version: int | None, publisher: str) -> None:
         self.state = State.JOINING
         self.version = version
-        """What is live, by the number that `publisher` gave it; None: what the engine was started with."""
+        """Number of the live version, given by `publisher`; None: the weights that the engine was started with."""
         self.publisher = publisher
         self.hand: Prepare | None = None
         """The version being received or ready; None when there is none."""
         self.error: str | None = None
-        """Why it FAILED or was POISONED."""
+        """Why it is FAILED or POISONED."""
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
 
     def follows(self, message: Prepare) -> bool:
-        """Whether a version may replace what is live: a higher number, or the same number of another publisher, whose
-        weights may be others."""
+        """Whether a version may replace the live one: a higher number, or the same number of another publisher, whose
+        weights may differ."""
         if self.version is None or message.version > self.version:
             return True
         return message.version == self.version and message.publisher != self.publisher
 
     def enter(self, state: State, hand: Prepare | None = None) -> None:
-        """A transition of the receiver's thread; none leads out of CLOSED and POISONED."""
+        """Makes a transition of the receiver's thread; CLOSED and POISONED are never left."""
         with self._lock:
             if self.state in (State.CLOSED, State.POISONED):
                 return
@@ -96,12 +96,12 @@ class RankState:
                 self.hand = None
 
     def await_swap(self) -> None:
-        """Until the step loop is not in a swap. It can begin one in READY alone, which only our caller enters."""
+        """Waits until the step loop is not in a swap. It can begin one only in READY, which only our caller enters."""
         with self._lock:
             self._await_swap()
 
     def take_ready(self) -> bool:
-        """READY → DISCARDING, out of reach of a swap. False when nothing is ready (any more)."""
+        """READY → DISCARDING, after which no swap can begin. False when no version is ready (any more)."""
         with self._lock:
             self._await_swap()
             if self.state is not State.READY:
@@ -110,7 +110,7 @@ class RankState:
             return True
 
     def fail(self, error: str) -> None:
-        """→ FAILED, once no swap is going on."""
+        """→ FAILED, once no swap is in progress."""
         with self._lock:
             self._await_swap()
             self.error = error
@@ -118,7 +118,7 @@ class RankState:
                 self.state, self.hand = State.FAILED, None
 
     def begin_swap(self, version: int) -> str | None:
-        """READY → SWAPPING; or why not, with nothing changed."""
+        """READY → SWAPPING; or the reason why not, with nothing changed."""
         with self._lock:
             if self.state is State.READY and self.hand is not None and self.hand.version == version:
                 self.state = State.SWAPPING

@@ -1,4 +1,4 @@
-"""A worker rank's end of publishing: a thread that fills the shadow while the step loop decodes, and the swap."""
+"""A worker rank's side of publishing: a thread that fills the shadow while the step loop decodes, and the swap."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from inflight.weights.transport.base import Receiver, TransportError
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-"""How often the thread looks whether it is to close; messages wake it at once."""
+"""Seconds between checks whether the thread has to end; messages wake it at once."""
 JOIN_S = 5.0
 
 
 class _Fatal(RuntimeError):
-    """Ends the receiver; the engine keeps the weights it has."""
+    """Ends the receiver; the engine keeps its weights."""
 
 
 class WeightReceiver:
     """Receives versions into `shadow` in a thread of its own; `swap` makes one live from the step loop's thread.
 
-    `swap` waits for no transfer. All messages are handled in order by one thread, which waits while a swap is going on
-    and during a transfer is in the transport; an Abort that comes meanwhile takes effect when the transfer has ended,
-    which the publisher can bring about by closing its end.
+    `swap` waits for no transfer. All messages are handled in order by one thread, which waits during a swap and blocks
+    in the transport during a transfer; an Abort received meanwhile takes effect when the transfer has ended, which the
+    publisher can cause by closing its side.
     """
 
     def __init__(
         self, link: Link, shadow: Shadow, hello: RankHello, *, connect: Callable[[Welcome], Receiver] = make_receiver
     ) -> None:
-        """`hello` says who this rank is and what it holds. The receiver owns `link` and closes it."""
+        """`hello` names this rank and the version that it holds. The receiver owns `link` and closes it."""
         self._rank_state = RankState(hello.version, hello.publisher)
         self._attempt = 0
-        """The newest that was begun or aborted since the Welcome: earlier ones come too late."""
+        """The newest attempt that was begun or aborted since the Welcome: earlier ones are ignored."""
         self._alone = False
         """The publisher was lost and has not been heard since."""
         self._link, self._shadow, self._connect = link, shadow, connect
@@ -75,23 +75,24 @@ class WeightReceiver:
 
     @property
     def state(self) -> State:
-        """What this rank is doing."""
+        """The receiver's state."""
         return self._rank_state.state
 
     @property
     def version(self) -> int | None:
-        """What is live; None: what the engine was started with, which no publisher has sent."""
+        """The live version; None: the weights that the engine was started with, which no publisher has sent."""
         return self._rank_state.version
 
     @property
     def error(self) -> str | None:
-        """Why the receiver FAILED or was POISONED."""
+        """Why the receiver is FAILED or POISONED."""
         return self._rank_state.error
 
     def swap(self, version: int) -> float:
-        """Makes `version` live; seconds that it took. Called by the step loop's thread, between two forward passes.
+        """Makes `version` live; returns the seconds that it took. Called by the step loop's thread, between two forward
+        passes.
 
-        Raises SwapRefused, having touched nothing, unless exactly `version` is ready. What the shadow's swap raises is
+        Raises SwapRefused, with nothing changed, unless exactly `version` is ready. Errors of the shadow's swap are
         passed on: the rank is then poisoned, has reported that and must not be used before it is restarted.
         """
         if (why := self._rank_state.begin_swap(version)) is not None:
@@ -105,7 +106,8 @@ class WeightReceiver:
         return seconds
 
     def close(self) -> None:
-        """Ends the thread, the transport and the link; bounded. The live weights stay. A second call does nothing."""
+        """Ends the thread, the transport and the link, within timeouts. The live weights stay. A second call does
+        nothing."""
         self._closing.set()
         self._rank_state.close()
         if (transport := self._transport) is not None:
@@ -122,14 +124,14 @@ class WeightReceiver:
             self._hello()
             while not self._closing.is_set():
                 self._step()
-        except Exception as error:  # noqa: BLE001 - nobody above: kept for swap's text, logged, and the engine continues
+        except Exception as error:  # noqa: BLE001 - end of the thread: stored for `swap`, logged; the engine continues
             if not self._closing.is_set():
                 self._rank_state.fail(reason_of(error))
                 log.error("%s receives no more weights: %s", self._name, self.error)
         finally:
             with contextlib.suppress(TransportError):
                 self._drop_transport()
-            self._link.close()  # the publisher finds this rank lost
+            self._link.close()  # the publisher notices the loss of this rank
 
     def _step(self) -> None:
         """Handles the next message or the publisher's loss."""
@@ -165,7 +167,7 @@ class WeightReceiver:
         self._tell(msgspec.structs.replace(self._greeting, version=live.version, publisher=live.publisher))
 
     def _lose(self, error: PeerLost) -> None:
-        """The publisher is gone: says hello once, for the one that comes next."""
+        """The publisher is lost: says hello once, for its successor."""
         if self._alone:
             self._closing.wait(POLL_S)
             return
@@ -178,18 +180,18 @@ class WeightReceiver:
             self._hello()
 
     def _join(self, welcome: Welcome) -> None:
-        """Takes manifest and transport from the publisher. Raises for one that can't be trusted."""
+        """Takes manifest and transport from the publisher. Raises for an inconsistent Welcome."""
         agreement = Agreement(welcome)
         self._discard_ready()
         self._drop_transport()
         self._agreement, self._attempt = agreement, 0
         try:
             self._transport = self._connect(welcome)
-        except TransportError as error:  # reported when it is needed: the publisher then sends another Welcome
+        except TransportError as error:  # reported when a version comes: the publisher then sends another Welcome
             log.warning("%s: %s", self._name, error)
         except TornWeights as error:
             self._poison(self.version, error)
-        self._rank_state.enter(State.IDLE)  # none leads out of POISONED
+        self._rank_state.enter(State.IDLE)  # no effect when POISONED
 
     def _prepare(self, message: Prepare) -> None:
         """Receives, verifies and builds a version, and answers with Ready or Failed."""
@@ -212,8 +214,8 @@ class WeightReceiver:
             phase = "build"
             self._rank_state.enter(State.BUILDING)
             self._shadow.build()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the publisher must hear of it and decoding continues
-            # A transport that verifies by itself can be used again: its transfer went well.
+        except Exception as error:  # noqa: BLE001 - any error: it is reported to the publisher, and decoding continues
+            # A transport that verifies by itself can be used again: its transfer succeeded.
             phase = "verify" if isinstance(error, ChecksumError) else phase
             self._fail(message, "fit" if isinstance(error, Unfit) else phase, error)
             return
@@ -232,9 +234,9 @@ class WeightReceiver:
         return self._agreement.manifest, self._transport
 
     def _fail(self, message: Prepare, phase: str, error: Exception) -> None:
-        """Discards and reports. Before verification the other ranks and the publisher may wait for us in the transport:
-        closing it lets them go at once, and the publisher answers with a new Welcome. Where nothing is in the transport
-        the reason is sent first, or the publisher might note only that the transport broke."""
+        """Discards and reports. Before verification the other ranks and the publisher may wait for this rank in the
+        transport: closing it releases them at once, and the publisher answers with a new Welcome. If no transfer is in
+        progress the reason is sent first, or the publisher might only notice a broken transport."""
         if self._closing.is_set():
             return
         reason = reason_of(error)
@@ -252,7 +254,7 @@ class WeightReceiver:
             self._drop_transport()
 
     def _abort(self, message: Abort) -> None:
-        """Lets go of that attempt and of any before it, and says so in every case: the publisher waits for it."""
+        """Releases that attempt and any before it, and always answers: the publisher waits for the answer."""
         self._attempt = max(self._attempt, message.attempt)
         hand = self._rank_state.hand
         if hand is not None and hand.attempt <= message.attempt and self._discard_ready():
@@ -260,13 +262,13 @@ class WeightReceiver:
         self._tell(Aborted(version=message.version, attempt=message.attempt))
 
     def _was_aborted(self, prepare: Prepare) -> bool:
-        """Whether its Abort is among what came during the transfer; keeps all of it, in order."""
+        """Whether its Abort is among the messages received during the transfer; keeps all of them, in order."""
         while (message := self._link.receive(0)) is not None:
             self._pending.append(message)
         return any(isinstance(message, Abort) and message.attempt >= prepare.attempt for message in self._pending)
 
     def _discard_ready(self) -> bool:
-        """Discards a ready version, out of reach of `swap`. False when none was ready (any more)."""
+        """Discards a ready version, after which `swap` refuses it. False when none was ready (any more)."""
         if ready := self._rank_state.take_ready():
             self._forget()
         return ready
@@ -280,17 +282,17 @@ class WeightReceiver:
         self._tell_poisoned(version)
 
     def _tell_poisoned(self, version: int | None) -> None:
-        version = version or 0  # a swap has harmed the weights, so there is one
+        version = version or 0  # a failed swap has corrupted the weights, so there is a version
         self._tell(Failed(version=version, phase="commit", reason=self.error or "torn weights", poisoned=True))
 
     def _drop_transport(self) -> None:
-        """Raises TransportError when the old one may still write: the rank then receives no more."""
+        """Raises TransportError when the old one may still write: the rank then receives nothing more."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
 
     def _tell(self, message: AnyMessage) -> None:
-        """Sends; a link that is closed or gone is the publisher's to notice."""
+        """Sends a message; the publisher notices a link that is closed or lost."""
         try:
             self._link.send(message)
         except BusError as error:

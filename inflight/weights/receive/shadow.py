@@ -1,7 +1,7 @@
-"""The seam of a generator's second set of weights: filled while the live set decodes, then swapped at a step boundary.
+"""The interface of a generator's second set of weights: filled while the live set decodes, then swapped.
 
 live --begin--> filling --build--> built --swap--> live (the old live set becomes the next shadow)
-                   \\--discard--\\--discard--> nothing left of it, live untouched
+                   \\--discard--\\--discard--> discarded, the live set untouched
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from inflight.messages import Manifest
 
 MAX_SAID = 300
-"""Characters of a loader's error that are passed on."""
+"""Most characters of a loader's error that are reported."""
 _SENTENCE_ENDS = re.compile(r"\.\s|\n")
 
 
@@ -23,30 +23,30 @@ class TornWeights(RuntimeError):
 
 
 class SwapRefused(RuntimeError):
-    """A swap to a version that this rank has not got ready; the live weights are untouched."""
+    """A swap to a version that this rank does not have ready; the live weights are untouched."""
 
 
 class Unfit(ValueError):
-    """The engine's model has no use for what a manifest describes; no version of that publisher can be loaded.
+    """The engine's model does not fit the manifest; no version of that publisher can be loaded.
 
     The text names the parameter, in one line.
     """
 
     @classmethod
     def by_loader(cls, what: str, error: Exception) -> Self:
-        """That vLLM's own loader does not take `what`. Loaders raise whatever they like, and some list all parameters
-        after the first sentence: that list is left out."""
+        """For an error of vLLM's own loader with `what`. Loaders may raise anything, and some list all parameters after
+        the first sentence: that list is omitted."""
         said = _SENTENCE_ENDS.split(str(error).strip(), maxsplit=1)[0][:MAX_SAID] or type(error).__name__
         return cls(f"{what} does not fit the engine: {said}")
 
 
 class Shadow(Protocol):
-    """What the receiver (a background thread) and the worker (the step loop's thread) need of a shadow."""
+    """The methods that the receiver (a background thread) and the worker (the step loop's thread) use of a shadow."""
 
     def begin(self, manifest: Manifest) -> torch.Tensor:
         """The uint8 buffer `[manifest.total_bytes]` into which the transport writes. Background thread.
 
-        Raises TornWeights when the swap before, which may have been left for later, turns out to have failed, and Unfit
+        Raises TornWeights when the previous swap, which may have been deferred, turns out to have failed, and Unfit
         when no bytes of this manifest can be loaded.
         """
 
@@ -57,7 +57,7 @@ class Shadow(Protocol):
         """
 
     def swap(self) -> float:
-        """Makes the shadow live, between two forward passes, in the step loop's thread. Seconds that it took."""
+        """Makes the shadow live, between two forward passes, in the step loop's thread. Returns the seconds it took."""
 
     def discard(self) -> None:
-        """Forgets what `begin` and `build` made; the live set stays."""
+        """Discards the result of `begin` and `build`; the live set stays."""

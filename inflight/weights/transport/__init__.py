@@ -1,4 +1,4 @@
-"""How the bytes of a version travel. A kind is imported only when it is asked for: an absent one does not matter."""
+"""The transports by name. One is imported only when it is used, so its libraries may be absent otherwise."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from inflight.weights.transport.sums import BufferSums
 log = logging.getLogger(__name__)
 
 PROBE_BYTES = 32 << 20
-"""Of an allocation that is tried: more than what torch cuts from blocks that it shares among small tensors."""
+"""Bytes of a trial allocation: more than the blocks that torch shares among small tensors."""
 
 
 def resolve(kind: str, device: torch.device, why_not_ipc: Callable[[torch.device], str] | None = None) -> str:
-    """The transport meant by `auto` for parameters on `device`; any other kind is itself.
+    """The transport that `auto` means for parameters on `device`; any other name is returned unchanged.
 
-    `why_not_ipc` tells why other processes can't map what torch allocates on a device, empty: they can. By default it
-    tries. Raises TransportError for `ipc` where they can't.
+    `why_not_ipc` returns the reason why other processes can't map memory that torch allocates on a device; empty: they
+    can. By default it tries. Raises TransportError for `ipc` when they can't.
     """
     if kind == "auto" and device.type != "cuda":
         return "gloo"
     if kind not in ("auto", "ipc"):
         return kind
-    # Both sides are on one host (every rendezvous is on loopback), where copy engines do it without slowing decoding.
+    # Both sides are on one host (every rendezvous is on loopback), where copy engines transfer without slowing
+    # decoding.
     reason = (why_not_ipc or _why_not_ipc)(device)
     if reason and kind == "ipc":
         raise TransportError(f"open: publish.transport=ipc: {reason}; nccl or auto do without")
     if reason:
-        log.warning("weights travel over NCCL, not CUDA IPC: %s", reason)
+        log.warning("weights are sent over NCCL, not CUDA IPC: %s", reason)
     return "nccl" if reason else "ipc"
 
 
@@ -48,8 +49,8 @@ def _why_not_ipc(device: torch.device) -> str:
 
 
 def checksum_of(kind: str, asked: str) -> str:
-    """What a rank verifies: CRC-32 of each bucket on the host, sums by the devices (sums.py) on CUDA, these only for
-    `always`. See PublishConfig."""
+    """The checksum that a rank verifies: CRC-32 of each bucket on the host, sums computed by the devices (sums.py) on
+    CUDA, these only for `always`. See PublishConfig."""
     if asked == "none" or (asked == "auto" and kind not in ON_HOST):
         return "none"
     return "crc32" if kind in ON_HOST else "sum64"
@@ -76,7 +77,7 @@ def make_sender(kind: str, size: int, timeout_s: float, sums: BufferSums | None 
 
 
 def make_receiver(welcome: Welcome) -> Receiver:
-    """A rank's side, as the publisher's welcome says. Raises TransportError when it can't be made."""
+    """A rank's side, for the publisher's Welcome. Raises TransportError when it can't be made."""
     place = (welcome.rendezvous, welcome.transport_rank, welcome.transport_size, welcome.timeout_s)
     if welcome.transport == "gloo":
         from inflight.weights.transport.gloo import GlooReceiver
@@ -94,6 +95,6 @@ def make_receiver(welcome: Welcome) -> Receiver:
 
 
 def make_buffer(kind: str, nbytes: int, device: torch.device) -> torch.Tensor:
-    """The send buffer, uint8 `[nbytes]`, zeroed (what lies between parameters travels too): in host memory or on the
-    parameters' device, as the transport carries it."""
+    """The send buffer, uint8 `[nbytes]`, zeroed (padding between parameters is sent too): in host memory or on the
+    parameters' device, as the transport needs it."""
     return torch.zeros(nbytes, dtype=torch.uint8, device="cpu" if kind in ON_HOST else device)

@@ -1,8 +1,8 @@
-"""The seam between what is sent and how: every transport is a Sender on the trainer and a Receiver on each rank.
+"""The interface of transports: every transport is a Sender on the trainer and a Receiver on each rank.
 
-Both sides know the manifest. A transport moves whole buckets in the manifest's order, never interprets them, bounds
-every wait by the timeout it was made with, and raises TransportError naming the phase and, where known, the rank that
-did not answer. After an error the object is dead; a new one must be made.
+Both sides know the manifest. A transport sends whole buckets in the manifest's order, never interprets them, bounds
+every wait by its timeout, and raises TransportError that names the phase and, if known, the rank that did not answer.
+After an error the object can't be used any more; a new one must be made.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from inflight.messages import BucketMeta
 
 
 class TransportError(RuntimeError):
-    """A transfer that failed or timed out; names the phase and the peer that did not answer."""
+    """A transfer failed or timed out; the text names the phase and the peer that did not answer."""
 
 
 def first_line(error: Exception) -> str:
-    """What happened, without what libraries print beneath it."""
+    """The first line of an error, without what libraries print below it."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def from_trainer() -> Any:
-    """torch's options of a broadcast from rank 0 that does not wait."""
+    """torch's options of an asynchronous broadcast from rank 0."""
     how = dist.BroadcastOptions()
     how.rootRank = 0
     how.rootTensor = 0
@@ -38,7 +38,7 @@ class Sender(Protocol):
 
     @property
     def rendezvous(self) -> str:
-        """What a Welcome tells the receivers, so that they find this sender."""
+        """The address in a Welcome, by which the receivers find this sender."""
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Sends `buffer[b.offset : b.offset + b.nbytes]` of each bucket to all; returns when it may be reused.
@@ -47,8 +47,8 @@ class Sender(Protocol):
         """
 
     def close(self) -> None:
-        """Frees sockets and memory; never waits for a peer. From any thread, also while a transfer runs: it ends with a
-        TransportError, at once or, where that can't be done, within the timeout."""
+        """Frees sockets and memory; never waits for a peer. May be called from any thread, also during a transfer,
+        which then ends with a TransportError, at once or, if that is impossible, within the timeout."""
 
 
 class Receiver(Protocol):
@@ -58,6 +58,7 @@ class Receiver(Protocol):
         """Fills uint8 `buffer` `[total_bytes]` bucket by bucket; returns when all bytes are there."""
 
     def close(self) -> None:
-        """Frees sockets and memory; never waits for a peer. From any thread, also while a transfer runs: it ends with a
-        TransportError, at once or, where that can't be done, within the timeout. Raises TransportError itself when the
-        device may still write to where bytes land: they are not to be received there again."""
+        """Frees sockets and memory; never waits for a peer. May be called from any thread, also during a transfer,
+        which then ends with a TransportError, at once or, if that is impossible, within the timeout. Raises
+        TransportError itself when the device may still write to the target memory, which then must not be filled
+        again."""

@@ -1,15 +1,15 @@
-"""An NCCL communicator that forms and ends within bounds, and whose broadcasts no watchdog of torch's watches.
+"""An NCCL communicator whose forming and ending have timeouts, and whose broadcasts torch's watchdog does not watch.
 
-It is not the default group, not the engine's, has a store of its own, and is without torch's watchdog. That would tell
-of a dead trainer to the process's first group, the engine's own, which ends the process for it minutes later. This
-module watches each broadcast itself and aborts the communicator when it is late. It looks at events of its own on the
-streams, which come when the device is done and not before.
+It is neither the default group nor the engine's, has a store of its own, and is without torch's watchdog. The watchdog
+would report a dead trainer to the process's first group, the engine's, which would end the process for it minutes
+later. This module watches each broadcast itself and aborts the communicator when it is late. It checks events of its
+own on the streams, which are reached when the device is done and not before.
 
-A broadcast whose sender has died keeps a kernel running, and some of what an engine does then waits for it: vLLM's
-first step with a new sequence may load a kernel. So a rank that waits asks again and again whether the trainer lives.
+A broadcast whose sender has died keeps a kernel running, and some of an engine's work then waits for it: vLLM's first
+step with a new sequence may load a kernel. So a rank that waits checks again and again that the trainer is alive.
 
 A process's first communicator loads NCCL's kernels, during which an engine of one rank, which has no communicator of
-its own, can't step. So that is done when a rank first joins, not at its first version.
+its own, can't step. So they are loaded when a rank first joins, not at its first version.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.0002
 _LOOK_S = 0.05
-"""How often a rank that waits for a broadcast asks for the sender."""
+"""Seconds between checks of the sender by a rank that waits for a broadcast."""
 _END_S = 2.0
-"""How long anyone waits for NCCL to end a communicator, which has no bound of its own: a publisher has more to do. It
-took 0.5 s where bytes went through sockets and up to 0.9 s between two GPUs, with a dead rank
-(bench/log/2026-11-28.md)."""
+"""Seconds to wait for NCCL to end a communicator, which has no timeout of its own; longer would block the publisher. It
+took 0.5 s over sockets and up to 0.9 s between two GPUs, with a dead rank (bench/log/2026-11-28.md)."""
 _UNWATCHED = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
-"""No thread of torch's looks at such a group. Its works are not waited for, which would block: the stream waits."""
+"""No thread of torch's watches such a group. Its works are not waited for, which would block: the stream waits."""
 _making = threading.Lock()
-"""One at a time: what two threads put into the environment and take out of it would stay there, or lack."""
+"""One at a time: changes of the environment by two threads at once would not be undone correctly."""
 
 
 class Communicator:
@@ -59,12 +58,12 @@ class Communicator:
 
     @property
     def ended(self) -> bool:
-        """Whether NCCL has come back from ending a communicator, if there was one to end."""
+        """Whether NCCL has finished ending a communicator, if there was one to end."""
         return self._ended.is_set()
 
     def broadcast(self, tensor: torch.Tensor) -> Any:
-        """Queues one broadcast from rank 0, after what the current stream holds; returns its work. Raises
-        TransportError when the communicator was aborted: another one would wait for ranks that are gone."""
+        """Queues one broadcast from rank 0 on the current stream; returns its work. Raises TransportError when the
+        communicator was aborted: another one would wait for ranks that are gone."""
         phase = "receive" if self._rank else "send"
         with self._lock:
             group = self._opened(phase)
@@ -116,7 +115,7 @@ class Communicator:
         return group
 
     def _keep(self, group: Any, phase: str) -> None:
-        """Ends a communicator that has formed after this side was closed."""
+        """Ends a communicator that was formed after this side was closed."""
         with self._lock:
             late = self._closed
             if not late:
@@ -126,8 +125,8 @@ class Communicator:
             raise TransportError(f"{phase}: closed")
 
     def finish(self, done: torch.cuda.Event, phase: str) -> None:
-        """Waits for what was queued before `done`. Raises TransportError after aborting the communicator when that is
-        late or failed, or when the sender is gone or this side was closed meanwhile: what was aborted looks done."""
+        """Waits for the work queued before `done`. Raises TransportError after aborting the communicator when that is
+        late or failed, or when the sender is lost or this side was closed meanwhile: aborted work looks done."""
         now = time.monotonic()
         deadline, look = now + self._store.timeout_s, now + _LOOK_S
         try:
@@ -146,14 +145,14 @@ class Communicator:
             raise error if isinstance(error, TransportError) else TransportError(f"{phase}: {error}") from error
 
     def abort(self) -> None:
-        """Ends the communicator without waiting for anyone; there will be no other. Where NCCL is late with that, a
-        thread is abandoned in it, and `ended` is set when it has come back. What NCCL raises is logged."""
+        """Ends the communicator without waiting for peers; there will be no other. If NCCL does not return in time, the
+        thread is abandoned, and `ended` is set when it returns. Errors of NCCL are logged."""
         with self._lock:
             self._closed = True
             group, self._group = self._group, None
             if group is None:
                 return
-            self._ended.clear()  # before another closer can look
+            self._ended.clear()  # before another closer can check it
 
         def end() -> None:
             try:
@@ -167,12 +166,12 @@ class Communicator:
             within(_END_S, end)
         except TimeoutError:
             log.warning("transport rank %d: NCCL has not ended a communicator within %g s", self._rank, _END_S)
-        except RuntimeError:  # no thread can be started, as while the interpreter ends: here without a bound
+        except RuntimeError:  # no thread can be started, as at interpreter shutdown: called here without a timeout
             end()
 
 
 def load_kernels(device: torch.device, limit_s: float) -> None:
-    """Loads NCCL's kernels once, by a communicator of one. Raises TransportError unless that is done in `limit_s`."""
+    """Loads NCCL's kernels once, by a communicator of one rank. Raises TransportError if that takes over `limit_s`."""
     try:
         within(limit_s, lambda: _load(device))
     except (RuntimeError, TimeoutError) as error:
@@ -182,7 +181,7 @@ def load_kernels(device: torch.device, limit_s: float) -> None:
 @cache
 def _load(device: torch.device) -> None:
     cuda.bind(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own stream would wait
         alone = _made(dist.HashStore(), 0, 1)
         alone.allreduce([torch.zeros(1, device=device)]).block_current_stream()
         alone.abort()
@@ -195,7 +194,7 @@ def _made(store: dist.Store, rank: int, size: int) -> Any:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """The process group reads these when it is made; the engine's own groups were made before."""
+    """The process group reads these variables when it is made; the engine's own groups were made before."""
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)
     try:

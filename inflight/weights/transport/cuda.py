@@ -1,4 +1,4 @@
-"""The few CUDA driver calls that transports and arenas make, and strips as copies in a stream's order."""
+"""The CUDA driver calls of transports and arenas, and copies of strips in stream order."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from inflight.weights.transport.scatter import CopyRegion
 
 
 class CudaError(RuntimeError):
-    """A driver call that failed; the text names call and error."""
+    """A driver call failed; the text names call and error."""
 
 
 def check(call: str, result: tuple[Any, ...]) -> Any:
-    """What a driver call returned beside its status: nothing, one value, or a tuple. Raises CudaError."""
+    """The results of a driver call without its status: nothing, one value, or a tuple. Raises CudaError."""
     status, *values = result
     if status != driver.CUresult.CUDA_SUCCESS:
         raise CudaError(f"{call}: {getattr(status, 'name', status)}")

@@ -2,8 +2,8 @@
 
 The group is this transport's own: the default group, which belongs to the engine, is neither needed nor touched. It is
 formed at the first transfer, so making either side never waits. Its members meet at a store on a loopback port of the
-trainer's process, one for all groups: it outlives them, so that a late rank finds its group closed rather than
-no store (torch's client of a store that goes away tries again for longer than its timeout).
+trainer's process, one for all groups: the store outlives the groups, so that a late rank finds its group closed instead
+of no store (torch's client retries a missing store for longer than its timeout).
 
 An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
 or died (at once: its sockets close), or by the timeout. So a rank that can't take part must close its receiver.
@@ -31,10 +31,10 @@ from inflight.weights.transport.rendezvous import LOOPBACK, hosted, joined
 from inflight.weights.transport.timeout import within
 
 _BACKSTOP_S = 5.0
-"""Beyond the timeout that gloo itself keeps for each operation; must not be reached."""
+"""Seconds beyond gloo's own timeout of each operation; should never be reached."""
 _POLL_S = 0.002
 _CLOSED, _GO = "closed", "go"
-"""Keys by which the trainer tells that a group will not, or will now, be formed."""
+"""Keys by which the trainer announces that a group will not, or will now, be formed."""
 
 
 class _Group:
@@ -54,7 +54,7 @@ class _Group:
             group = work = None
             try:
                 self._require_open()
-                if self._group is None:  # a store whose process is stopped does not answer, nor does its client give up
+                if self._group is None:  # a suspended store never answers, and its client never gives up
                     self._group = within(self._timeout_s + _BACKSTOP_S, self._formed)
                 group = self._group
                 for index, bucket in enumerate(buckets):
@@ -71,18 +71,18 @@ class _Group:
                     self._drop()
 
     def close(self) -> None:
-        """No further operation begins; sockets close now or, while an operation runs, when it ends."""
+        """Prevents further operations; sockets close now or, during an operation, when it ends."""
         self._closed.set()
         if self._busy.acquire(blocking=False):
             self._drop()
             self._busy.release()
 
     def _drop(self) -> None:
-        """Closes the group's sockets, which tells peers in a transfer, and tells those that still wait to begin one."""
+        """Closes the group's sockets, which notifies peers in a transfer, and notifies those that wait to begin one."""
         self._group = None
         store, self._store = self._store, None
         if store is not None and self._rank == 0:
-            # Called where nothing may be raised; ranks that wait for this key end by the timeout.
+            # Must not raise here; ranks that wait for this key end by the timeout.
             with suppress(OSError, RuntimeError):
                 store().set(_CLOSED, "1")
 
@@ -95,15 +95,15 @@ class _Group:
         store = self._store()
         self._meet(store)
         gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()  # the constructor without options would pick a network device by host name
+        options = gloo._Options()  # the constructor without options would select a network device by host name
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [gloo.create_device(hostname=LOOPBACK)]
         options._threads = 1
         return gloo(store, self._rank, self._size, options)
 
     def _meet(self, store: dist.Store) -> None:
-        """Waits until every rank is at the store, so that an error can name those that are not, and for the trainer's
-        confirmation: from then on it is certain to take part in forming the group."""
+        """Waits until every rank is at the store, so that an error can name the missing ones, and for the trainer's
+        confirmation, after which it is certain to take part in forming the group."""
         store.set(f"here/{self._rank}", "1")
         others = [f"here/{rank}" for rank in range(1, self._size)] if self._rank == 0 else [_GO]
         deadline = time.monotonic() + self._timeout_s
@@ -123,15 +123,15 @@ class GlooSender:
     """Trainer side, rank 0 of `size`; see transport.base.Sender."""
 
     def __init__(self, size: int, timeout_s: float) -> None:
-        """Raises TransportError when the process can't have a store."""
+        """Raises TransportError when this process can't host a store."""
         port, token = _store_of_this_process()[0], secrets.token_hex(8)
         self.rendezvous = f"{LOOPBACK}:{port}/{token}"
-        """Where receivers find the store, and the prefix of this group's keys in it."""
-        # A connection of its own: a group that waits holds its connection, and the others must not wait with it.
+        """Address of the store, and the prefix of this group's keys in it."""
+        # A connection of its own: a group that waits blocks its connection, which must not block the others.
         self._group = _Group(0, size, timeout_s, functools.partial(_connect, port, token, timeout_s))
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Broadcasts bucket by bucket; the first call waits for all receivers to come."""
+        """Broadcasts bucket by bucket; the first call waits for all receivers to join."""
         self._group.transfer("send", buffer, buckets)
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class GlooReceiver:
 
 @functools.cache
 def _store_of_this_process() -> tuple[int, dist.Store]:
-    """(port, store): made with the first sender, kept to the end. Raises TransportError when it can't be opened."""
+    """(port, store): made with the first sender, kept until exit. Raises TransportError when it can't be opened."""
     try:
         return hosted()
     except (OSError, RuntimeError) as error:
@@ -170,11 +170,11 @@ def _store_of_this_process() -> tuple[int, dist.Store]:
 
 
 def _connect(port: int, token: str, timeout_s: float) -> dist.Store:
-    """A connection to the trainer's store, which is there for as long as the trainer; it sees one group's keys."""
+    """A connection to the trainer's store, which exists as long as the trainer; it sees one group's keys."""
     return dist.PrefixStore(token, joined(LOOPBACK, port, timeout_s))
 
 
 def _what(error: Exception) -> str:
-    """What happened, without gloo's source position and advice."""
+    """The message of an error, without gloo's source position and advice."""
     line = re.sub(r"^\[/[^\]]*\] ", "", first_line(error))
     return line.partition(". This is typically caused")[0]

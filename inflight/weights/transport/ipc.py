@@ -1,12 +1,12 @@
 """On one host: each rank pulls from the trainer's send buffer with its copy engines, over CUDA IPC.
 
-No SM takes part, so decoding keeps its pace. A rank takes only its own strips, in pieces of 64 MB, straight into its
-shadow; the trainer does nothing but wait. The trainer's GPU must be visible to the generator's process.
+No SM takes part, so decoding is not slowed. A rank takes only its own strips, in pieces of 64 MB, straight into its
+shadow; the trainer only waits. The trainer's GPU must be visible to the generator's process.
 
-Pulling from a trainer that has died may raise nothing, and what it gives is undefined. So a rank that has pulled asks
-whether the trainer is still there, and without an answer has received nothing.
+Pulling from a trainer that has died may raise no error and return undefined bytes. So after pulling a rank checks that
+the trainer is alive, and without an answer treats the bytes as not received.
 
-The handle of the buffer travels as 64 bytes, with offset and size, over the rendezvous.
+The handle of the buffer is sent as 64 bytes, with offset and size, over the rendezvous.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inflight.weights.transport.scatter import CopyRegion, ScatterTarget, split
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 PIECE_BYTES = 64 << 20
-"""One order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
+"""Bytes per order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
 _HEADER = struct.Struct("<QQ64s")
 _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -43,11 +43,11 @@ class IpcSender:
 
     @property
     def rendezvous(self) -> str:
-        """What receivers need to find this sender."""
+        """The address by which receivers find this sender."""
         return self._store.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Sums what the ranks keep of `buffer`, then lets all of them pull it; returns when they have it."""
+        """Sums the ranks' parts of `buffer`, then lets all ranks pull them; returns when they have them."""
         number = self._sent
         self._sent += 1
         cuda.bind(buffer.device)
@@ -62,7 +62,7 @@ class IpcSender:
         self._store.drop(f"offer/{number}")
 
     def close(self) -> None:
-        """Ends a wait for ranks; the store goes with the object."""
+        """Ends a wait for ranks; the store is freed with the object."""
         self._store.close()
 
 
@@ -105,11 +105,11 @@ class IpcReceiver:
         try:
             source = self._address(offer)
             with torch.cuda.stream(self._stream):
-                # Each piece is summed behind its own copy: the copies set the pace, and decoding notices little of it.
+                # Each piece is summed after its own copy: copying limits the rate, which hardly affects decoding.
                 for index, piece in enumerate(pieces):
                     cuda.copy([piece], source, scatter.address, self._stream.cuda_stream)
                     self._sums.add(index, scatter.target)
-            landed = torch.cuda.Event(blocking=True)  # sleeps: waiting for a stream keeps the driver's lock busy
+            landed = torch.cuda.Event(blocking=True)  # sleeps: synchronising a stream keeps the driver's lock busy
             landed.record(self._stream)
             landed.synchronize()
         except RuntimeError as error:  # also CudaError
@@ -121,7 +121,7 @@ class IpcReceiver:
             self._sums.check(number)
 
     def close(self) -> None:
-        """Ends a wait for the trainer and unmaps its buffers; during a copy, which is short, when that has ended."""
+        """Ends a wait for the trainer and unmaps its buffers; waits for a copy in progress, which is short."""
         self._closed.set()
         self._store.close()
         if self._busy.acquire(blocking=False):

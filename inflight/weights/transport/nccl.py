@@ -1,6 +1,6 @@
 """Between processes that can't share memory: NCCL broadcasts of buckets, scattered from two staging buffers.
 
-What uses the bytes of a broadcast is behind it on its stream; no thread waits but for the end of all.
+Work that uses the bytes of a broadcast is queued after it on its stream; a thread waits only for the end of all.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class NcclSender:
 
     @property
     def rendezvous(self) -> str:
-        """What receivers need to find this sender."""
+        """The address by which receivers find this sender."""
         return self._store.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Sums what the ranks keep, then broadcasts bucket by bucket; returns when `buffer` may be written again."""
+        """Sums the ranks' parts, then broadcasts bucket by bucket; returns when `buffer` may be written again."""
         number = self._sent
         self._sent += 1
         cuda.bind(buffer.device)
@@ -84,8 +84,8 @@ class NcclReceiver:
         self._finish(landed)
 
     def receive_into(self, scatter: ScatterTarget, buckets: list[BucketMeta]) -> None:
-        """Receives each bucket into one of two staging buffers and scatters it while the next one comes; verifies what
-        has landed. See DirectReceiver."""
+        """Receives each bucket into one of two staging buffers and scatters it while the next one arrives; verifies the
+        bytes in their places. See DirectReceiver."""
         cuda.bind(scatter.device)
         self._prepare(scatter.device, max(bucket.nbytes for bucket in buckets))
         parts = self._strips_of(scatter, buckets)
@@ -104,7 +104,7 @@ class NcclReceiver:
         self._finish(landed)
 
     def _finish(self, landed: list[torch.cuda.Event]) -> None:
-        """`landed` come in the order in which they were queued; the last of each stream is behind all that it does."""
+        """`landed` are in the order of queueing; the last one of each stream follows all of that stream's work."""
         number = self._received
         self._received += 1
         for done in landed:
@@ -115,8 +115,8 @@ class NcclReceiver:
     def close(self) -> None:
         """Ends a wait for the trainer, aborts the communicator and frees the staging buffers.
 
-        Raises TransportError when NCCL, or copies behind a broadcast, have not ended in time: they write to the staging
-        buffers and the shadow, which are not to be filled again before.
+        Raises TransportError when NCCL, or copies after a broadcast, have not ended in time: they write to the staging
+        buffers and the shadow, which must not be filled again before.
         """
         self._store.close()
         self._group.abort()
@@ -142,6 +142,6 @@ class NcclReceiver:
 
 
 def _behind(work: Any, stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that comes when the work is done. The current stream is `stream`; it waits, not this thread."""
+    """An event that follows the work. The current stream is `stream`; it waits, not this thread."""
     work.block_current_stream()
     return stream.record_event()

@@ -1,6 +1,6 @@
 """The small side channel of the CUDA transports: counters and handles in a TCP store on the sender's host.
 
-Nothing here carries weights. Every wait is bounded, and an error names the peer that did not answer.
+No weights are sent over it. Every wait has a timeout, and an error names the peer that did not answer.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.0005
 _GRACE_S = 0.5
-"""For the end of a wait that is bounded itself."""
+"""Additional seconds for the end of a wait that has a timeout of its own."""
 
 
 class KeyValueStore:
     """Keys and values shared by the sender (which hosts them) and the receivers."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        """`address`: where the sender's store is; empty to host one on a free loopback port."""
+        """`address`: that of the sender's store; empty to host one on a free loopback port."""
         self.timeout_s = timeout_s
         self._closed = threading.Event()
         try:
@@ -44,11 +44,11 @@ class KeyValueStore:
         self.address = address
 
     def put(self, key: str, value: bytes) -> None:
-        """Publishes a value. The first one after the host's death goes well: see `confirm`."""
+        """Publishes a value. The first call after the host's death does not fail: see `confirm`."""
         self._ask(lambda: self.tcp.set(key, value.hex()), "", f"rendezvous {self.address}")
 
     def reply(self, key: str, value: bytes, who: str, phase: str) -> None:
-        """As `confirm`, and then publishes a value: all within one bound."""
+        """Like `confirm`, then publishes a value: both within one timeout."""
 
         def call() -> None:
             self.tcp.check([""])
@@ -57,8 +57,8 @@ class KeyValueStore:
         self._ask(call, f"{phase}: ", who)
 
     def take(self, key: str, who: str, phase: str, *, drop: bool = False) -> bytes:
-        """Waits for a value, and with `drop` forgets it. Raises TransportError naming `who` and `phase` when it does
-        not come in time."""
+        """Waits for a value, and with `drop` deletes it. Raises TransportError, with `who` and `phase`, when it is not
+        there in time."""
 
         def poll() -> bytes:
             deadline = time.monotonic() + self.timeout_s
@@ -77,8 +77,8 @@ class KeyValueStore:
         return self._ask(poll, f"{phase}: ", who, self.timeout_s + _GRACE_S)
 
     def confirm(self, who: str, phase: str, limit_s: float | None = None) -> None:
-        """One question to the host, which is alive if it answers. Raises TransportError naming `who` and `phase` when
-        it does not within `limit_s`, by default the store's timeout."""
+        """Sends one request to the host, which is alive if it answers. Raises TransportError, with `who` and `phase`,
+        when it does not within `limit_s`, by default the store's timeout."""
         self._ask(lambda: self.tcp.check([""]), f"{phase}: ", who, limit_s)
 
     def close(self) -> None:
@@ -86,11 +86,11 @@ class KeyValueStore:
         self._closed.set()
 
     def drop(self, key: str) -> None:
-        """Forgets a value that is not needed any more."""
+        """Deletes a value that is not needed any more."""
         self._ask(lambda: self.tcp.delete_key(key), "", f"rendezvous {self.address}")
 
     def _ask(self, call: Callable[[], T], phase: str, who: str, limit_s: float | None = None) -> T:
-        """A call of the store, bounded. Raises TransportError."""
+        """A call of the store with a timeout. Raises TransportError."""
         limit_s = self.timeout_s if limit_s is None else limit_s
         try:
             return within(limit_s, call)
@@ -103,7 +103,7 @@ class KeyValueStore:
 
 
 def hosted(timeout_s: float = 300.0) -> tuple[int, TCPStore]:
-    """A store of this process on a loopback port: (port, store). Raises OSError or RuntimeError when there is none."""
+    """A store of this process on a loopback port: (port, store). Raises OSError or RuntimeError when that fails."""
     listening = socket.create_server((LOOPBACK, 0))
     port = listening.getsockname()[1]
     # By its own socket: given a host name, the store would listen on every interface.
@@ -114,7 +114,7 @@ def hosted(timeout_s: float = 300.0) -> tuple[int, TCPStore]:
 
 
 def joined(name: str, port: int, timeout_s: float) -> TCPStore:
-    """A connection to another process's store; has no bound when that is stopped. Raises OSError or RuntimeError."""
-    # The store is there before its address is sent: refused means gone. TCPStore's client would retry to its timeout.
+    """A connection to another process's store; has no timeout if that is suspended. Raises OSError or RuntimeError."""
+    # The store exists before its address is sent: refused means gone. TCPStore's client would retry until its timeout.
     socket.create_connection((name, port), timeout=timeout_s).close()
     return TCPStore(name, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -1,7 +1,7 @@
-"""Where received bytes belong, said in byte runs, so that a transport can put them there without a receive buffer.
+"""Target addresses of received bytes, as byte runs, so that a transport can write them without a receive buffer.
 
-A rank of a tensor-parallel generator keeps a part of each parameter, and often beside parts of others (vLLM fuses q, k
-and v). A `CopyRegion` says it for one such part as a two-dimensional copy, which is what copy engines do in one order.
+A rank of a tensor-parallel generator keeps a part of each parameter, often next to parts of others (vLLM fuses q, k and
+v). A `CopyRegion` describes one such part as a two-dimensional copy, which a copy engine does in one order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def clip(strip: CopyRegion, start: int, stop: int) -> list[CopyRegion]:
 
 
 def split(strip: CopyRegion, piece_bytes: int) -> Iterator[CopyRegion]:
-    """The strip in pieces of at most `piece_bytes`, so that no order holds a copy engine for long."""
+    """The strip in pieces of at most `piece_bytes`, so that no order occupies a copy engine for long."""
     if strip.nbytes <= piece_bytes:
         yield strip
     elif strip.width <= piece_bytes:
@@ -95,7 +95,7 @@ def split(strip: CopyRegion, piece_bytes: int) -> Iterator[CopyRegion]:
 
 
 def by_bucket(strips: Iterable[CopyRegion], buckets: Iterable[BucketMeta]) -> list[list[CopyRegion]]:
-    """For each bucket, the strips that read from it; sources counted from the bucket's first byte."""
+    """For each bucket, the strips that read from it; source offsets count from the bucket's first byte."""
     ordered = sorted(strips, key=lambda strip: strip.source)
     per_bucket: list[list[CopyRegion]] = []
     for bucket in buckets:
@@ -111,13 +111,13 @@ def by_bucket(strips: Iterable[CopyRegion], buckets: Iterable[BucketMeta]) -> li
 
 
 def from_buffer(strips: Iterable[CopyRegion], bucket: BucketMeta) -> list[CopyRegion]:
-    """Strips that read from a bucket, sources counted from the send buffer's first byte again."""
+    """Strips that read from a bucket, with source offsets from the send buffer's first byte again."""
     return [replace(strip, source=strip.source + bucket.offset) for strip in strips]
 
 
 @dataclass(frozen=True)
 class ScatterTarget:
-    """A shadow as a transport sees it: its memory, on which device, and which strips to fill."""
+    """A shadow as a transport sees it: its memory, its device, and the strips to fill."""
 
     target: torch.Tensor
     """uint8, flat: on `device`, or pinned host memory."""
@@ -127,17 +127,17 @@ class ScatterTarget:
 
     @property
     def address(self) -> int:
-        """Of the target's first byte; host and devices are one address space."""
+        """Address of the target's first byte; host and devices share one address space."""
         address: int = self.target.data_ptr()
         return address
 
 
 class DirectReceiver(Protocol):
-    """A Receiver (see base.py) that can fill a scatter target without a buffer of `total_bytes` between."""
+    """A Receiver (see base.py) that can fill a scatter target without a buffer of `total_bytes`."""
 
     def receive_into(self, scatter: ScatterTarget, buckets: list[BucketMeta]) -> None:
         """Returns when every strip is filled and verified. Raises TransportError as `receive` does, and ChecksumError
-        after a transfer that itself went well: the next one may follow."""
+        after a transfer that itself succeeded, so that the next one may follow."""
 
     def close(self) -> None:
         """Frees sockets and memory; never waits for a peer."""

@@ -1,23 +1,23 @@
-"""The sums of many runs of words in one launch; what a sum is, sums.py says."""
+"""The checksums of many runs of words in one launch; sums.py defines the checksum."""
 
 import torch
 import triton
 import triton.language as tl
 
 BLOCK = tl.constexpr(2048)
-"""Words that are added up at a time."""
+"""Words that are added at a time."""
 PROGRAMS = 1 << 16
-"""Of a launch, at most. Many that end soon: a kernel of a decoding step waits for a place on a multiprocessor no longer
-than one of them takes."""
+"""Most programs of a launch. Many short ones: a kernel of a decoding step waits for a multiprocessor no longer than one
+of them takes."""
 _WARPS = 4
 _COLUMNS = tl.constexpr(6)
 
 Row = tuple[int, int, int, int, int]
-"""Of a run: its first byte; words from row to row, words of a row and of all rows; bytes of a word."""
+"""A run: its first byte; words from row to row, words per row and in total; bytes per word."""
 
 
 class Blocks:
-    """Groups of runs cut into blocks, copied to the device once."""
+    """Groups of runs split into blocks, copied to the device once."""
 
     def __init__(self, groups: list[list[Row]], device: torch.device) -> None:
         rows = [row for group in groups for row in group]
@@ -31,8 +31,8 @@ class Blocks:
         self._bounds: list[int] = ends[marks].tolist()
 
     def add(self, group: int, address: int, out: torch.Tensor) -> None:
-        """Queues on the current stream: adds to int64 `out` `[runs]` the sums of a group that lies at `address`, of the
-        device or of pinned memory of the host."""
+        """Queues on the current stream: adds to int64 `out` `[runs]` the sums of a group at `address`, in memory of the
+        device or pinned memory of the host."""
         first, stop = self._bounds[group : group + 2]
         if first < stop:
             grid = (min(PROGRAMS, stop - first),)
@@ -51,7 +51,7 @@ def add_blocks(base, run_of_block, runs, out, first, stop):
         index = begin.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
         row = begin // columns
         column = (begin - row * columns).to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
-        if columns >= BLOCK:  # one end of a row at most: no division for each word
+        if columns >= BLOCK:  # a block has at most one end of a row: no division per word
             onward = tl.where(column >= columns.to(tl.uint32), pitch - columns, 0)
         else:
             onward = (column // columns.to(tl.uint32)).to(tl.int64) * (pitch - columns)
@@ -74,7 +74,7 @@ def _load(address, offset, inside, word):
 
 @triton.jit
 def _weight(index):
-    """As sums.weights."""
+    """As in sums.weights."""
     mixed = index + 1
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
     mixed = (mixed ^ (mixed >> 15)) * 0x846CA68B

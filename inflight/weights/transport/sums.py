@@ -1,14 +1,14 @@
-"""Checksums where the bytes are: what a rank keeps is summed in the send buffer and again where it has landed.
+"""Checksums computed on the device: a rank's bytes are summed in the send buffer and again at their destination.
 
-A rank keeps strips of the send buffer, not buckets (scatter.py). So it says once which runs of bytes it will keep;
-before each transfer the sender sums these runs of its buffer, and the rank sums what lies in its shadow. Any corruption
-between the two shows: bytes that changed, that did not come, that belong elsewhere, or that were overwritten while they
-were read.
+A rank keeps strips of the send buffer, not buckets (scatter.py). So it announces once which runs of bytes it will keep;
+before each transfer the sender sums these runs of its buffer, and the rank sums the bytes in its shadow. Any corruption
+between the two is detected: bytes that changed, did not arrive, belong elsewhere, or were overwritten while they were
+read.
 
-The sum of a run is over its words of four bytes (fewer where it is aligned to less), as unsigned integers, each
-multiplied by a weight of its own and added modulo 2^64. The weights are distinct numbers between 0 and 2^32 without
-order. So one changed word and two that changed places always show: the sum is off by less than 2^64, and not by 0.
-Anything else is missed by chance alone.
+The sum of a run is over its words of four bytes (fewer for lower alignment), as unsigned integers, each multiplied by
+its weight and added modulo 2^64. The weights are distinct pseudo-random numbers between 0 and 2^32. So one changed word
+and two exchanged words are always detected: the sum differs by less than 2^64, and not by 0. Any other corruption is
+missed by chance alone.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from inflight.weights.transport.scatter import CopyRegion, split
 
 RUN_BYTES = 1 << 30
 MAX_WORDS = RUN_BYTES
-"""Of a run: their indices have 32 bits."""
+"""Most words of a run: their indices have 32 bits."""
 MAX_RUNS = 1 << 18
 HOST_BYTES = 4 << 20
-"""That a CPU sums at once; what it makes of them takes 40 MiB, or four times that of single bytes."""
+"""Most bytes that a CPU sums at once; this takes 40 MiB of temporary memory, or four times that for single bytes."""
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _LOW = (1 << 32) - 1
 _Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`rows` times `width` bytes, `pitch` bytes apart from byte `at` of a memory on, in words of `word`."""
+    """`rows` times `width` bytes, starting `pitch` bytes apart at byte `at` of a memory, in words of `word` bytes."""
 
     at: _Count
     width: Annotated[int, Meta(gt=0, lt=1 << 62)]
@@ -51,7 +51,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are summed."""
+        """Number of bytes that are summed."""
         return self.rows * self.width
 
     def objection(self, nbytes: int) -> str:
@@ -66,24 +66,24 @@ class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
 
 class Summing:
-    """Groups of runs that one device sums again and again; what its kernel needs to know is copied to it once."""
+    """Groups of runs that one device sums repeatedly; the kernel's tables are copied to it once."""
 
     def __init__(self, groups: Sequence[Sequence[Run]], device: torch.device) -> None:
         self.runs = tuple(run for group in groups for run in group)
         self._marks = [0, *accumulate(map(len, groups))]
         self._blocks = None
-        if not self.runs:  # without verification no kernel is loaded: that takes the GIL from a decoding engine
+        if not self.runs:  # without verification no kernel is loaded: loading takes the GIL from a decoding engine
             device = torch.device("cpu")
         if device.type == "cuda":
             from inflight.weights.transport.sum_kernel import Blocks
 
             self._blocks = Blocks([[row_of(run) for run in group] for group in groups], device)
         self._sums = torch.zeros(len(self.runs), dtype=torch.int64, device=device)
-        self.take()  # ends when all of it is on the device, for any stream
+        self.take()  # returns when all tables are on the device, for any stream
 
     def add(self, group: int, memory: torch.Tensor) -> None:
-        """Sums a group as it lies in flat uint8 `memory`: the device's, or pinned and the host's. On CUDA it is queued
-        on the current stream."""
+        """Sums a group in flat uint8 `memory`, the device's or pinned memory of the host. On CUDA it is queued on the
+        current stream."""
         if self._blocks is not None:
             self._blocks.add(group, memory.data_ptr(), self._sums)
             return
@@ -91,14 +91,14 @@ class Summing:
             self._sums[number] += sum_on_host(memory, self.runs[number])
 
     def take(self) -> list[int]:
-        """The sums since they were last taken. Waits for the current stream: what other streams add must be done."""
+        """The sums since the last call. Waits for the current stream: work of `add` on other streams must be done."""
         taken = self._sums.clone()
         self._sums.zero_()
         return taken.tolist()
 
 
 def row_of(run: Run) -> tuple[int, int, int, int, int]:
-    """A run as the kernel wants it, see sum_kernel.Row."""
+    """A run in the kernel's format, see sum_kernel.Row."""
     return run.at, run.pitch // run.word, run.width // run.word, run.nbytes // run.word, run.word
 
 
@@ -124,13 +124,13 @@ def weights(first: int, count: int) -> torch.Tensor:
 
 
 def warm_up(device: torch.device) -> None:
-    """Compiles the kernel, which takes a second, for sums to come. Raises TransportError when that can't be done."""
+    """Compiles the kernel in advance, which takes a second. Raises TransportError when that fails."""
     try:
         with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):  # an engine's own would wait
             summing = Summing([[Run(0, 256, 1, 0, 4)]], device)
             summing.add(0, torch.zeros(256, dtype=torch.uint8, device=device))
             summing.take()
-    except Exception as error:  # noqa: BLE001 - whatever Triton, its compilers or the driver raise
+    except Exception as error:  # noqa: BLE001 - any error of Triton, its compilers or the driver
         reason = first_line(error)
         raise TransportError(
             f"open: {device} can't verify what it receives ({reason}); with publish.checksum=none it does not have to"
@@ -138,12 +138,12 @@ def warm_up(device: torch.device) -> None:
 
 
 def read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
-    """What a rank asks for. Raises TransportError unless all of it can be done."""
+    """The runs that a rank has announced. Raises TransportError unless all of them can be summed."""
     try:
         runs = msgspec.msgpack.decode(encoded, type=Annotated[list[Run], Meta(max_length=MAX_RUNS)])
     except msgspec.MsgspecError as error:
         raise TransportError(f"send: {who} does not say what it keeps: {error}") from None
-    if sum(run.nbytes for run in runs) > 4 * nbytes:  # a rank keeps tied weights twice at the most
+    if sum(run.nbytes for run in runs) > 4 * nbytes:  # a rank keeps tied weights at most twice
         raise TransportError(f"send: {who} wants sums of more bytes than it can keep")
     for run in runs:
         if objection := run.objection(nbytes):
@@ -152,8 +152,8 @@ def read_runs(encoded: bytes, who: str, nbytes: int) -> tuple[Run, ...]:
 
 
 class BufferSums:
-    """What was summed of a send buffer since it was packed: once for all ranks that keep the same and for all attempts,
-    so that corruption of the buffer itself is found too."""
+    """The sums of a send buffer since it was packed: shared by all ranks that keep the same runs and by all attempts,
+    so that corruption of the buffer itself is detected too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -175,18 +175,18 @@ class BufferSums:
 
 
 class SenderSums:
-    """The sender's side: tells each rank the sums of what that rank keeps."""
+    """The sender's side: sends each rank the sums of the bytes that the rank keeps."""
 
     def __init__(self, store: KeyValueStore, size: int, sums: BufferSums | None = None) -> None:
-        """`sums` are those that the buffer's other senders use; without it each transfer is summed afresh."""
+        """`sums` are shared with the buffer's other senders; without it each transfer is summed anew."""
         self._store, self._sums = store, sums
         self._kept: dict[int, Summing] = {}
         self._ranks = range(1, size)
 
     def post(self, number: int, buffer: torch.Tensor) -> None:
-        """Sums before transfer `number`, on the current stream, and tells the ranks; waits for it.
+        """Sums before transfer `number`, on the current stream, and sends the sums to the ranks; waits for the device.
 
-        Raises TransportError when a rank does not say in time what it keeps, or says what can't be.
+        Raises TransportError when a rank does not announce its runs in time, or announces invalid ones.
         """
         for rank in self._ranks:
             if rank not in self._kept:
@@ -203,7 +203,7 @@ class SenderSums:
 
 
 class RankSums:
-    """A rank's side. With `verify` false it asks for nothing and checks nothing."""
+    """A rank's side. With `verify` false it announces nothing and checks nothing."""
 
     def __init__(self, store: KeyValueStore, rank: int, *, verify: bool) -> None:
         self._store, self._rank, self._verify = store, rank, verify
@@ -212,7 +212,8 @@ class RankSums:
         self._here = Summing([], torch.device("cpu"))
 
     def begin(self, groups: Sequence[Sequence[CopyRegion]], device: torch.device) -> None:
-        """`groups`: what lands together, the same for each transfer. At first tells the sender what is kept."""
+        """`groups`: strips that arrive together, the same for each transfer. The first call announces the runs to the
+        sender."""
         if self._groups is None:
             self._groups = groups
             parts = [[part for strip in group for part in split(strip, RUN_BYTES)] for group in groups if self._verify]
@@ -224,17 +225,17 @@ class RankSums:
             raise TransportError("receive: this rank keeps other bytes than it has announced to the sender")
 
     def add(self, group: int, target: torch.Tensor) -> None:
-        """Queues the sums of a group that has landed in uint8 `target`, the device's or the host's, on the current
+        """Queues the sums of a group that has arrived in uint8 `target`, the device's or the host's, on the current
         stream."""
         if self._verify:
             self._here.add(group, target)
 
     def check(self, number: int) -> None:
-        """Compares, when all has landed and what `add` queued is done.
+        """Compares the sums, after the whole transfer and all work that `add` queued.
 
-        Raises ChecksumError naming what differs, TransportError when the sender has not sent its sums.
+        Raises ChecksumError that names the differing bytes, TransportError when the sender has not sent its sums.
         """
-        if not self._there:  # the sender tells no sums of nothing
+        if not self._there:  # the sender sends no sums of nothing
             return
         found = self._here.take()
         key = f"sums/{number}/{self._rank}"
@@ -249,6 +250,6 @@ class RankSums:
 
 
 def _run_of(strip: CopyRegion, at: int, pitch: int) -> Run:
-    """One side of a strip, in the words that it is aligned to on both."""
+    """One side of a strip, in words to which both sides are aligned."""
     word = math.gcd(4, strip.source, strip.target, strip.width, strip.source_pitch, strip.target_pitch)
     return Run(at, strip.width, strip.rows, pitch, word)

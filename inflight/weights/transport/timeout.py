@@ -1,5 +1,5 @@
-"""A timeout for calls that have none: torch's TCPStore waits forever for a host that is stopped, not dead; NCCL waits
-forever for a rank that is stopped while a communicator forms, and may while one ends."""
+"""A timeout for calls that have none: torch's TCPStore waits forever for a host that is suspended, not dead; NCCL waits
+forever for a rank that is suspended while a communicator forms, and possibly while one ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 def within(limit_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises; TimeoutError when that takes longer than `limit_s` seconds.
+    """The result or error of `call`; TimeoutError when that takes longer than `limit_s` seconds.
 
-    It runs in a thread of its own, which is abandoned when it is late: what it still does must not matter. Raises
-    RuntimeError where no thread can be started, as at the interpreter's end. Python ends a process by SIGABRT whose
-    interpreter has ended when a thread comes back from such a call: ours end by `processes.leave`.
+    It runs in a thread of its own, which is abandoned when it is late: its later effects must not matter. Raises
+    RuntimeError when no thread can be started, as at interpreter shutdown. Python ends a process by SIGABRT when a
+    thread returns from such a call after the interpreter has ended: our processes end by `processes.leave`.
     """
     answers: list[T] = []
     errors: list[BaseException] = []
@@ -26,12 +26,12 @@ def within(limit_s: float, call: Callable[[], T]) -> T:
     def run() -> None:
         try:
             answers.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that asked
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
             errors.append(error)
         finally:
             done.release()
 
-    # Not threading.Thread with a Future: both hand the GIL back and forth, which a decoding engine's threads need.
+    # Not threading.Thread with a Future: both pass the GIL back and forth, which a decoding engine's threads need.
     _thread.start_new_thread(run, ())
     if not done.acquire(timeout=limit_s):
         raise TimeoutError(f"no answer within {limit_s:g} s")

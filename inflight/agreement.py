@@ -1,16 +1,16 @@
-"""Whether recorded log-probabilities are those of a model, up to how its dtype rounds: one rule for any model.
+"""Whether recorded log-probabilities are a model's, up to its dtype's rounding: one rule for any model.
 
-Rounding moves logits. What that does to a token's log-probability is in proportion to how unsure the model is of it:
-with logits that are off by e each, log p is off by about e (1 - p). So differences d = recorded - replayed are counted
-in steps of `STEP[dtype] (1 - p) / temperature`, p being the replayed probability. In these steps rounding is nearly
+Rounding moves logits. The effect on a token's log-probability is proportional to how unsure the model is of it: with
+logits that are off by e each, log p is off by about e (1 - p). So differences d = recorded - replayed are counted in
+steps of `STEP[dtype] (1 - p) / temperature`, p being the replayed probability. In these steps rounding is nearly
 the same at every confidence, and its median lies between 0.4 and 30 for all models and dtypes that were measured
 (docs/audit.md). A record agrees when
 
 * the median of |d| is at most TYPICAL steps,
-* no |d| is above SPREAD times the median (which counts as 1 if it is less),
-* the mean of d is 0, but for d's own mean square (rounding moves the mean of a logarithm by half of that), half a step
-  of an improbable token, and STANDARD_ERRORS standard errors,
-* recorded values rise as the replayed ones do: the slope of the one over the other is 1, but for SLOPE and
+* no |d| is above SPREAD times the median (at least 1),
+* the mean of d is 0, up to half of d's mean square (by which rounding moves the mean of a logarithm), half a step of an
+  improbable token, and STANDARD_ERRORS standard errors,
+* recorded values rise as the replayed ones do: the slope of recorded over replayed ones is 1, up to SLOPE and
   STANDARD_ERRORS standard errors.
 
 The first two need one token. The others need PROMPTS prompts: the tokens of a prompt depend on each other, so that
@@ -35,47 +35,48 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2.0**-20}
-"""Relative size of a rounding, by dtype. TF32 is what attention kernels on CUDA multiply float32 in. Sums are taken in
-float32 at least, in an order of the kernel's own; for float32 that, about 16 roundings of 2**-24, is what there is."""
+"""Relative size of a rounding, by dtype. TF32: CUDA attention kernels multiply float32 in it. Sums are accumulated in
+float32 or higher, in an order of the kernel's own; for float32 that is the whole error, about 16 roundings of
+2**-24."""
 TYPICAL = 48.0
 """Steps. Measured in bfloat16: 2.4 (tiny) to 14 (SmolLM2), 27 for 24 layers of large random weights."""
 SPREAD = 50.0
-"""Largest difference by the median one. Measured: 3 to 16 for 960 tokens."""
+"""Largest ratio of the largest difference to the median one. Measured: 3 to 16 for 960 tokens."""
 SLOPE = 0.05
 """Measured: within 0.01 of 1."""
 STANDARD_ERRORS = 4.0
 PROMPTS = 8
-"""Of fewer nobody knows how much they differ."""
+"""With fewer prompts their spread is unknown."""
 FLOAT32_LOGARITHM = 2.0**-22
-"""Relative size of what float32 does to a log-probability itself, of certain tokens too."""
+"""Relative error of a log-probability computed in float32, also for certain tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a comparison came to; a figure is NaN where there was too little to compute it from."""
+    """The result of a comparison; a figure is NaN when there was too little to compute it from."""
 
     tokens: int
     median: float
-    """Nats, of |d|."""
+    """Median of |d| in nats."""
     largest: float
-    """Nats, of |d|; infinite when a value is no number."""
+    """Largest |d| in nats; infinite when a value is no number."""
     steps: float
     """Median of |d| in steps."""
     steps_max: float
     """Largest |d| in steps."""
     at: int | None
-    """Which token that is; the first one that is no number, if there is one."""
+    """Index of the token with the largest |d|; the first one that is no number, if there is one."""
     mean: float
-    """Nats, of d."""
+    """Mean of d in nats."""
     slope: float
-    """Of recorded over replayed values, least squares."""
+    """Slope of recorded over replayed values, least squares."""
     correlation: float
     problems: list[str]
-    """Why the two don't agree, a sentence each."""
+    """Why the two don't agree, one sentence each."""
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing speaks against it. True of no tokens at all: see `tokens`."""
+        """Whether there are no problems. Also true without any tokens: see `tokens`."""
         return not self.problems
 
 
@@ -84,7 +85,7 @@ def rounding_steps(
 ) -> np.ndarray:
     """[N] nats: the size of a step for tokens of these log-probabilities ([N] float64).
 
-    `cut` ([N] bool) marks tokens whose top-k or top-p set is not known: the replay may cut another token off than the
+    `cut` ([N] bool) marks tokens whose top-k or top-p set is unknown: the replay may exclude another token than the
     generator did, which changes a token however sure the model is of it. Raises KeyError for an unknown dtype.
     """
     unsure = -np.expm1(np.minimum(replayed, 0.0))
@@ -106,9 +107,9 @@ def compare(
 ) -> Agreement:
     """Compares [N] log-probabilities, in nats.
 
-    `prompt` ([N] int) says which prompt each token's sequence begins with (default: one each); `cut` see
-    rounding_steps. `most` is the largest difference allowed, in nats, in place of SPREAD. Raises ValueError for shapes
-    that differ, KeyError for a dtype that STEP does not know.
+    `prompt` ([N] int): index of the prompt of each token's sequence (default: a separate one for each token); `cut`:
+    see rounding_steps. `most`: largest difference allowed in nats, instead of SPREAD. Raises ValueError for shapes that
+    differ, KeyError for a dtype that is not in STEP.
     """
     x, y = np.asarray(replayed, dtype=float), np.asarray(recorded, dtype=float)
     if x.ndim != 1 or x.shape != y.shape:
@@ -138,7 +139,7 @@ def compare(
 
 
 def _typical(sizes: np.ndarray, in_steps: np.ndarray, dtype: str) -> list[str]:
-    """What is wrong with most differences, in nats and in steps ([N] each)."""
+    """Problems with most differences, in nats and in steps ([N] each)."""
     if not len(sizes) or (typical := float(np.median(in_steps))) <= TYPICAL:
         return []
     nats = f"{np.median(sizes):.3g} nats"
@@ -146,7 +147,7 @@ def _typical(sizes: np.ndarray, in_steps: np.ndarray, dtype: str) -> list[str]:
 
 
 def _largest(sizes: np.ndarray, in_steps: np.ndarray, dtype: str, most: float | None) -> list[str]:
-    """What is wrong with the largest difference."""
+    """Problems with the largest difference."""
     if not len(sizes):
         return []
     if most is not None:
@@ -164,7 +165,7 @@ def _largest(sizes: np.ndarray, in_steps: np.ndarray, dtype: str, most: float | 
 
 
 def _mean(off: np.ndarray, prompt: np.ndarray, step: float) -> tuple[float, list[str]]:
-    """The mean of differences [N], and what is wrong with it."""
+    """The mean of differences [N], and problems with it."""
     if len(np.unique(prompt)) < PROMPTS:
         return (float(off.mean()) if len(off) else math.nan), []
     mean = float(off.mean())
@@ -176,7 +177,7 @@ def _mean(off: np.ndarray, prompt: np.ndarray, step: float) -> tuple[float, list
 
 
 def _slope(x: np.ndarray, y: np.ndarray, prompt: np.ndarray) -> tuple[float, list[str]]:
-    """The slope of recorded values `y` over replayed ones `x` ([N] each), and what is wrong with it."""
+    """The slope of recorded values `y` over replayed ones `x` ([N] each), and problems with it."""
     if not len(x) or x.std() == 0:
         return math.nan, []
     x, y = x - x.mean(), y - y.mean()

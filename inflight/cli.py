@@ -23,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _COMMANDS[command][1](arguments[1:])
         sys.stdout.flush()
-    except BrokenPipeError:  # `inflight report RUN | head`: the reader has what it wants
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end fails
+    except BrokenPipeError:  # for example `inflight report RUN | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit fails
         return 128 + signal.SIGPIPE
     return code
 
@@ -71,7 +71,7 @@ def _model(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="inflight model", description="Prepare a model and print its directory.")
     parser.add_argument("name", help="OWNER/NAME of the Hugging Face hub, a directory, or smollm2, tiny, tiny-untied")
     parser.add_argument("--revision", default="", help="branch, tag or commit of the hub (default: its main branch)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="the model's own Python code, too")
+    parser.add_argument("--trust-remote-code", action="store_true", help="also the model's own Python code")
     given = parser.parse_args(arguments)
     try:
         commit = models.fetch(given.name, given.revision, trust_remote_code=given.trust_remote_code)
@@ -91,7 +91,7 @@ def _version(arguments: list[str]) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
     "audit": ("replay a run's rollouts and check every version tag", _audit),
-    "report": ("what a run came to, and what age did to its tokens", _report),
+    "report": ("the results of a run, and figures of its tokens by lag", _report),
     "show": ("a run's rollouts, and which version sampled which token", _show),
     "doctor": ("check this machine, and say what to do", _doctor),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),

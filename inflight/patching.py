@@ -1,8 +1,8 @@
 """Applies patches/vllm-X.patch to an installed vLLM or to a fork, and takes it back.
 
-A patch is a plain git diff with full blob ids (`git diff --full-index`), so a fork can take it by `git apply`.
-Those ids also tell, with no file beside the patch, whether a source is as vLLM shipped it, as the patch leaves it,
-or neither. Only known contents are touched, so context is never guessed. vLLM itself is not imported here.
+A patch is a plain git diff with full blob ids (`git diff --full-index`), so it can be applied to a fork by `git apply`.
+The ids also tell, without any further file, whether a source is as vLLM shipped it, as the patch changes it, or
+neither. Only files of known content are changed, so context is never guessed. vLLM itself is not imported here.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _VERSION = re.compile(r"^__version__ = .*?['\"]([^'\"+]+)", re.MULTILINE)
 
 
 class PatchError(RuntimeError):
-    """Something stands against patching; the text is one line for a person."""
+    """Patching is impossible; the text is one line for the user."""
 
 
 class PatchState(enum.Enum):
-    """What the sources of a vLLM are, compared with its patch."""
+    """The state of a vLLM's sources, compared with its patch."""
 
     PRISTINE = "pristine"
     PATCHED = "patched"
@@ -87,29 +87,29 @@ class FilePatch:
 
 
 def check(path: Path | str | None = None, version: str | None = None) -> PatchState:
-    """Tells the state of a vLLM: of the installed one, or of the fork or site-packages at `path`."""
+    """The state of a vLLM: of the installed one, or of the fork or site-packages at `path`."""
     root, _, files = _find(path, version)
     return _summary(_states(root, files))
 
 
 def apply(path: Path | str | None = None, version: str | None = None) -> PatchState:
-    """Patches a vLLM, all files or none; a patched one stays as it is. Returns the state found before."""
+    """Patches a vLLM, all files or none; a patched one is unchanged. Returns the state found before."""
     return _turn(path, version, PatchState.PATCHED)
 
 
 def revert(path: Path | str | None = None, version: str | None = None) -> PatchState:
-    """Gives a vLLM its own sources back, all files or none. Returns the state found before."""
+    """Restores a vLLM's own sources, all files or none. Returns the state found before."""
     return _turn(path, version, PatchState.PRISTINE)
 
 
 def supported_versions() -> list[str]:
-    """The vLLM versions that there is a patch for."""
+    """The vLLM versions for which there is a patch."""
     names = [file.stem.removeprefix("vllm-") for file in resources.folder("patches").glob("vllm-*.patch")]
     return sorted(names, key=lambda name: [int(part) for part in name.split(".")])
 
 
 def parse(text: bytes) -> list[FilePatch]:
-    """Reads a git diff with full blob ids; text before the first file is free."""
+    """Reads a git diff with full blob ids; text before the first file is ignored."""
     files: list[FilePatch] = []
     for line in io.BytesIO(text).readlines():
         if match := _FILE.fullmatch(line):
@@ -165,7 +165,7 @@ def _locate(path: Path | str | None) -> Path:
 
 
 def _version(root: Path, given: str | None) -> str:
-    """The version of a vLLM, as given or else from vllm/_version.py; one that there is a patch for."""
+    """The version of a vLLM, as given or else from vllm/_version.py; there must be a patch for it."""
     version, origin = given, "--vllm-version"
     allowed = ", ".join(supported_versions())
     if version is None:
@@ -229,7 +229,7 @@ def _turned(file: FilePatch, content: bytes, goal: PatchState) -> bytes | None:
 
 
 def _recorded(root: Path, files: list[FilePatch], goal: PatchState) -> dict[Path, bytes | None]:
-    """Has pip's RECORD name the files that the patch adds, so that they go when vLLM is upgraded or removed."""
+    """Adds the files of the patch to pip's RECORD, so that they are removed when vLLM is upgraded or removed."""
     added = [file.path.encode() for file in files if file.old == _ABSENT]
     records: dict[Path, bytes | None] = {}
     for record in root.glob("vllm*.dist-info/RECORD"):
@@ -253,7 +253,7 @@ def _blob_id(content: bytes | None) -> str:
 
 
 def _write_all(contents: dict[Path, bytes | None]) -> None:
-    """Replaces files by new contents (None: removes them); on any failure puts back those already replaced."""
+    """Replaces files by new contents (None: removes them); on any failure restores those already replaced."""
     with _staged(contents) as new, _staged({file: _content(file) for file in contents}) as old:
         done: list[Path] = []
         try:
@@ -268,7 +268,7 @@ def _write_all(contents: dict[Path, bytes | None]) -> None:
 
 @contextlib.contextmanager
 def _staged(contents: dict[Path, bytes | None]) -> Iterator[dict[Path, Path | None]]:
-    """Writes contents to temporary files beside their targets, so that a rename is all that is left to do."""
+    """Writes contents to temporary files beside their targets, so that only renames are left."""
     staged: dict[Path, Path | None] = {}
     try:
         for file, content in contents.items():

@@ -1,6 +1,6 @@
 """Finds the folders that ship with the code: `configs` and `patches`.
 
-In a checkout they stand beside the package, where a reader looks for them; a wheel carries them inside it.
+In a checkout they are beside the package, where a reader looks for them; a wheel has them inside it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The distribution that a token is drawn from: what vLLM makes of a model's logits, in its order.
+"""The distribution that a token is sampled from: computed from a model's logits as vLLM does, in the same order.
 
-Penalties, temperature, min-p, top-k, top-p; then the log-probabilities are taken over what is left. A trainer that
-compares with recorded log-probabilities has to compute the same.
+Penalties, temperature, min-p, top-k, top-p; then the log-probabilities of the remaining tokens. A trainer that compares
+with recorded log-probabilities has to compute the same.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ __all__ = ["Recorded", "Sampling", "processed_logprobs"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
-    """What is known of N draws beyond the logits."""
+    """The recorded data of N draws, in addition to the logits."""
 
     chosen: torch.Tensor
-    """[N] int64, the tokens drawn: they were possible, whatever rounding says of a cut's edge."""
+    """[N] int64, the sampled tokens: they were possible, whatever rounding says at the edge of a truncation."""
     kept: torch.Tensor | None = None
-    """[N, K] int64, the tokens that were left to draw from, -1 beyond; a row of -1 was not recorded."""
+    """[N, K] int64, the tokens that remained to sample from, padded with -1; a row of -1 was not recorded."""
     seen: torch.Tensor | None = None
-    """[N, U] int64, tokens that came before, none twice; needed for penalties. Further ones, 0 among them even if it is
-    there already, do no harm where neither of the two fields below says that they came."""
+    """[N, U] int64, the preceding tokens without repetition; needed for penalties. Padding with any token, including 0,
+    has no effect if the two fields below are zero for it."""
     in_prompt: torch.Tensor | None = None
-    """[N, U] bool, whether they were in the prompt."""
+    """[N, U] bool, whether the token occurs in the prompt."""
     drawn_before: torch.Tensor | None = None
-    """[N, U] integers, how often they had been drawn."""
+    """[N, U] integers, how often the token was sampled before."""
 
 
 def processed_logprobs(logits: torch.Tensor, sampling: Sampling, recorded: Recorded | None = None) -> torch.Tensor:
-    """[N, V] log-probabilities of what vLLM draws from, in float32 (float64 for logits in float64); tokens that are cut
-    off get minus infinity.
+    """[N, V] log-probabilities of vLLM's sampling distribution, in float32 (float64 for logits in float64); excluded
+    tokens get minus infinity.
 
-    Where the kept set was recorded it is used as it is: the generator's, not what these weights would keep. Elsewhere
-    it is computed anew: top-k keeps ties of the k-th; top-p keeps the smallest set of most probable tokens whose mass
-    exceeds p, at least one (vllm/v1/sample/ops/topk_topp_sampler.py).
+    Where the kept set was recorded it is used: the generator's, not the one of these weights. Elsewhere it is computed:
+    top-k keeps ties of the k-th; top-p keeps the smallest set of most probable tokens whose mass exceeds p, at least
+    one (vllm/v1/sample/ops/topk_topp_sampler.py).
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sampling.penalises:
         logits = _penalised(logits, sampling, recorded)
     if sampling.temperature != 1:
-        logits = logits / sampling.temperature  # two more passes over N x V, forward and back
+        logits = logits / sampling.temperature  # two more passes over N x V, forward and backward
     cut = _cut(logits.detach(), sampling)
     if cut is None:
         return logits.log_softmax(dim=-1)
@@ -61,11 +61,11 @@ def _penalised(logits: torch.Tensor, sampling: Sampling, recorded: Recorded | No
     factor = torch.where(recorded.in_prompt | drawn, sampling.repetition_penalty, 1.0)
     changed = torch.where(plain > 0, plain / factor, plain * factor)
     changed = changed - sampling.frequency_penalty * recorded.drawn_before - sampling.presence_penalty * drawn
-    return logits.scatter_add(1, recorded.seen, changed - plain)  # a token that is there twice changes by 0 once
+    return logits.scatter_add(1, recorded.seen, changed - plain)  # a repeated token changes once, and by 0 after that
 
 
 def _cut(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
-    """[N, V] True where a token can't be drawn; None when all can."""
+    """[N, V] True where a token can't be sampled; None when all can."""
     if sampling.min_p <= 0 and sampling.top_p >= 1 and not 0 < sampling.top_k < logits.shape[-1]:
         return None
     out = torch.zeros_like(logits, dtype=torch.bool)
@@ -84,7 +84,7 @@ def _cut(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor | None:
 
 
 def _as_recorded(cut: torch.Tensor, recorded: Recorded) -> torch.Tensor:
-    """The cut with recorded sets in its place where there are any, and the drawn tokens never cut off."""
+    """Replaces the mask by recorded sets where there are any; sampled tokens are never excluded."""
     if recorded.kept is not None:
         known = recorded.kept >= 0  # [N, K]
         ids = torch.where(known, recorded.kept, recorded.chosen[:, None])

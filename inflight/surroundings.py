@@ -1,5 +1,5 @@
-"""What a process of a run starts in: which of the caller's environment variables it inherits, what is set for it, and
-how many files it may have open."""
+"""The environment of a run's processes: which of the caller's variables they inherit, which are set for them, and their
+limit of open files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import resource
 from collections.abc import Iterable, Mapping, MutableMapping
 
 _FOREIGN = {
-    # Ranks and meeting points that torchrun, MPI or Slurm gave to the caller. Accelerate, torch and vLLM would take
-    # them for their own, and wait for the other ranks of a program that has none.
+    # Ranks and rendezvous addresses that torchrun, MPI or Slurm gave to the caller. Accelerate, torch and vLLM would
+    # use
+    # them, and wait for the other ranks of a program that has none.
     "": r"""
     RANK WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK LOCAL_(RANK|WORLD_SIZE) GROUP_(RANK|WORLD_SIZE)
     ROLE_(RANK|WORLD_SIZE|NAME) TORCHELASTIC_.* PET_.* PMI_.* PMIX_.* MPI_LOCAL.* OMPI_COMM_WORLD_.*
@@ -19,29 +20,29 @@ _FOREIGN = {
     VLLM_PORT VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_DP_.* VLLM_RAY_.* VLLM_ELASTIC_EP_.* VLLM_TEST_.*
     """,
     # vLLM's custom all-reduce exports memory of torch's allocator over CUDA IPC, which expandable segments do not
-    # allow. The trainer keeps the setting: its transport follows from it (weights/transport).
+    # allow. The trainer keeps the setting: its transport depends on it (weights/transport).
     "generator": "PYTORCH_((CUDA|HIP)_)?ALLOC_CONF",
 }
-"""Patterns of the variables that a process of this kind ("": of any) does not inherit. All others pass, among them
-HF_*, CUDA_*, NCCL_*, API keys and proxies."""
+"""Patterns of the variables that a process of this kind ("": of any) does not inherit. All others are inherited, among
+them HF_*, CUDA_*, NCCL_*, API keys and proxies."""
 
 
 def foreign(names: Iterable[str], kind: str) -> list[str]:
-    """Those of the caller's variables, sorted, that a process of this kind does not inherit."""
+    """The caller's variables, sorted, that a process of this kind does not inherit."""
     patterns = [*_FOREIGN[""].split(), *_FOREIGN.get(kind, "").split()]
     whole = re.compile("|".join(f"({pattern})" for pattern in patterns))
     return sorted(name for name in names if whole.fullmatch(name))
 
 
 def inherited(environment: Mapping[str, str], kind: str) -> dict[str, str]:
-    """What a process of this kind inherits of the caller's environment."""
+    """The caller's variables that a process of this kind inherits."""
     dropped = set(foreign(environment, kind))
     return {name: value for name, value in environment.items() if name not in dropped}
 
 
 def forget_foreign(environment: MutableMapping[str, str], kind: str) -> list[str]:
-    """Removes from a process's own environment what it should not have inherited; returns the names. To be called
-    before torch or vLLM is imported."""
+    """Removes variables from a process's own environment that it should not have inherited; returns their names. Must
+    be called before torch or vLLM is imported."""
     dropped = foreign(environment, kind)
     for name in dropped:
         del environment[name]
@@ -49,7 +50,7 @@ def forget_foreign(environment: MutableMapping[str, str], kind: str) -> list[str
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str:
-    """`NAME=value` of the setting that has torch's allocator take expandable segments in the trainer; empty: none.
+    """`NAME=value` of the setting that makes torch's allocator use expandable segments in the trainer; empty: none.
     Their memory can't be exported over CUDA IPC."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:True" in (value := environment.get(name, "")).replace(" ", ""):
@@ -58,7 +59,7 @@ def expandable_segments(environment: Mapping[str, str]) -> str:
 
 
 def computing(threads: int) -> dict[str, str]:
-    """Variables of a process that computes with so many threads; nothing is fetched from a hub."""
+    """Variables of a process that computes with this many threads; nothing is downloaded from a hub."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -69,8 +70,8 @@ def computing(threads: int) -> dict[str, str]:
 
 
 def allow_open_files() -> int:
-    """Raises this process's soft limit of open files to the hard one, for its children too: each request under way is
-    a connection, and shells give 1,024. Returns the limit that holds now."""
+    """Raises this process's soft limit of open files to the hard one, also for its children: each request in progress
+    is a connection, and shells allow 1,024. Returns the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Records that every part of inflight speaks: versions, spans, weights' metadata and rollouts.
+"""Records that all parts of inflight share: versions, spans, metadata of weights, and rollouts.
 
 Nothing here imports torch, zmq or vllm. Records are `msgspec.Struct`s, so the wire (messages/) and the files of a
 run (rollouts.msgpack) hold them unchanged, and decoding validates every field.
@@ -18,14 +18,14 @@ Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]{64}$")]
 """SHA-256, hexadecimal."""
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
-"""Small enough for everyone: JSON's readers, msgpack, tensors of int64."""
+"""Small enough for all representations: JSON readers, msgpack, tensors of int64."""
 Incarnation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
-"""Random, and shared by all processes of one start of a generator: it tells a restarted one from one that was cut off
-for a while. Empty for one that is never restarted (benches)."""
+"""Random, and shared by all processes of one start of a generator: distinguishes a restarted generator from one that
+was disconnected for a while. Empty for one that is never restarted (benches)."""
 TokenIds = Annotated[list[Count], Meta(max_length=1 << 20)]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes an element, by the dtype names that may go over the wire."""
+"""Bytes per element, by the dtype names that may go over the wire."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,8 +47,8 @@ class PrefillSpan(msgspec.Struct, frozen=True, array_like=True):
 
     Before output token `output_index` was sampled, the KV from sequence position `position` on was (re)computed
     under `version`. An undisturbed request has `[PrefillSpan(0, 0, v)]`; chunked prefill over a swap and resumption
-    after preemption add one each. A version of -1 is unknown: KV that came from another version's prefix cache (when
-    sharing is configured) or from outside.
+    after preemption add one each. A version of -1 is unknown: KV from another version's prefix cache (when sharing is
+    configured) or from an external cache.
     """
 
     output_index: Count
@@ -57,7 +57,7 @@ class PrefillSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParamMeta(Record):
-    """One parameter as it travels: its checkpoint (transformers) name, full shape and wire dtype."""
+    """One parameter as it is sent: its checkpoint (transformers) name, full shape and wire dtype."""
 
     name: Name
     shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
@@ -78,10 +78,10 @@ class ParamMeta(Record):
 
 
 class RoutedExperts(Record):
-    """Which experts a mixture-of-experts model sent each token of a sequence to, as the engine recorded it.
+    """The experts to which a mixture-of-experts model sent each token of a sequence, as recorded by the engine.
 
-    `data` holds `shape` = [tokens of prompt and completion, as many as the engine has run; layers; experts a token]
-    unsigned integers of `bytes_each` bytes, little endian, in row order.
+    `data` holds `shape` = [tokens of prompt and completion that the engine has run; layers; experts per token] unsigned
+    integers of `bytes_each` bytes, little endian, in row order.
     """
 
     shape: tuple[Count, Count, Count]
@@ -95,7 +95,7 @@ class RoutedExperts(Record):
 
 
 class Turn(Record, omit_defaults=True):
-    """One sampled completion of a prompt: tokens with what the engine knew when it sampled them."""
+    """One sampled completion of a prompt: tokens, and the engine's data on them when it sampled them."""
 
     token_ids: TokenIds
     logprobs: Annotated[list[float], Meta(max_length=1 << 20)]
@@ -104,12 +104,12 @@ class Turn(Record, omit_defaults=True):
     prefill_versions: Annotated[list[PrefillSpan], Meta(max_length=1 << 16)]
     finish_reason: Annotated[str, Meta(max_length=64)]
     kept: Annotated[list[TokenIds], Meta(max_length=1 << 20)] | None = None
-    """[T] the tokens that top-k and top-p left to draw each token from; an empty set is one that was not recorded."""
+    """[T] the tokens that top-k and top-p left to sample each token from; an empty set was not recorded."""
     routed_experts: RoutedExperts | None = None
 
 
 class StepReward(msgspec.Struct, frozen=True, array_like=True):
-    """A process reward: what the step that ends with completion token `index` has earned."""
+    """A process reward: the reward of the step that ends with completion token `index`."""
 
     index: Count
     reward: float
@@ -135,9 +135,9 @@ class Rollout(Record, omit_defaults=True):
     """Wall-clock seconds (Unix) at submission."""
     finished: float
     first_token_s: Annotated[float, Meta(ge=0)]
-    """Seconds from submission to the first token; 0 when the interface does not tell."""
+    """Seconds from submission to the first token; 0 if unknown."""
     step_rewards: Annotated[list[StepReward], Meta(max_length=1 << 20)] = []
-    """Process rewards, ascending by index; none: the reward is for the whole."""
+    """Process rewards, ascending by index; none: there is only the reward of the whole."""
     teacher_logprobs: Annotated[list[float], Meta(max_length=1 << 20)] | None = None
     """[T] log-probability of each token under a teacher that scored the rollout."""
     retries: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)] = {}
@@ -145,10 +145,10 @@ class Rollout(Record, omit_defaults=True):
     rewards: Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64)], float], Meta(max_length=256)] = {}
     """What each reward of the run gave, by name; `reward` is their sum by weight. One that does not apply is absent."""
     unscored: Annotated[str, Meta(max_length=128)] = ""
-    """Why the reward stands for a score that failed, where a run takes such a score for 0; empty: it was scored."""
+    """Why scoring failed, if the run takes failed scores as 0; empty: it was scored."""
     pieces: Annotated[list[Piece], Meta(max_length=1 << 16)] = []
-    """Who made which tokens, where a generator was lost and another one continued the sequence; none: `generator` made
-    all, otherwise it made the last piece."""
+    """Which generator made which tokens, if one was lost and another one continued the sequence; empty: `generator`
+    made all, otherwise it made the last piece."""
 
 
 class RolloutGroup(Record):
@@ -156,7 +156,7 @@ class RolloutGroup(Record):
 
     group_id: Name
     prompt_key: Name
-    """Names the task's item, so that a run can show that no prompt was trained on twice."""
+    """Identifies the task's item, so that a run can show that no prompt was trained on twice."""
     rollouts: Annotated[list[Rollout], Meta(min_length=1, max_length=4096)]
 
 
@@ -178,11 +178,11 @@ def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
 
 
 Url = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]+$")]
-"""Where a generator serves."""
+"""HTTP address of a generator."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
-    """A generator that requests may be sent to: where it serves, and the version that it stamps."""
+    """A generator that gets requests: its address, and the version that it stamps."""
 
     url: Url
     version: Version
@@ -190,10 +190,11 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """What the publisher writes for the actors (RunConfig.routes_file): the newest version and who may be asked.
+    """The file that the publisher writes for the actors (RunConfig.routes_file): the newest version, and the generators
+    that get requests.
 
-    A generator that is not named gets no requests: it has not received a version since it joined, is too far behind,
-    does not answer, or may hold a torn one.
+    A generator that is not listed gets none: it has not received a version since it joined, is too far behind, does not
+    answer, or may hold a torn one.
     """
 
     version: Version

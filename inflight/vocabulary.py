@@ -1,4 +1,4 @@
-"""Ids that a tokenizer has no piece for: a model's vocabulary is often padded beyond its tokenizer's, and a padded id
+"""Ids without a token in the tokenizer: a model's vocabulary is often padded beyond its tokenizer's, and a padded id
 has a logit like any other, so it gets sampled. It stands for no text."""
 
 from __future__ import annotations
@@ -7,10 +7,10 @@ from typing import Any
 
 
 def decode_every_id(tokenizer: Any) -> None:
-    """Lets a tokenizer of transformers decode any id: one without a piece is no text, "".
+    """Makes a tokenizer of transformers decode any id: one without a token becomes "".
 
-    Without, what happens to such an id depends on the kind of tokenizer: it is left out, it is None where text is
-    expected, or an exception. Changes the object, in what `decode` and `convert_ids_to_tokens` return alone.
+    Otherwise the result depends on the kind of tokenizer: the id is omitted, is None where text is expected, or raises.
+    Changes the object's `decode` and `convert_ids_to_tokens` only.
     """
     known = frozenset(tokenizer.get_vocab().values())
     decode, convert = tokenizer.decode, tokenizer.convert_ids_to_tokens

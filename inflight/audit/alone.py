@@ -1,8 +1,8 @@
-"""Sequences that were alone in some of their steps: when, is found out from what the engine recorded.
+"""Finds the steps in which a sequence was alone in the engine, from the recorded log-probabilities.
 
-A lone row takes another kernel, which rounds another way, and nothing in a rollout says when its sequence had no other
-beside it. So each time is tried: a trial has the steps between which a sequence was alone, and ends at the first token
-that does not come out as recorded, bit for bit. The trial that comes furthest is the one that is tried on.
+A single row uses another kernel, which rounds differently, and a rollout does not record when its sequence had no other
+beside it. So possibilities are tried: a trial assumes steps between which a sequence was alone, and ends at the first
+token that does not come out as recorded, bit for bit. The trial that gets furthest is extended.
 """
 
 from __future__ import annotations
@@ -13,27 +13,28 @@ from dataclasses import dataclass, field
 from inflight.audit.replay import Job, Sequenced
 
 TURNS = 6
-"""Times that a sequence was left alone, or joined by others, at the most."""
+"""Most times that a sequence became alone, or was joined by others."""
 BACK = 64
-"""Tokens by which being alone may show late: of lone rows one in eleven differs, so nearly all show within these."""
+"""Tokens within which being alone shows: one in eleven tokens of single rows differs, so nearly all show within
+these."""
 
 
 @dataclass(slots=True)
 class Trial(Job):
-    """A sequence with the tokens from which on it was alone, then in company, then alone, …"""
+    """A sequence with the tokens at which it became alone, then had company, then was alone, …"""
 
     turns: Sequence[int] = ()
     recorded: Sequence[float] = field(default_factory=list)
     reached: int = 0
-    """Tokens that came out as recorded."""
+    """Number of tokens that came out as recorded."""
 
     @property
     def alone(self) -> bool:
-        """In the step that samples the next token."""
+        """Whether it is alone in the step that samples the next token."""
         return sum(turn <= len(self.logprobs) for turn in self.turns) % 2 == 1
 
     def judge(self) -> None:
-        """After a pass: no pass is left to run when the last token is not as recorded."""
+        """Called after a pass: removes all further passes when the last token is not as recorded."""
         if self.reached == len(self.logprobs):
             return
         if self.logprobs[self.reached] == self.recorded[self.reached]:
@@ -44,20 +45,20 @@ class Trial(Job):
 
 @dataclass(slots=True)
 class _Search:
-    """What is known of one sequence."""
+    """The state of the search for one sequence."""
 
     sequence: Sequenced
     recorded: Sequence[float]
     turns: list[int] = field(default_factory=list)
     reached: int = -1
-    """Tokens that the turns explain; -1 before the first trial."""
+    """Number of tokens that the turns explain; -1 before the first trial."""
     logprobs: list[float] | None = None
-    """Once all are."""
+    """The log-probabilities, once all tokens are explained."""
     given_up: bool = False
 
     @property
     def next_turns(self) -> list[list[int]]:
-        """To be tried; the last one may have come at any token since the one before it."""
+        """The next possibilities: the last turn may have come at any token since the one before it."""
         if self.reached < 0:
             return [[]]
         first = self.turns[-1] + 1 if self.turns else 0
@@ -65,7 +66,7 @@ class _Search:
         return [[*self.turns, at] for at in range(max(first, last - BACK), last + 1)]
 
     def take(self, trials: Sequence[Trial]) -> None:
-        """The trial that came furthest."""
+        """Keeps the trial that got furthest."""
         best = max(trials, key=lambda trial: trial.reached, default=None)
         if best is None or best.reached <= self.reached:
             self.given_up = True
@@ -81,9 +82,9 @@ def explain(
     run: Callable[[list[Trial]], None],
     trial: Callable[[Sequenced, Sequence[float], list[int]], Trial],
 ) -> list[list[float] | None]:
-    """For each sequence the log-probabilities under the turns that explain it, None where none do.
+    """For each sequence the log-probabilities under the turns that explain it, None if none do.
 
-    `trial` makes one, `run` runs some, however many.
+    `trial` makes one trial, `run` runs any number of them.
     """
     searches = [_Search(*each) for each in zip(sequences, recorded, strict=True)]
     for _ in range(TURNS + 1):

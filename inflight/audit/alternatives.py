@@ -1,7 +1,7 @@
-"""Other stories that could explain what was recorded: each is a fault that the audit must be able to tell.
+"""Other stories that could explain the record: each is a fault that the audit must be able to detect.
 
-An alternative retags a rollout, or takes part of the weights from the version before, or both. Replaying it says what
-would have been recorded had it been true; evidence.py says which story fits better.
+An alternative retags a rollout, or takes part of the weights from the version before, or both. Replaying it gives what
+would have been recorded if it were true; evidence.py decides which story fits better.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Previous = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A story: `retag` gives the rollout as it would have been tagged (None: no different for this one)."""
+    """A story: `retag` returns the rollout as it would have been tagged (None: no different for this one)."""
 
     name: str
     says: str
     retag: Callable[[Rollout, Previous], Rollout | None]
     stale: re.Pattern[str] | None = None
-    """Parameters that come from the version before."""
+    """Parameters that are taken from the version before."""
 
 
 def previous_of(versions: Iterable[int]) -> dict[int, int]:
@@ -67,7 +67,7 @@ def old_prefix(rollout: Rollout, previous: Previous) -> Rollout | None:
 
 
 def as_tagged(rollout: Rollout, previous: Previous) -> Rollout | None:
-    """For stories that are about weights alone; the first version has none before it."""
+    """For stories about weights alone; the first version has no predecessor."""
     mentioned = {span.version for span in rollout.turn.token_versions}
     return rollout if mentioned & previous.keys() else None
 
@@ -98,7 +98,7 @@ def by_name(name: str, layers: int) -> Alternative:
 
 
 def _shifted(rollout: Rollout, by: int) -> Rollout | None:
-    """Tags moved along the tokens; a token that a prefill sampled keeps its own, which is the prefill's."""
+    """Tags moved along the tokens; a token that a prefill sampled keeps its tag, which is the prefill's."""
     turn = rollout.turn
     tags = versions_of_tokens(turn.token_versions, len(turn.token_ids))
     fixed = {event.output_index for event in turn.prefill_versions}

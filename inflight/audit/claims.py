@@ -1,4 +1,4 @@
-"""What is compared: rollouts with the passes that their tags claim, and all their tokens in a row."""
+"""The data that is compared: rollouts with the passes that their tags claim, and all their tokens in a row."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ class Claim:
 
     @property
     def versions(self) -> list[int]:
-        """[T]."""
+        """[T] the version of each sampled token."""
         return versions_of_tokens(self.rollout.turn.token_versions, len(self.rollout.turn.token_ids))
 
     @property
     def sequence(self) -> Sequenced:
-        """As a replayer takes it."""
+        """In the format of a replayer."""
         return self.tokens, self.passes, self.rollout.turn.kept or ()
 
     @property
     def swaps(self) -> int:
-        """Changes of version between its tokens."""
+        """Number of changes of version between its tokens."""
         return sum(left != right for left, right in itertools.pairwise(self.versions))
 
     @property
     def mixed(self) -> int:
-        """Tokens that were sampled on some KV of another version than theirs."""
+        """Number of tokens that were sampled on some KV of another version than theirs."""
         kv: list[int] = []
         count = 0
         for segment in self.passes:
@@ -56,17 +56,17 @@ class Claim:
 
 @dataclass
 class Claims:
-    """Those that can be replayed; what can't is noted with its reason."""
+    """The rollouts that can be replayed; for others, the reason why not."""
 
     whole: list[Claim] = field(default_factory=list)
     contradictions: dict[str, str] = field(default_factory=dict)
-    """Rollout → what its tags say against themselves."""
+    """Rollout → the contradiction in its tags."""
     missing: Counter[int] = field(default_factory=Counter)
-    """Version that was not kept → tokens that depend on it."""
+    """Version that was not kept → number of tokens that depend on it."""
     unchecked: Counter[str] = field(default_factory=Counter)
-    """Other reasons → tokens."""
+    """Other reasons → number of tokens."""
     continued: int = 0
-    """Tokens of rollouts whose generator was lost and took with it under which version it had written their KV."""
+    """Tokens of rollouts that lost a generator, which alone knew the version under which it had written their KV."""
 
     @classmethod
     def of(cls, rollouts: Iterable[Rollout], kept: KeptVersions) -> Claims:
@@ -105,11 +105,11 @@ class Tokens:
     """Rollout ids that `rollout` counts into."""
     rollout: np.ndarray
     prompt: np.ndarray
-    """Tokens of one prompt depend on each other: its samples share contexts, which an engine rounds alike."""
+    """Tokens of one prompt depend on each other: its samples share contexts, which an engine rounds equally."""
     index: np.ndarray
     version: np.ndarray
     cut: np.ndarray
-    """Whether top-k or top-p had a part in the draw and what it left was not recorded."""
+    """Whether top-k or top-p took part in sampling the token and the kept set was not recorded."""
     recorded: np.ndarray
     replayed: np.ndarray
 
@@ -135,12 +135,12 @@ class Tokens:
 
     @property
     def off(self) -> np.ndarray:
-        """[N] nats, absolute differences; what is no number is infinitely off."""
+        """[N] absolute differences in nats; NaN counts as infinite."""
         off: np.ndarray = np.nan_to_num(np.abs(self.recorded - self.replayed), nan=np.inf)
         return off
 
     def misses(self, chosen: np.ndarray) -> Misses:
-        """Of the chosen tokens (bool [N]), those with finite differences."""
+        """Those of the chosen tokens (bool [N]) with finite differences."""
         chosen = chosen & np.isfinite(self.recorded - self.replayed)
         size = np.abs(self.recorded - self.replayed)[chosen]
         return Misses(size, self.recorded[chosen], self.prompt[chosen])

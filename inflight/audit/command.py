@@ -33,7 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when every tag that was checked is right, 1 when something is wrong, 2 when the run can't be
-    audited, 3 when nothing is known to be wrong, but that all is right is not shown."""
+    audited, 3 when no fault was found, but it is not shown that there is none."""
     parser = argparse.ArgumentParser(prog="inflight audit", description="Check every version tag of a run.")
     add_arguments(parser)
     arguments = parser.parse_args(argv)
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--alternatives",
         help="stories to test, such as late,old,layer.3, or none (default: none for float32, else all but layer.K)",
     )
-    parser.add_argument("--dtype", choices=list(DTYPES), help="what the replay computes in (default: float32)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of the replay's computation (default: float32)")
     parser.add_argument(
         "--limit", type=_above(0, int), help="replay this many rollouts, drawn at random with a fixed seed"
     )
@@ -92,7 +92,7 @@ def _above(least: float, kind: type[int] | type[float]) -> Callable[[str], float
             raise argparse.ArgumentTypeError(f"{text} is not above {least:g} and finite")
         return number
 
-    read.__name__ = kind.__name__  # argparse names it for what is no number
+    read.__name__ = kind.__name__  # argparse shows this name for text that is no number
     return read
 
 
@@ -108,7 +108,7 @@ def run(
     through: str = "transformers",
     device: str | None = None,
 ) -> AuditReport:
-    """Audits a run folder and leaves the report there as audit.json. The engine has its own dtype, device and passes.
+    """Audits a run folder and writes the report to audit.json there. The engine has its own dtype, device and passes.
 
     Raises ConfigError, AuditError, StreamError, ModelError or OSError when there is nothing that can be audited.
     """
@@ -126,14 +126,14 @@ def run(
         raise AuditError(f"{kept.folder} holds no versions: the run must be started with audit.keep_versions=true")
     sampling = Sampling.of(config.rollout)
     if sampling.penalises:
-        raise AuditError("the run was sampled with penalties, which a replay does not know of")
+        raise AuditError("the run was sampled with penalties, which a replay does not support")
     if config.model.trust_remote_code:
         raise AuditError("the run's model has code of its own (model.trust_remote_code), which a replay does not load")
     model_dir = prepare(config.model.name, revision=config.model.revision)
     stories = _alternatives(alternatives, exact, model_dir)
     replayer: Replayer
     if through == "engine":
-        from inflight.audit.engine import EngineReplayer  # late: it needs vLLM
+        from inflight.audit.engine import EngineReplayer  # imported here, because it needs vLLM
 
         lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for rollout in record.rollouts]
         replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
@@ -157,7 +157,7 @@ def judge(
     tolerance: float | None = None,
     alternatives: Sequence[Alternative] = (),
 ) -> AuditReport:
-    """The report of what was read of a run folder; `dtype` is what the replayer computes in."""
+    """The report for a record of a run folder; `dtype` is that of the replay's computation."""
     return Auditor(replayer, kept).audit(
         record.rollouts,
         run=str(run_dir),

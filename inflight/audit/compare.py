@@ -1,4 +1,4 @@
-"""The comparison itself: rollouts in, report out."""
+"""The comparison of recorded with replayed log-probabilities: rollouts in, report out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from inflight.types import Rollout
 Judge = Callable[[np.ndarray, np.ndarray, np.ndarray, np.ndarray], Slope]
 """`estimate` or `vote`."""
 RETRACED = 8
-"""Rollouts whose passes are looked into at once when their tokens do not come out alike."""
+"""Rollouts that are retraced together when their tokens do not come out alike."""
 MOST_RETRACED = 32
 LEAST_TOKENS = 200
-"""Of a version, by which it is judged by itself."""
+"""Fewest tokens of a version for judging it by itself."""
 
 
 class Auditor:
-    """Replays rollouts and judges what comes out."""
+    """Replays rollouts and judges the result."""
 
     def __init__(self, replayer: Replayer, kept: KeptVersions) -> None:
         self._replayer, self._kept = replayer, kept
@@ -44,8 +44,8 @@ class Auditor:
         recorded_in: str = "bfloat16",
         complete: Completeness | None = None,
     ) -> AuditReport:
-        """The report of these rollouts. `dtype` is what the replay computes in, `recorded_in` what the engine did (the
-        coarsest where nobody has told). Raises AuditError when a version's file is damaged."""
+        """The report of these rollouts. `dtype` is that of the replay's computation, `recorded_in` the engine's (the
+        coarsest if it is unknown). Raises AuditError when a version's file is damaged."""
         claims = Claims.of(rollouts, self._kept)
         whole = claims.whole
         sampling = self._replayer.sampling
@@ -57,7 +57,7 @@ class Auditor:
         rule = _Rule(recorded_in if dtype == "float32" else dtype, sampling.temperature, tolerance)
         agreement = rule.agreement(tokens, np.ones(len(tokens), dtype=bool))
         previous = previous_of(segment.version for claim in whole for segment in claim.passes)
-        # With next to no noise least squares would hang on the few tokens that a story moves most.
+        # With almost no noise, least squares would depend on the few tokens that a story moves most.
         judge = vote if exact or tolerance is not None else estimate
         fits = agreement.agrees and not (unalike is not None and unalike.wrong)
         return AuditReport(
@@ -90,9 +90,9 @@ class Auditor:
         return self._replayer.replay([claim.sequence for claim in claims], stale)
 
     def _retraced(self, tokens: Tokens, claims: Sequence[Claim], tolerance: float) -> tuple[Tokens, Unalike]:
-        """Looks into the rollouts that do not come out alike, until one is found that no pass explains.
+        """Retraces the rollouts that do not come out alike, until one is found that no pass explains.
 
-        The tokens have the values of the passes that explain them then.
+        The tokens then have the values of the passes that explain them.
         """
         wrong = np.unique(tokens.rollout[tokens.off > tolerance])
         replayed = tokens.replayed.copy()
@@ -117,7 +117,7 @@ class Auditor:
         )
 
     def _rows(self, tokens: Tokens, exact: bool, rule: _Rule) -> list[VersionRow]:
-        """A row a version; the first one, which no swap has touched, is what the others' misses are compared with."""
+        """One row per version; the first, before any swap, is the baseline for the others' misses."""
         versions = [int(version) for version in np.unique(tokens.version)]
         if not versions:
             return []
@@ -143,7 +143,7 @@ class Auditor:
         self, alternative: Alternative, claims: Sequence[Claim], tokens: Tokens, previous: Previous, judge: Judge,
         fits: bool,
     ) -> Story:  # fmt: skip
-        """Replays what the alternative changes; everything else it does not tell apart from the tags."""
+        """Replays only what the alternative changes; the rest does not distinguish it from the tags."""
         retold: dict[int, Claim] = {}
         for number, claim in enumerate(claims):
             rollout = alternative.retag(claim.rollout, previous)
@@ -168,7 +168,7 @@ class Auditor:
 
 
 def _worst(tokens: Tokens, at: int) -> Worst:
-    """One of the tokens, as the report names it."""
+    """One of the tokens, in the report's form."""
     return Worst(
         rollout_id=tokens.names[tokens.rollout[at]], index=int(tokens.index[at]),
         recorded=float(tokens.recorded[at]), replayed=float(tokens.replayed[at]),
@@ -180,18 +180,18 @@ class _Rule:
     """How a run's tokens are compared as a whole."""
 
     dtype: str
-    """The coarser one of the record's and the replay's."""
+    """The coarser dtype of record and replay."""
     temperature: float
     tolerance: float | None
 
     def agreement(self, tokens: Tokens, chosen: np.ndarray) -> Agreement:
-        """Of the chosen tokens (bool [N])."""
+        """That of the chosen tokens (bool [N])."""
         return compare_logprobs(
             tokens.recorded[chosen], tokens.replayed[chosen], self.dtype,
             temperature=self.temperature, prompt=tokens.prompt[chosen], cut=tokens.cut[chosen], most=self.tolerance,
         )  # fmt: skip
 
     def of_part(self, tokens: Tokens, chosen: np.ndarray) -> Agreement | None:
-        """None where there is too little to judge a part of the run by itself."""
+        """None when there are too few tokens to judge a part of the run by itself."""
         enough = chosen.sum() >= LEAST_TOKENS and len(np.unique(tokens.prompt[chosen])) >= MIN_PROMPTS
         return self.agreement(tokens, chosen) if enough else None

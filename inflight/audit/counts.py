@@ -1,8 +1,8 @@
-"""How many groups a run says it recorded, against what its rollout file holds: none may be lost, doubled or cut off.
+"""Compares the number of groups that a run says it recorded with its rollout file: none may be lost, doubled or cut.
 
-The file itself can't tell what is missing from it. The run can, in files that other code writes at other times:
+The file itself can't show what is missing from it. The run can, in files that other code writes at other times:
 
-* metrics.jsonl, a line a step: groups granted = in flight + failed + produced, and the questions that were trained on.
+* metrics.jsonl, one line per step: groups granted = in flight + failed + produced, and the questions trained on.
   A group is written before it is acknowledged, so that the file holds at least what a line says was produced.
 * summary.json, at the end of the run: rollouts and tokens in the file.
 * swaps.jsonl: which generator has acknowledged which version.
@@ -26,30 +26,30 @@ from inflight.types import Rollout, RolloutGroup, VersionSpan
 
 SUMMARY_FILE = "summary.json"
 NAMED = 5
-"""Groups that a fault names; the rest is a number."""
+"""Most groups that a fault names; the rest is a number."""
 
 
 @dataclass
 class Census:
-    """What a rollout file holds, counted group by group."""
+    """The content of a rollout file, counted group by group."""
 
     groups: Counter[str] = field(default_factory=Counter)
-    """Group → how often it is there."""
+    """Group → how often it occurs."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Rollouts of each group, none counted twice."""
+    """Group → number of its rollouts, without repetitions."""
     named: Counter[str] = field(default_factory=Counter)
-    """Rollout → how often it is there."""
+    """Rollout → how often it occurs."""
     tokens: int = 0
     stamped: set[tuple[str, int]] = field(default_factory=set)
     """(generator, version) of every span."""
 
     @property
     def rollouts(self) -> int:
-        """All that are there."""
+        """Number of all rollouts."""
         return self.named.total()
 
     def add(self, group: RolloutGroup) -> None:
-        """One more group."""
+        """Counts one more group."""
         self.groups[group.group_id] += 1
         self.sizes[group.group_id] = len({rollout.rollout_id for rollout in group.rollouts})
         self.named.update(rollout.rollout_id for rollout in group.rollouts)
@@ -59,7 +59,7 @@ class Census:
 
 
 def _stamped(rollout: Rollout) -> set[tuple[str, int]]:
-    """Who stamped which version: of a rollout that others continued, each its own piece."""
+    """(generator, version) pairs of a rollout; if others continued it, each generator with its own piece."""
     makers = [(piece.start, piece.generator) for piece in rollout.pieces] or [(0, rollout.generator)]
     spans, length = rollout.turn.token_versions, len(rollout.turn.token_ids)
     found = set()
@@ -71,7 +71,7 @@ def _stamped(rollout: Rollout) -> set[tuple[str, int]]:
 
 
 class _Summary(msgspec.Struct):
-    """What is needed of summary.json (inflight/report/summary.py)."""
+    """The fields of summary.json (inflight/report/summary.py) that are needed here."""
 
     steps: int
     rollouts: int | None
@@ -79,7 +79,7 @@ class _Summary(msgspec.Struct):
 
 
 def faults(census: Census, folder: Path, *, group_size: int, start_version: int) -> list[str]:
-    """What contradicts the run's own counts, a line each. Raises AuditError when one of its files is damaged."""
+    """Contradictions to the run's own counts, one line each. Raises AuditError when one of its files is damaged."""
     try:
         steps, swaps = read_lines(folder / METRICS_FILE), read_lines(folder / SWAPS_FILE)
         summary = _summary(folder / SUMMARY_FILE, len(steps))
@@ -93,14 +93,14 @@ def faults(census: Census, folder: Path, *, group_size: int, start_version: int)
 
 
 def unknown(folder: Path) -> list[str]:
-    """Why the number of groups is not known; empty when it is."""
+    """Why the number of groups is unknown; empty when it is known."""
     if (folder / METRICS_FILE).is_file() or (folder / SUMMARY_FILE).is_file():
         return []
     return [f"there is no {METRICS_FILE} and no {SUMMARY_FILE} to say how many groups the run had recorded"]
 
 
 def _doubled(census: Census) -> list[str]:
-    for counted in (census.groups, census.named):  # a group may be there under another name
+    for counted in (census.groups, census.named):  # a group may be repeated under another name
         if again := [name for name, count in counted.items() if count > 1]:
             return [f"{_names(again)} recorded more than once"]
     return []
@@ -129,7 +129,7 @@ def _lost(census: Census, steps: list[dict[str, Any]]) -> list[str]:
 
 
 def _summary(path: Path, steps: int) -> _Summary | None:
-    """None where there is none of all these steps: the run has not ended, or went on and has not ended since."""
+    """None without a summary of all these steps: the run has not ended, or was resumed and has not ended since."""
     if not path.is_file():
         return None
     summary = msgspec.json.decode(path.read_bytes(), type=_Summary)
@@ -148,8 +148,8 @@ def _unlike(summary: _Summary, census: Census) -> list[str]:
 
 
 def _unknown_versions(census: Census, swaps: list[dict[str, Any]], start_version: int) -> list[str]:
-    """Versions that generators have stamped, but were never sent. One that died may have stamped what it did not
-    acknowledge any more; what it started with it was not sent either."""
+    """Versions that generators have stamped, but were never sent. A generator that died may have stamped a version
+    without acknowledging it; the version that it started with was not sent either."""
     if not swaps:
         return []
     events = ("committed", "failed")

@@ -1,7 +1,7 @@
 """Replays sequences through the engine's own kernels, pass by pass, so that the replay rounds as the recording did.
 
 An engine that computes in bfloat16 rounds by more than a small optimizer step changes. With the same kernels the
-rounding is the same on both sides, and what is left is the question that is asked: which weights ran, on which KV.
+rounding is the same on both sides, and what remains is the question of the audit: which weights ran, on which KV.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from inflight.generator.passes import MAX_BATCH, EngineMissing, Pass, PassEngine
 from inflight.sampling import Sampling, processed_logprobs
 
 TRIAL_TOKENS = 1 << 14
-"""Of KV cache, for trials beside the sequences themselves."""
+"""Tokens of KV cache for trials, in addition to the sequences themselves."""
 
 
 class EngineReplayer(Replayer):
-    """Through the kernels of a vLLM on CPU that lives in this process."""
+    """Replays through the kernels of a CPU vLLM in this process."""
 
     rounds_alike = True
     token_by_token = True
@@ -32,7 +32,7 @@ class EngineReplayer(Replayer):
     ) -> None:
         """Starts the engine. `lengths` are those of all sequences to come: the KV of all is held at once.
 
-        Raises AuditError where there is no vLLM for CPUs.
+        Raises AuditError when there is no vLLM for CPU.
         """
         super().__init__(model_dir, kept, sampling)
         most = max(lengths, default=1)
@@ -41,10 +41,10 @@ class EngineReplayer(Replayer):
         except EngineMissing as error:
             raise AuditError(f"no replay through the engine: {error}") from None
         self._blocks: dict[int, list[int]] = {}
-        """KV blocks by job (its identity), for as long as the job has passes left."""
+        """KV blocks by job (its identity), as long as the job has passes left."""
 
     def retrace(self, sequences: Sequence[Sequenced], recorded: Sequence[Sequence[float]]) -> list[list[float] | None]:
-        """Passes of which some had no other sequence beside them."""
+        """Tries passes of which some had no other sequence beside them."""
         return explain(sequences, recorded, self._try, self._trial)
 
     def _trial(self, sequence: Sequenced, recorded: Sequence[float], turns: list[int]) -> Trial:
@@ -52,7 +52,7 @@ class EngineReplayer(Replayer):
         return Trial(list(tokens), self._passes(segments)[::-1], kept, turns=turns, recorded=recorded)
 
     def _try(self, trials: list[Trial]) -> None:
-        """As many at once as the KV cache holds."""
+        """Runs as many at once as fit into the KV cache."""
         while trials:
             room, now = self._engine.room, 0
             while now < len(trials) and (room := room - self._engine.blocks(len(trials[now].tokens))) >= 0:
@@ -70,7 +70,7 @@ class EngineReplayer(Replayer):
                 self._step(going)
 
     def _step(self, jobs: list[Job]) -> None:
-        """The next pass of each job: in one forward pass, but for those that had none beside them."""
+        """Runs the next pass of each job: in one forward pass, except those that are alone."""
         together = []
         for job in jobs:
             if isinstance(job, Trial) and job.alone:

@@ -1,16 +1,16 @@
-"""Which story fits what was recorded: the tags, or an alternative.
+"""Decides which story fits the record: the tags, or an alternative.
 
-Say the replay under the tags gives r0 for a token, the replay under the alternative r1, and x was recorded. Both
-replays are exact (float32), so all noise is in x: how the engine rounds. Then
+Let r0 be a token's log-probability in the replay under the tags, r1 under the alternative, and x the recorded one. Both
+replays are exact (float32), so all noise is in x: the engine's rounding. Then
 
     x - r0 = slope * (r1 - r0) + noise
 
-has slope 0 when the tags are right and slope 1 when the alternative is. Least squares over all tokens that the two
-stories tell apart estimates it, each weighed by how little tokens of its confidence miss. Its standard error is the
+has slope 0 when the tags are right and slope 1 when the alternative is. Least squares over all tokens for which the two
+stories differ estimates it, with weights by how little tokens of their confidence miss. Its standard error is the
 jackknife's over prompts: the tokens of one depend on each other (its samples share contexts, which an engine rounds
-alike), and an estimate that hangs on a few prompts gets the large error that it deserves. The noise may be far larger
-than what a version changes in a single token: that only takes more tokens. Tokens that the stories don't tell apart
-weigh nothing.
+equally), and an estimate that depends on a few prompts gets the large error that it deserves. The noise may be far
+larger than what a version changes in a single token: that only requires more tokens. Tokens for which the stories do
+not differ have no weight.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import msgspec
 import numpy as np
 
 STANDARD_ERRORS = 4.0
-"""What an estimate must lie off the middle between the stories to count: chance does that once in 30,000 times, and
-some hundred estimates (alternatives by versions) are made in an audit."""
+"""Distance from the middle between the stories, in standard errors, at which an estimate counts: chance exceeds it once
+in 30,000 times, and an audit makes some hundred estimates (alternatives by versions)."""
 MIN_PROMPTS = 20
-"""Fewer say nothing about their spread."""
+"""With fewer, their spread is unknown."""
 MAX_SHARE = 0.5
-"""When one prompt holds more of the evidence than all others, their spread says nothing about it."""
+"""When one prompt has a larger share of the evidence, the spread of all prompts does not describe it."""
 MIN_NOISE = 0.02
-"""Of the overall size of misses: no token weighs more than by this noise, however sure the model is of it."""
+"""Fraction of the overall size of misses: the least noise assumed for a token, however sure the model is of it."""
 EXCESS_LIMIT = 1.5
 LEAST_SHARE = 0.8
-"""Of the tokens must come out bit for bit alike when the replay's kernels are the engine's. Measured: 99.9 % in a sound
-engine (94 % where sequences were often alone, which takes other kernels); 8 to 53 % with a fault (docs/audit.md)."""
+"""Share of tokens that must come out bit for bit alike when the replay's kernels are the engine's. Measured: 99.9 % in
+a sound engine (94 % if sequences were often alone, with other kernels); 8 to 53 % with a fault (docs/audit.md)."""
 CONFIDENCE_BINS = 8
 UNSURE = 1e-3
-"""Nats by which a log-probability is below 0."""
+"""Nats below 0 at which the model counts as not sure of a token."""
 
 
 class Verdict(StrEnum):
-    """What the estimate says."""
+    """The result of an estimate."""
 
     TAGS = "ruled out"
     ALTERNATIVE = "fits better than the tags"
@@ -55,13 +55,13 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
     error: float
     """Standard error."""
     tokens: int
-    """Tokens that the stories tell apart."""
+    """Number of tokens for which the stories differ."""
     fits: bool = True
-    """Whether the record fits the tags at all: one that does not rules nothing out."""
+    """Whether the record fits the tags at all: if it does not, it rules nothing out."""
 
     @property
     def verdict(self) -> Verdict:
-        """By which side of 1/2 the estimate is surely on."""
+        """By the side of 1/2 on which the estimate certainly is."""
         if not math.isfinite(self.error) or abs(self.slope - 0.5) <= STANDARD_ERRORS * self.error:
             return Verdict.UNDECIDED
         if self.slope < 0.5:
@@ -70,7 +70,7 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
-    """All [N] float64, `prompt` [N] int: which prompt a token's sequence begins with."""
+    """All [N] float64; `prompt` [N] int: index of the prompt of a token's sequence."""
     difference, miss = alternative - tags, recorded - tags
     telling = np.isfinite(difference) & np.isfinite(miss) & (difference != 0)
     difference, miss, prompt = difference[telling], miss[telling], prompt[telling]
@@ -80,7 +80,7 @@ def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, pr
     if weight == 0 or len(np.unique(prompt)) < MIN_PROMPTS:
         return Slope(slope=0.0, error=math.inf, tokens=int(telling.sum()))
     slope = float(difference @ miss) / weight
-    share = _sums(difference**2, prompt) / weight  # of the evidence that a prompt holds
+    share = _sums(difference**2, prompt) / weight  # of the evidence, by prompt
     if share.max() > MAX_SHARE:
         return Slope(slope=slope, error=math.inf, tokens=int(telling.sum()))
     shifts = _sums(difference * (miss - slope * difference), prompt) / (1 - share) / weight
@@ -89,9 +89,9 @@ def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, pr
 
 
 def vote(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
-    """As `estimate`, where there is next to no noise (float32, or a replay that rounds as the engine did).
+    """As `estimate`, for almost no noise (float32, or a replay that rounds as the engine did).
 
-    Of the tokens that the stories tell apart: the share that the alternative comes nearer to.
+    The share of tokens closer to the alternative, among those for which the stories differ.
     """
     telling = np.isfinite(alternative) & np.isfinite(tags) & np.isfinite(recorded) & (alternative != tags)
     to_tags, to_alternative = np.abs(recorded - tags)[telling], np.abs(recorded - alternative)[telling]
@@ -104,23 +104,23 @@ def vote(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Tokens with how far the replay is off."""
+    """Tokens with the size of their differences."""
 
     size: np.ndarray
     """[N] float64, absolute differences."""
     recorded: np.ndarray
     """[N] float64, recorded log-probabilities."""
     prompt: np.ndarray
-    """[N] int, which prompt a token's sequence begins with."""
+    """[N] int, index of the prompt of a token's sequence."""
 
     @property
     def prompts(self) -> int:
-        """Prompts that have a token here."""
+        """Number of prompts that have a token here."""
         return len(np.unique(self.prompt))
 
 
 def _precision(replayed: np.ndarray, miss: np.ndarray) -> np.ndarray:
-    """[N] one by the size of misses among tokens that are about as probable; improbable ones miss far more."""
+    """[N] one by the size of misses among tokens of similar probability; improbable ones miss far more."""
     overall = math.sqrt(float(miss @ miss) / max(len(miss), 1))
     if overall == 0:
         return np.ones_like(miss)
@@ -133,7 +133,7 @@ def _precision(replayed: np.ndarray, miss: np.ndarray) -> np.ndarray:
 
 
 class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of tokens whose log-probability the replay gives bit for bit."""
+    """Share of tokens whose log-probability the replay reproduces bit for bit."""
 
     share: float
     error: float
@@ -141,13 +141,13 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suspicious(self) -> bool:
-        """Whether it is surely below LEAST_SHARE; of fewer than MIN_PROMPTS prompts the plain share has to do."""
+        """Whether it is certainly below LEAST_SHARE; with fewer than MIN_PROMPTS prompts the plain share decides."""
         error = self.error if math.isfinite(self.error) else 0.0
         return self.share + STANDARD_ERRORS * error < LEAST_SHARE
 
 
 def same_share(tokens: Misses) -> Share:
-    """Of tokens that the model is not sure of: a probability that rounds to 1 is 1 under the wrong weights too."""
+    """Uses tokens that the model is not sure of: a probability that rounds to 1 is 1 under the wrong weights too."""
     unsure = tokens.recorded < -UNSURE
     same, prompt = (tokens.size[unsure] == 0).astype(float), tokens.prompt[unsure]
     if len(np.unique(prompt)) < MIN_PROMPTS:
@@ -156,7 +156,7 @@ def same_share(tokens: Misses) -> Share:
 
 
 class Excess(msgspec.Struct, frozen=True, kw_only=True):
-    """How much larger misses are than where no swap can have gone wrong; 1 when they are alike."""
+    """How much larger misses are than before any swap could go wrong; 1 when they are alike."""
 
     ratio: float
     error: float
@@ -164,15 +164,15 @@ class Excess(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suspicious(self) -> bool:
-        """Whether the ratio is surely above EXCESS_LIMIT."""
+        """Whether the ratio is certainly above EXCESS_LIMIT."""
         return math.isfinite(self.error) and self.ratio - STANDARD_ERRORS * self.error > EXCESS_LIMIT
 
 
 def excess(tokens: Misses, baseline: Misses) -> Excess:
-    """Misses of `tokens` against what the baseline's are at the same confidence.
+    """Misses of `tokens` compared with the baseline's at the same confidence.
 
     An engine's rounding shows more in improbable tokens, and training makes a model more confident, so tokens are
-    compared with those of the baseline whose recorded log-probability is alike (CONFIDENCE_BINS quantiles).
+    compared with those of the baseline that have a similar recorded log-probability (CONFIDENCE_BINS quantiles).
     """
     if min(tokens.prompts, baseline.prompts) < MIN_PROMPTS or baseline.size.sum() == 0:
         return Excess(ratio=1.0, error=math.inf)

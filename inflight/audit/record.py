@@ -1,4 +1,4 @@
-"""A run's rollout file as the audit reads it: the rollouts to be replayed, and a census of all that is there."""
+"""A run's rollout file as the audit reads it: the rollouts to be replayed, and a census of the whole file."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from inflight.types import Rollout
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What was read."""
+    """The result of reading the file."""
 
     rollouts: list[Rollout]
     """Those to be replayed."""
     census: Census
-    """Of the whole file."""
+    """That of the whole file."""
     torn: str | None
-    """What the file ends with, if not with a whole group."""
+    """The incomplete end of the file, if it has one."""
 
 
 def read(path: Path, limit: int | None) -> Record:
-    """All rollouts, or `limit` of them, drawn at random with a fixed seed; a long run's fill a machine's memory.
+    """All rollouts, or `limit` of them, sampled at random with a fixed seed; those of a long run may exceed the memory.
 
     Raises AuditError when there is no file, StreamError when it is damaged before its end.
     """

@@ -1,4 +1,4 @@
-"""Replays sequences segment by segment, each under the version that it claims; here through plain transformers."""
+"""Replays sequences segment by segment, each under the version that it claims; this file has the transformers way."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from inflight.sampling import Recorded, Sampling, processed_logprobs
 
 
 class AuditError(ValueError):
-    """Something that the audit needs is missing or damaged; the text says what."""
+    """Something that the audit needs is missing or damaged; the text names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """Part of the weights is taken from the version before: `previous[v]` says which, `pattern` which parameters."""
+    """Part of the weights is taken from the version before: `previous[v]` is that version, `pattern` the parameters."""
 
     pattern: re.Pattern[str]
     previous: Mapping[int, int]
 
 
 class KeptVersions:
-    """The weights that a run kept, a file a version."""
+    """The weights that a run kept, one file per version."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, version: int) -> Path:
-        """Where a version is, or would be."""
+        """The file of a version, which need not exist."""
         return self.folder / f"{version:06d}.safetensors"
 
     def has(self, version: int) -> bool:
@@ -57,27 +57,27 @@ class KeptVersions:
 
 
 Sequenced = tuple[Sequence[int], Sequence[Segment], Sequence[Sequence[int]]]
-"""Token ids of prompt and completion, the segments over them, and what its tokens were drawn from (see Job)."""
+"""Token ids of prompt and completion, the segments over them, and the kept sets of its tokens (see Job)."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A sequence on its way."""
+    """The replay of a sequence in progress."""
 
     tokens: list[int]
     """Prompt and completion."""
     todo: list[Segment]
     """Segments left, the next one last."""
     kept: Sequence[Sequence[int]] = ()
-    """What each sampled token was drawn from; an empty set, or none, where that was not recorded."""
+    """The tokens that each token was sampled from; an empty set, or none, if that was not recorded."""
     logprobs: list[float] = field(default_factory=list)
 
     def next_of(self, version: int) -> bool:
-        """Whether it goes on under this version."""
+        """Whether its next segment is under this version."""
         return bool(self.todo) and self.todo[-1].version == version
 
     def sampled(self, segment: Segment, device: torch.device) -> Recorded:
-        """What is known of the tokens that a pass has sampled, which are the next ones without a log-probability."""
+        """The recorded data of the tokens that a pass has sampled: the next ones without a log-probability."""
         chosen = self.tokens[segment.scored + 1 : segment.end + 1]
         sets = self.kept[len(self.logprobs) : len(self.logprobs) + len(chosen)]
         kept = [torch.tensor(each, dtype=torch.int64, device=device) for each in sets]
@@ -90,8 +90,8 @@ class Job:
 class Replayer(ABC):
     """Replays sequences version by version.
 
-    Versions are visited in ascending order, each with all segments that claim it, so that it is loaded once. Kept in
-    memory beside the model: the KV of the sequences that straddle the version at hand.
+    Versions are visited in ascending order, each with all segments that claim it, so that each is loaded once. In
+    addition to the model, memory holds the KV of the sequences that straddle the current version.
     """
 
     rounds_alike = False
@@ -100,11 +100,11 @@ class Replayer(ABC):
     """Whether each sampled token has a pass of its own, as in an engine."""
 
     def __init__(self, model_dir: Path, kept: KeptVersions, sampling: Sampling) -> None:
-        """The run's model, the weights that it kept, and how it sampled."""
+        """The run's model, the weights that it kept, and its sampling options."""
         self._kept, self.sampling = kept, sampling
         self.config = AutoConfig.from_pretrained(model_dir)
         self._tied = bool(self.config.get_text_config().tie_word_embeddings)
-        # Never tied here: a stale output layer over fresh embeddings is one of the faults that are looked for.
+        # Never tied here: a stale output layer over new embeddings is one of the faults to detect.
         self.config.tie_word_embeddings = False
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(self.config)
@@ -112,7 +112,7 @@ class Replayer(ABC):
         self._input_name = _name_of(model, model.get_input_embeddings().weight)
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
         self.same: set[tuple[int, int]] = set()
-        """Pairs of versions, loaded one after the other, that are bit for bit the same weights."""
+        """Pairs of versions, loaded one after the other, whose weights are bit-identical."""
 
     def replay(self, sequences: Sequence[Sequenced], stale: Stale | None = None) -> list[list[float]]:
         """For each sequence the log-probabilities of its sampled tokens. All versions must have been kept.
@@ -125,12 +125,12 @@ class Replayer(ABC):
 
     def retrace(self, sequences: Sequence[Sequenced], recorded: Sequence[Sequence[float]]) -> list[list[float] | None]:
         """For sequences that did not come out as recorded: the log-probabilities of other passes under the same tags,
-        which the engine may have run as well, that do; None where there are none."""
+        which the engine may have run as well and which match the record; None if there are none."""
         return [None for _ in sequences]
 
     @torch.inference_mode()
     def _run_all(self, jobs: Sequence[Job], stale: Stale | None = None) -> None:
-        """All passes of these, version by version."""
+        """Runs all passes of these jobs, version by version."""
         while waiting := [job for job in jobs if job.todo]:
             version = min(job.todo[-1].version for job in waiting)
             self._load(version, stale)
@@ -138,14 +138,14 @@ class Replayer(ABC):
 
     @abstractmethod
     def _use(self, state: dict[str, torch.Tensor]) -> None:
-        """Takes these weights, all of the model, the output layer's among them. Raises what loaders raise."""
+        """Loads these weights, all of the model, including the output layer's. Raises any error of the loaders."""
 
     @abstractmethod
     def _advance(self, jobs: list[Job], version: int) -> None:
-        """Runs all passes that are next and of this version, and notes the log-probabilities of what they sampled."""
+        """Runs all next passes that are of this version, and stores the log-probabilities of the sampled tokens."""
 
     def _passes(self, segments: Sequence[Segment]) -> list[Segment]:
-        """The passes that are run for these segments."""
+        """The passes to run for these segments."""
         if not self.token_by_token:
             return list(segments)
         return [single for each in segments for single in each.one_by_one()]
@@ -163,7 +163,7 @@ class Replayer(ABC):
             raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
 
     def _compare(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Notes when this version can't be told from the one that was loaded before it."""
+        """Records when this version is identical to the one that was loaded before it."""
         last, self._last = self._last, (version, state)
         if last is None or last[0] >= version or last[1].keys() != state.keys():
             return
@@ -178,7 +178,7 @@ class Replayer(ABC):
 
 
 class TransformersReplayer(Replayer):
-    """Through plain transformers, which shares no code with the engine: a second opinion."""
+    """Replays through plain transformers, which shares no code with the engine: a second implementation."""
 
     def __init__(
         self,
@@ -190,8 +190,8 @@ class TransformersReplayer(Replayer):
         token_by_token: bool = False,
         device: str = "cpu",
     ) -> None:
-        """`dtype` is what is computed in; weights are cast to it from their wire dtype. Raises AuditError for a device
-        that is not there."""
+        """`dtype` is that of the computation; weights are cast to it from their wire dtype. Raises AuditError for a
+        device that does not exist."""
         super().__init__(model_dir, kept, sampling)
         self._device = _usable(device)
         self.token_by_token = token_by_token
@@ -200,7 +200,7 @@ class TransformersReplayer(Replayer):
         ).to(self._device)
         self._model.eval()
         self._caches: dict[int, DynamicCache] = {}
-        """KV by job (its identity), for as long as the job has segments left."""
+        """KV by job (its identity), as long as the job has segments left."""
 
     def _use(self, state: dict[str, torch.Tensor]) -> None:
         self._model.load_state_dict(state, strict=True)
@@ -233,7 +233,7 @@ def _usable(device: str) -> torch.device:
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).item()
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
         raise AuditError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from None
     return found
 

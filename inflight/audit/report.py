@@ -1,4 +1,4 @@
-"""What an audit found, as a record, as text and as a verdict."""
+"""The result of an audit, as a record, and its outcome."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from inflight.agreement import Agreement
 from inflight.audit.evidence import MIN_PROMPTS, Excess, Share, Slope, Verdict
 
 MOST_CONTINUED = 0.1
-"""Of the tokens that were replayed: more that can't be, since generators were lost, are not made up for by these."""
+"""Share of the tokens above which those that can't be replayed, since generators were lost, leave the result open."""
 
 
 class Outcome(StrEnum):
-    """What an audit comes to."""
+    """The outcome of an audit."""
 
     PASSED = "passed"
     """Every tag that was checked is right."""
     FAILED = "failed"
     """Something is wrong; `faults` says what."""
     NOT_SHOWN = "not shown"
-    """Nothing is known to be wrong, but it is not shown that all is right; `open` says why."""
+    """No fault was found, but it is not shown that there is none; `open` says why."""
 
 
 class Worst(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Worst(msgspec.Struct, frozen=True, kw_only=True):
 
     rollout_id: str
     index: int
-    """Among the sampled tokens."""
+    """Index among the sampled tokens."""
     recorded: float
     replayed: float
 
@@ -48,15 +48,15 @@ class VersionRow(msgspec.Struct, frozen=True, kw_only=True):
     max: float
     worst: Worst
     excess: Excess | None = None
-    """Against the first version's tokens."""
+    """Compared with the first version's tokens."""
     agreement: Agreement | None = None
-    """Of recorded with replayed values; None where there are too few tokens to judge a version by itself."""
+    """Of recorded with replayed values; None when there are too few tokens to judge a version by itself."""
     same: Share | None = None
-    """When the replay's kernels are the engine's."""
+    """Set when the replay's kernels are the engine's."""
 
 
 class Story(msgspec.Struct, frozen=True, kw_only=True):
-    """How an alternative did."""
+    """The result for an alternative."""
 
     name: str
     says: str
@@ -71,14 +71,14 @@ class Story(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unalike(msgspec.Struct, frozen=True, kw_only=True):
-    """Rollouts that do not come out bit for bit in the engine's own kernels, sequences in company of others."""
+    """Rollouts that do not come out bit for bit in the engine's own kernels when every sequence has company."""
 
     wrong: int
-    """No pass explains them."""
+    """Number that no pass explains."""
     alone: int
-    """They come out bit for bit when they are taken to have been alone in some steps (audit/alone.py)."""
+    """Number that come out bit for bit if they were alone in some steps (audit/alone.py)."""
     unknown: int
-    """Too many to look into all, and those that were looked into were alone."""
+    """Number not retraced because there were too many, while all retraced ones had been alone."""
 
 
 class Completeness(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,25 +87,25 @@ class Completeness(msgspec.Struct, frozen=True, kw_only=True):
     wrong: list[str] = []
     """What contradicts the run's own counts."""
     unknown: list[str] = []
-    """Why it is not known that it is whole."""
+    """Why it is unknown whether it is complete."""
 
 
 class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an audit can say about a run."""
+    """All results of an audit."""
 
     run: str
     dtype: str
-    """What the replay computed in."""
+    """Dtype of the replay's computation."""
     recorded_in: str
-    """What the engine computed in."""
+    """Dtype of the engine's computation."""
     exact: bool
-    """Whether single tokens can be told: both are float32, or the kernels are the engine's."""
+    """Whether single tokens can be judged: both are float32, or the kernels are the engine's."""
     tolerance: float | None
-    """Largest difference allowed; None where what the dtype's rounding allows decides."""
+    """Largest difference allowed; None when the dtype's rounding decides."""
     rollouts: int
-    """Replayed in full."""
+    """Number of rollouts that were replayed in full."""
     prompts: int
-    """That they begin with."""
+    """Number of their prompts."""
     swaps: int
     """Changes of version in the middle of a sequence, over all replayed rollouts."""
     straddling_tokens: int
@@ -115,30 +115,31 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     agreement: Agreement
     """Of all recorded with all replayed values."""
     worst: Worst | None
-    """The token that is most roundings off."""
+    """The token with the largest difference in rounding steps."""
     total: VersionRow | None
     """None when nothing could be replayed."""
     versions: list[VersionRow]
     first: Share | None = None
-    """Alike among the first tokens of sequences, which tell of the KV of their prompts; with the engine's kernels."""
+    """Share of first tokens of sequences that come out alike, which reflects the KV of prompts; with the engine's
+    kernels."""
     unalike: Unalike | None = None
-    """With the engine's kernels."""
+    """Set with the engine's kernels."""
     stories: list[Story]
     same: list[tuple[int, int]]
-    """Versions whose weights are bit for bit those of the one before: tags of the two can't be told apart."""
+    """Versions whose weights are bit-identical to those of the one before: their tags can't be distinguished."""
     contradictions: dict[str, str]
-    """Rollout → what its tags say against themselves."""
+    """Rollout → the contradiction in its tags."""
     missing: dict[int, int]
     """Version → tokens that could not be replayed because its weights were not kept."""
     unchecked: dict[str, int]
     """Other tokens that were not replayed, by reason."""
     continued: int = 0
-    """Tokens of rollouts that lost a generator, and with it what was known of their KV; the run says that it did."""
+    """Tokens of rollouts that lost a generator, and with it the versions of their KV; the run records that it did."""
     complete: Completeness
 
     @property
     def faults(self) -> list[str]:
-        """Why the run fails the audit, a line each; empty when nothing is known to be wrong."""
+        """Why the run fails the audit, one line each; empty when no fault was found."""
         found = [*self.complete.wrong, *self._contradictory(), *self._disagreeing(), *self._unalike()]
         for version, tokens in self.missing.items():
             found.append(f"version {version} was not kept: {tokens} tokens depend on it")
@@ -156,7 +157,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def open(self) -> list[str]:
-        """Why it is not shown that all is right, a line each, faults aside."""
+        """Why it is not shown that all is right, one line each, apart from faults."""
         found = list(self.complete.unknown)
         if not self.exact:
             found.append(
@@ -169,7 +170,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             if undecided:
                 found.append(f"undecided for the whole run: {', '.join(undecided)}")
         if self.unalike is not None and self.unalike.unknown:
-            found.append(f"{self.unalike.unknown} rollouts do not come out alike and were not looked into")
+            found.append(f"{self.unalike.unknown} rollouts do not come out alike and were not retraced")
         replayed = 0 if self.total is None else self.total.tokens
         if self.continued > MOST_CONTINUED * replayed:
             found.append(f"{self.continued} tokens could not be checked, their generators were lost; {replayed} were")
@@ -178,7 +179,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def outcome(self) -> Outcome:
-        """Passed only where nothing is wrong and nothing open."""
+        """Passed only if there is no fault and nothing open."""
         if self.faults:
             return Outcome.FAILED
         return Outcome.NOT_SHOWN if self.open else Outcome.PASSED
@@ -195,7 +196,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def _disagreeing(self) -> list[str]:
-        """What is wrong with the size of differences."""
+        """Faults in the size of differences."""
         if self.total is None:
             return ["no token could be replayed"]
         found = list(self.agreement.problems)
@@ -230,7 +231,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read(data: bytes) -> AuditReport:
-    """What audit.json holds. JSON has no infinity: a number that is null was infinite."""
+    """The report in audit.json. JSON has no infinity: a null number was infinite."""
     return msgspec.convert(_infinities(msgspec.json.decode(data)), AuditReport, str_keys=True)
 
 
@@ -252,7 +253,7 @@ def row(
     version: int | None, names: list[str], rollout: np.ndarray, index: np.ndarray, recorded: np.ndarray,
     replayed: np.ndarray, excess: Excess | None = None, same: Share | None = None, agreement: Agreement | None = None,
 ) -> VersionRow:  # fmt: skip
-    """The row of some tokens: `rollout` [N] counts into `names`; a difference that is no number counts as infinite."""
+    """The row of some tokens: `rollout` [N] indexes `names`; a difference that is NaN counts as infinite."""
     size = np.nan_to_num(np.abs(recorded - replayed), nan=np.inf)
     at = int(size.argmax())
     p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")

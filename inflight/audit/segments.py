@@ -1,8 +1,8 @@
-"""From a rollout's tags to the forward passes that they claim.
+"""Derives from a rollout's tags the forward passes that they claim.
 
 A sequence is prompt and completion in one row of positions. Output token j is sampled from the logits at the position
 before it. The step that samples it also writes the KV of that position, so the KV of a generated token is written under
-the *next* token's version. Prefill events say where KV was written otherwise: the prompt at the start, chunk by chunk,
+the *next* token's version. Prefill events tell where KV was written otherwise: the prompt at the start, chunk by chunk,
 and everything again after a preemption.
 """
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from inflight.types import PrefillSpan, Rollout, versions_of_tokens
 
 UNKNOWN = -1
-"""A prefill event's version when the engine can't tell: KV from another version's prefix cache or from elsewhere."""
+"""A prefill event's version when the engine does not know it: KV from another version's prefix cache or an external
+cache."""
 
 
 class TagError(ValueError):
@@ -36,7 +37,7 @@ class Segment:
     scored: int
 
     def one_by_one(self) -> list[Segment]:
-        """The same as an engine does it: what samples nothing at once, then a pass for each sampled token."""
+        """The same passes as an engine runs them: positions that sample nothing at once, then one pass per token."""
         if self.scored == self.end:
             return [self]
         first = Segment(self.start, self.scored + 1, self.version, self.scored)
@@ -44,7 +45,7 @@ class Segment:
 
 
 def segments(rollout: Rollout) -> list[Segment]:
-    """The passes in the order in which they ran; consecutive ones of one version are one.
+    """The passes in the order in which they ran; consecutive ones of one version are joined.
 
     Example: a prompt of 3 tokens and 4 sampled ones with spans [(0, 5), (2, 6)] give
     `[Segment(0, 4, 5, scored=2), Segment(4, 6, 6, scored=4)]`.
@@ -77,7 +78,7 @@ def segments(rollout: Rollout) -> list[Segment]:
 
 
 def _chunks(events: Sequence[PrefillSpan], known: int, end: int) -> list[tuple[int, int, int]]:
-    """(start, end, version) up to `end`, ascending; a later event replaces what earlier ones say beyond its position.
+    """(start, end, version) up to `end`, ascending; a later event replaces earlier ones beyond its position.
 
     `known` is the first position without KV.
     """
@@ -93,7 +94,7 @@ def _chunks(events: Sequence[PrefillSpan], known: int, end: int) -> list[tuple[i
 
 
 def _append(passes: list[Segment], new: Segment) -> None:
-    """Adds a pass, joined to the one before where that is the same computation."""
+    """Adds a pass; joins it to the one before if that is the same computation."""
     last = passes[-1] if passes else None
     if last is None or last.version != new.version or last.end != new.start:
         passes.append(new)

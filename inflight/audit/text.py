@@ -10,7 +10,7 @@ from inflight.audit.report import AuditReport, Outcome, Story, VersionRow
 
 
 def text(report: AuditReport) -> str:
-    """For a person."""
+    """The report for a person."""
     same = "" if report.total is None or report.total.same is None else f" {'alike':>6}"
     lines = [f"{'version':>9} {'tokens':>8} {'p50':>9} {'p99':>9} {'p99.9':>9} {'max':>9}{same}  worst token"]
     lines += [_row_text(each) for each in report.versions]
@@ -26,16 +26,14 @@ def text(report: AuditReport) -> str:
     if report.first is not None:
         lines.append(f"{report.first.share:.1%} of the first tokens of sequences come out alike")
     if report.unalike is not None and report.unalike.alone:
-        lines.append(
-            f"{report.unalike.alone} rollouts come out alike when they are taken to have been alone in some steps"
-        )
+        lines.append(f"{report.unalike.alone} rollouts come out alike if they were alone in some steps")
     if report.continued:
         lines.append(
             f"not checked: {report.continued} tokens of rollouts that lost a generator, and their KV's versions"
         )
     if report.same:
         pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
-        lines.append(f"the same weights, so that their tags can't be told apart: {pairs}")
+        lines.append(f"the same weights, so that their tags can't be distinguished: {pairs}")
     if report.stories:
         lines.append("is another story true? (slope 0: the tags are right, 1: the story is)")
         lines += [_story_text(story) for story in report.stories]
@@ -48,7 +46,7 @@ def text(report: AuditReport) -> str:
 _LAST = {
     Outcome.PASSED: "passed: every tag that was checked is right",
     Outcome.FAILED: "failed",
-    Outcome.NOT_SHOWN: "not shown: no fault was found, and not that there is none",
+    Outcome.NOT_SHOWN: "not shown: no fault was found, but it is not shown that there is none",
 }
 
 

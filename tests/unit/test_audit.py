@@ -342,7 +342,7 @@ def test_versions_that_can_not_be_told_apart_are_named(tmp_path, tiny_model, cap
     generator.live[2] = generator.live[1]
     folder = write(tmp_path, tiny_model, generator, generate(generator))
     assert main([str(folder)]) == 0
-    assert "tags can't be told apart: 1 and 2\n" in capsys.readouterr().out
+    assert "tags can't be distinguished: 1 and 2\n" in capsys.readouterr().out
 
 
 def test_each_version_is_loaded_once(tmp_path, tiny_model, monkeypatch):

@@ -15,9 +15,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from inflight.config import release
 from inflight.config.checks import MAX_PROCESSES, ConfigError, require, require_fields
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
+from inflight.config.release import CONFIG_FILE
 from inflight.config.rewards import RewardConfig, require_rewards
 from inflight.config.rollout import GateConfig, RolloutConfig, Sampling, TaskConfig
 from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
@@ -229,7 +231,6 @@ class RunConfig:
         return self.path / "bus" / "routes.json"
 
 
-CONFIG_FILE = "config.yaml"
 SERVICES = ("weights", "rollouts", "status", "ranks")
 """Control sockets, in the order of their ports."""
 
@@ -257,7 +258,9 @@ def schema() -> DictConfig:
 def load(run_dir: str | Path) -> RunConfig:
     """The configuration of a run folder, as the launcher wrote it; its `run_dir` is the folder's current place.
 
-    Raises ConfigError that names the file and the field when something is missing, unknown or of the wrong type.
+    Options that the folder does not have, because its release did not, get their defaults. Raises ConfigError that
+    names the file and the field when something is missing, unknown or of the wrong type, and the release that wrote the
+    folder if it is another one.
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
@@ -269,16 +272,16 @@ def load(run_dir: str | Path) -> RunConfig:
         raise
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         field_name = getattr(error, "full_key", None)
-        reason = " ".join(str(error).split("full_key:")[0].split())
+        reason = " ".join(str(error).split("full_key:")[0].split()) + release.remark(Path(run_dir))
         raise ConfigError(f"{path}: {field_name + ': ' if field_name else ''}{reason}") from None
 
 
 def save(config: RunConfig) -> None:
-    """Writes the resolved configuration into the run folder; on OSError, nothing is written."""
+    """Writes the resolved configuration, and the release, into the run folder; on OSError, nothing is written."""
     config.path.mkdir(parents=True, exist_ok=True)
     partial = config.path / f"{CONFIG_FILE}.partial"
     try:
-        partial.write_text(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        partial.write_text(release.HEADER + OmegaConf.to_yaml(OmegaConf.structured(config)))
         partial.replace(config.path / CONFIG_FILE)
     finally:
         partial.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from inflight.config import release
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import staleness
 from inflight.report.staleness import Row, by_lag
@@ -105,7 +106,8 @@ def damage_named(run_dir: Path) -> Iterator[None]:
         yield
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{run_dir}: a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {reason}") from None
+        damage = f"a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {reason}"
+        raise ValueError(f"{run_dir}: {damage}{release.remark(run_dir)}") from None
 
 
 def _computed(

@@ -83,7 +83,7 @@ class Reader:
         with self.path.open("rb") as file:
             start = file.read(len(MAGIC))
             if start != MAGIC:
-                raise StreamError(f"{self.path} is not a rollout stream of schema {SCHEMA}: it starts with {start!r}")
+                raise StreamError(f"{self.path} is {_what(start)}; this release reads streams of schema {SCHEMA}")
             while (group := self._group(file)) is not None:
                 yield group
             if self.torn is not None and (next_at := self._next_frame(file)) is not None:
@@ -143,6 +143,12 @@ class Reader:
 
     def _at(self, what: str) -> str:
         return f"{what}, at byte {self.good_bytes} of {self.path.name}"
+
+
+def _what(start: bytes) -> str:
+    if len(start) == len(MAGIC) and start.startswith(MAGIC[:-1]):
+        return f"of schema {start[-1]}"
+    return f"not a rollout stream, it starts with {start!r}"
 
 
 def _is_frame(file: BinaryIO, at: int) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from inflight.config import release
 from inflight.rollout.books import Books
 from inflight.types import Count
 
@@ -30,6 +31,12 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     elapsed_s: float
     """Elapsed time of the run in seconds, for metrics.jsonl."""
     books: Books
+
+
+class _Schema(msgspec.Struct):
+    """The field of a state that all schemas share."""
+
+    schema: int
 
 
 def name_of(step: int) -> str:
@@ -57,11 +64,15 @@ def newest(run_dir: Path) -> Path | None:
 
 def read(folder: Path) -> Saved:
     """Raises CheckpointError when the folder holds no checkpoint of this schema, so that a run can't resume from it."""
-    path = folder / STATE_FILE
+    path, remark = folder / STATE_FILE, release.remark(folder.parent.parent)
     try:
-        saved = msgspec.json.decode(path.read_bytes(), type=Saved)
+        state = path.read_bytes()
+        schema = msgspec.json.decode(state, type=_Schema).schema
+        if schema != SCHEMA:
+            raise CheckpointError(f"{path} is of schema {schema}, this release reads schema {SCHEMA}{remark}")
+        saved = msgspec.json.decode(state, type=Saved)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from None
-    if saved.schema != SCHEMA or saved.step != step_of(folder):
-        raise CheckpointError(f"{path} is of schema {saved.schema} and step {saved.step}, not of {SCHEMA} and its name")
+        raise CheckpointError(f"{path} can't be read: {error}{remark}") from None
+    if saved.step != step_of(folder):
+        raise CheckpointError(f"{path} is of step {saved.step}, which is not that of the folder's name")
     return saved

@@ -18,7 +18,7 @@ help:
 	@echo "make test-faults     harm done to real processes: kills, stops, full disks, strangers"
 	@echo "make fuzz            every decoder against damaged input (SECONDS=600)"
 	@echo "make test-slow       the tests that take minutes each"
-	@echo "make lint            ruff, mypy, and the wording of the documentation"
+	@echo "make lint            ruff, mypy, and the wording of documentation, docstrings and messages"
 	@echo "make bench           measure the stall at a swap, the transfer and the lag on this machine"
 	@echo "make verify-patches  check that every diff in patches/ fits the vLLM that it is for"
 	@echo "make clean           remove .venv and what tests left"

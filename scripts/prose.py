@@ -1,13 +1,17 @@
-"""Finds phrases in the documentation for which the field has a standard word: `python scripts/prose.py [FILE ...]`.
+"""Finds phrases for which the field has a standard word: `python scripts/prose.py [FILE ...]`.
 
-Prints `file:line: phrase: better words` for each, and exits with 1 if there is any. Code, in backticks or fences, is
-not prose: it may quote a log line or a name.
+Without arguments it reads README.md, docs/ and the package: of Python files the docstrings, comments and string
+literals (messages, log lines). Prints `file:line: phrase: better words` for each, and exits with 1 if there is any.
+Code, as in backticks or fences, is not prose: it may quote a log line or a name.
 """
 
 from __future__ import annotations
 
+import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,8 +42,42 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
 def documents() -> list[Path]:
-    """README.md and all pages of docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    """README.md, all pages of docs/, and the package."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "inflight").rglob("*.py"))]
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) for each piece of prose in a file; a file that is not Python is one piece."""
+    source = path.read_text()
+    if path.suffix != ".py":
+        yield 1, source
+        return
+    yield from _comments(source)
+    yield from _strings(ast.parse(source))
+
+
+def _comments(source: str) -> Iterator[tuple[int, str]]:
+    """Comments; those on lines that follow each other are one, because a phrase may run over the end of a line."""
+    first, lines = 0, [""]
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != first + len(lines):
+                yield first, "\n".join(lines)
+                first, lines = token.start[0], []
+            lines.append(token.string.lstrip("#"))
+    yield first, "\n".join(lines)
+
+
+def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """String literals, docstrings among them. Of an f-string, values that are put in count as `{}`."""
+    if isinstance(node, ast.JoinedStr):
+        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
+        yield node.lineno, "".join(map(str, parts))
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.lineno, node.value
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from _strings(child)
 
 
 def found(text: str) -> Iterator[tuple[int, str, str]]:
@@ -54,10 +92,11 @@ def main(arguments: list[str]) -> int:
     """The exit code: 1 when a phrase was found."""
     problems = 0
     for path in [Path(each) for each in arguments] or documents():
-        for line, phrase, better in found(path.read_text()):
-            shown = path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path
+        shown = path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path
+        hits = [(first + line - 1, *rest) for first, text in prose_of(path) for line, *rest in found(text)]
+        for line, phrase, better in sorted(hits):
             print(f"{shown}:{line}: {phrase!r}: {better}")
-            problems += 1
+        problems += len(hits)
     return int(problems > 0)
 
 

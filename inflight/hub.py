@@ -80,7 +80,7 @@ def _snapshot(model_id: str, revision: str, **settings: Any) -> Path:
         ) from None
     except errors.RepositoryNotFoundError:
         raise HubError(
-            f"model {model_id!r} is neither a directory here nor a model of {_endpoint()}; a private one needs a token"
+            f"model {model_id!r} is neither a directory here nor a model of {_endpoint()}; private ones need a token"
             " (hf auth login, or HF_TOKEN)"
         ) from None
     except errors.RevisionNotFoundError:

@@ -17,7 +17,7 @@ class RemoteCodeError(ValueError):
 
 def require_code(model: str, directory: Path, *, trusted: bool) -> None:
     """Raises RemoteCodeError for a model that can't be loaded without code of its own where that is not `trusted`, for
-    code in another repository, whose commit nobody has fixed, and for trust in a model that has no code.
+    code in another repository, whose commit is not fixed, and for trust in a model that has no code.
 
     Code that transformers has a class of its own for is not needed.
     """

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def decode_every_id(tokenizer: Any) -> None:
-    """Makes a tokenizer of transformers decode any id: one without a token becomes "".
+    """Makes a tokenizer of transformers decode any id: an id that has no token becomes "".
 
     Otherwise the result depends on the kind of tokenizer: the id is omitted, is None where text is expected, or raises.
     Changes the object's `decode` and `convert_ids_to_tokens` only.

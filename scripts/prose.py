@@ -33,6 +33,10 @@ BETTER = {
     r"lacks|lacking": "is short of, is missing",
     r"(?:an? \w+|one(?: \w+)?) a (?:step|token|process|version|rollout|address|group|parameter)": "one per step",
     r"nobody (?:asks?|tells?|watches|else watches)": "name what does not happen",
+    r"whoever": "name the process or person",
+    r"travels?|travelled|travelling": "is sent; payload",
+    r"learnt from": "trained on",
+    r"comes? late": "is late",
 }
 PHRASES = [
     (re.compile(r"\b(?:" + phrase.replace(" ", r"\s+") + r")\b", re.IGNORECASE), better)

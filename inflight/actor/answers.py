@@ -26,7 +26,7 @@ PAUSE_S = 0.2
 """Pause before a retry after two requests without a token; the first retry is made at once, at another generator."""
 MALFORMED = "malformed answer"
 MAX_REASONS = 14
-"""Most reasons of a sample's retries that are told apart; types.Rollout holds 16."""
+"""Most reasons of a sample's retries that are distinguished; types.Rollout holds 16."""
 
 
 @dataclass

@@ -161,7 +161,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         found = list(self.complete.unknown)
         if not self.exact:
             found.append(
-                f"single tokens can't be told in {self.recorded_in}, which rounds: the differences are "
+                f"single tokens can't be judged in {self.recorded_in}, which rounds: the differences are "
                 f"{self.agreement.median:.2g} nats at the median, {self.agreement.largest:.2g} at the most"
             )
             if self.prompts < MIN_PROMPTS:

@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 60.0
 MAX_KNOWN = 256
-"""Most (peer, reason) pairs that are told apart; a peer may use any name."""
+"""Most (peer, reason) pairs that are distinguished; a peer may use any name."""
 
 
 class Refusals:

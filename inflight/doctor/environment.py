@@ -40,4 +40,4 @@ def _allocator(environment: Mapping[str, str], config: RunConfig | None, gpus: S
         yield fail("environment", str(error), f"unset {setting.partition('=')[0]}")
         return
     todo = f"unset {setting.partition('=')[0]} where all run on one host"
-    yield warn("environment", f"with {setting} weights travel over NCCL, not CUDA IPC", todo)
+    yield warn("environment", f"with {setting} weights are sent over NCCL, not CUDA IPC", todo)

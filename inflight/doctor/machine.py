@@ -67,7 +67,7 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Iterator[Finding]:
 
 
 def ports(config: RunConfig | None) -> Iterator[Finding]:
-    """Loopback, where generators serve and weights travel, and the control sockets' ports where they have any."""
+    """Loopback, which generators and transports use, and the control sockets' ports if they have any."""
     problem = _bindable("127.0.0.1", 0)
     if problem:
         yield fail("loopback", f"can't listen on 127.0.0.1: {problem}", "bring the interface lo up")

@@ -197,7 +197,7 @@ def stories(report):
 def test_noise_alone_is_no_fault_and_other_stories_are_ruled_out(noisy_run):
     report = noisy_run.audit(tagged=PLANS)
     assert report.outcome is Outcome.NOT_SHOWN, report.faults
-    assert report.open[0].startswith("single tokens can't be told in bfloat16")
+    assert report.open[0].startswith("single tokens can't be judged in bfloat16")
     assert report.total.max > 3 * NOISE
     found = stories(report)
     assert set(found) == {"late", "early", "old", "prefix", "head"}

@@ -14,7 +14,7 @@ from inflight.tasks.data.rows import BadRow, one_line
 
 
 class NoColumn(BadRow):
-    """A row lacks a column that is named in the configuration."""
+    """A row does not have a column that is named in the configuration."""
 
 
 class BadPrompt(BadRow):

@@ -1,7 +1,7 @@
 """Rows of files read one after the other, for data that are not to be stored a second time as a table.
 
-A row that was read lately can be had again (a lost question is asked again); what lies further back is read again from
-the beginning, which takes as long as it takes to get there.
+Recent rows stay in memory (a lost question is re-queued); an earlier row is read again from the beginning of the files,
+which takes as long as it took to get there.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def main() -> None:
         result |= {f"{way}_median_ms": 1e3 * statistics.median(seconds), f"{way}_max_ms": 1e3 * max(seconds)}
     arena.shadow.fill_(7)  # set 1: the live one is set 0 again
     assert int(arena.live[0]) == 1
-    assert weights.data_ptr() == arena.live_address
+    assert weights.data_ptr() == arena.live.data_ptr()
     print(json.dumps(result), flush=True)
     for one in slowest(arena, int(sys.argv[2]) if len(sys.argv) > 2 else 0):
         print(json.dumps(one), flush=True)

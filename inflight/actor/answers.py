@@ -83,8 +83,6 @@ class Answers:
         """Attempts that failed and were retried, including aborted ones."""
         self.continued = 0
         """Sequences that another generator continued, counted each time."""
-        self.anew = 0
-        """Sequences that had tokens, could not be continued exactly, and were restarted."""
         self.tokens = 0
         """Tokens received, including those of sequences that were restarted."""
 
@@ -122,7 +120,6 @@ class Answers:
         try:
             rest = rest_of(request, sequence.token_ids)
         except StartAnew:
-            self.anew += 1
             answer.retries["started anew"] += 1
             sequence.restart()
             rest = request

@@ -25,7 +25,6 @@ class GroupDrop(StrEnum):
     """Why a whole group is not trained on."""
 
     UNPUBLISHED = "version not published"
-    SMALL = "fewer than 2 usable rollouts"
     INCOMPLETE = "a member was dropped"
     UNIFORM = "all rewards equal"
     RETRIED = "too old, to be sampled again"

@@ -61,11 +61,6 @@ class Batch:
     """[B, L, layers, experts per token] int32, -1 where none was recorded; for mixture-of-experts models."""
 
     @property
-    def trained_tokens(self) -> int:
-        """Number of tokens in the loss."""
-        return int(self.trained_mask.sum())
-
-    @property
     def completion_tokens(self) -> int:
         """Number of sampled tokens, including masked ones."""
         return int(self.completion_mask.sum())
@@ -79,13 +74,10 @@ class Batch:
         positions = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
         return (self.completion_mask.long() * positions).amax(dim=1) + 1
 
-    def micro_batches(self, size: int, *, mixed: bool = False) -> list[Batch]:
-        """Parts of at most `size` sequences, each cut to its own longest: of similar lengths, so that there is little
-        padding, or with `mixed` lengths, so that short and long ones can be packed together."""
-        return [self.rows(each) for each in self.cut(size, mixed=mixed)]
-
     def cut(self, size: int, *, mixed: bool = False) -> list[torch.Tensor]:
-        """The rows of each of `micro_batches`, int64."""
+        """Splits the batch into parts of at most `size` sequences; the rows of each part, int64. They are of similar
+        lengths, so that there is little padding, or with `mixed` lengths, so that short and long ones can be packed
+        together."""
         order = self.lengths().argsort(descending=True, stable=True)
         count = math.ceil(len(order) / size)
         return [order[at::count] for at in range(count)] if mixed else list(order.split(size))

@@ -66,7 +66,7 @@ def test_every_member_is_trained_or_counted(group, version, config):
             each.rollout_id for each in group.rollouts if isinstance(gate_rollout(each, version, config), GatedRollout)
         ]
     else:
-        assert gated.dropped == GroupDrop.SMALL
+        assert gated.dropped == "fewer than 2 usable rollouts"
         assert usable < 2
         assert gated.rollouts == []
     assert gated.rewards == [each.reward for each in group.rollouts]
@@ -107,7 +107,7 @@ def test_the_baseline_counts_dropped_members():
 def test_one_usable_member_is_no_group():
     members = [make_rollout(index=0), make_rollout(index=1, spans=[(0, 9)]), make_rollout(index=2, length=0, spans=[])]
     gated = gate_group(RolloutGroup(group_id="g", prompt_key="k", rollouts=members), 9, GateConfig())
-    assert gated.dropped == GroupDrop.SMALL
+    assert gated.dropped == "fewer than 2 usable rollouts"
     assert gated.members_dropped == {SequenceDrop.STALE: 1, SequenceDrop.EMPTY: 1}
 
 

@@ -527,7 +527,7 @@ def test_a_run_that_goes_on_keeps_how_often_an_answer_was_too_old():
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"), [({"on_stale": "drop"}, GroupDrop.SMALL), ({"reward": 1.0}, GroupDrop.UNIFORM)]
+    ("change", "reason"), [({"on_stale": "drop"}, "fewer than 2 usable rollouts"), ({"reward": 1.0}, GroupDrop.UNIFORM)]
 )
 def test_what_is_dropped_for_another_reason_or_by_choice_is_done_with(change, reason):
     config = make_config("unused", max_lag=0, step=1, max_token_lag=0)

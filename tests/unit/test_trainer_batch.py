@@ -118,7 +118,7 @@ def test_every_field_of_a_batch():
     assert batch.advantages.tolist() == [[0, 0, 0, 0.5, 0.5, 0, 0], [0, 0, 0, -0.5, -0.5, -0.5, -0.5]]
     assert (batch.proximal_logprobs, batch.teacher_logprobs, batch.kept, batch.routed_experts) == (None,) * 4
     assert batch.lag_counts() == {0: 5, 1: 1}
-    assert (batch.trained_tokens, batch.completion_tokens) == (6, 6)
+    assert (int(batch.trained_mask.sum()), batch.completion_tokens) == (6, 6)
 
 
 def test_old_tokens_are_context_but_not_trained_on():
@@ -127,7 +127,7 @@ def test_old_tokens_are_context_but_not_trained_on():
     batch = batch_of(gated(aged, fresh, max_token_lag=2))
     assert batch.completion_mask[0].sum() == 6
     assert batch.trained_mask[0].int().tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
-    assert batch.completion_tokens - batch.trained_tokens == 2
+    assert batch.completion_tokens - int(batch.trained_mask.sum()) == 2
 
 
 def test_a_dropped_member_still_counts_for_the_baseline():
@@ -143,13 +143,13 @@ def test_a_dropped_member_still_counts_for_the_baseline():
 def test_micro_batches_hold_every_sequence_once_and_waste_no_columns():
     members = [make_rollout(index=i, spans=((0, 4),), length=n, reward=float(i)) for i, n in enumerate((2, 9, 4, 7, 3))]
     batch = batch_of(gated(*members))
-    parts = batch.micro_batches(2)
+    parts = [batch.rows(rows) for rows in batch.cut(2)]
     assert [part.input_ids.shape for part in parts] == [(2, 12), (2, 7), (1, 5)]
     assert sorted(a for part in parts for a in part.advantages[:, 3].tolist()) == sorted(
         batch.advantages[:, 3].tolist()
     )
     assert sorted(s for part in parts for s in part.scales.tolist()) == sorted(batch.scales.tolist())
-    assert sum(part.trained_tokens for part in parts) == batch.trained_tokens
+    assert sum(int(part.trained_mask.sum()) for part in parts) == int(batch.trained_mask.sum())
 
 
 def test_nothing_to_train_on_is_refused():
@@ -200,7 +200,7 @@ def test_what_was_recorded_beside_the_tokens():
     assert batch.teacher_logprobs is None, "one sequence was not scored"
     both = batch_of(gated(replace(first, teacher_logprobs=[-0.5, -0.25]), second))
     assert both.teacher_logprobs.tolist() == [[0, 0, 0, -0.5, -0.25, 0], [0, 0, 0, -1.0, -2.0, -3.0]]
-    short = both.micro_batches(1)[1]
+    short = [both.rows(rows) for rows in both.cut(1)][1]
     assert short.kept.shape == (1, 5, 2)
     assert short.routed_experts.shape == (1, 5, 2, 1)
 

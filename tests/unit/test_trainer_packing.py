@@ -169,6 +169,6 @@ def test_a_learner_comes_to_the_same(tiny_model, tmp_path, settings):
 
 def test_mixed_micro_batches_hold_long_and_short_ones():
     batch = sequences()
-    parts = batch.micro_batches(3, mixed=True)
+    parts = [batch.rows(rows) for rows in batch.cut(3, mixed=True)]
     assert [part.lengths().tolist() for part in parts] == [[12, 6, 4], [11, 5], [9, 4]]
     assert sorted(s for part in parts for s in part.scales.tolist()) == sorted(batch.scales.tolist())

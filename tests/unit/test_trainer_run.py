@@ -543,9 +543,7 @@ def test_a_parameter_without_a_gradient_has_no_state_and_needs_none(tmp_path):
     restored = torch.optim.AdamW(model.parameters(), fused=True)
     io.load_optimizer(tmp_path, model, restored)
     assert {name for name, each in model.named_parameters() if each in restored.state} == {"used.weight", "used.bias"}
-    save_file(
-        {name: each for name, each in moments.items() if name != "used.bias.step"}, tmp_path / io.OPTIMIZER_FILE
-    )
+    save_file({name: each for name, each in moments.items() if name != "used.bias.step"}, tmp_path / io.OPTIMIZER_FILE)
     with pytest.raises(index.CheckpointError, match=r"has no state for used\.bias$"):
         io.load_optimizer(tmp_path, model, restored)
 

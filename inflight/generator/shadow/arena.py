@@ -100,11 +100,6 @@ class Arena:
         """uint8 `[nbytes]`: the set that is not live, at an address that never changes for that set."""
         return self._tensor(self._own[1 - self._current])
 
-    @property
-    def live_address(self) -> int:
-        """First byte of the live range; never changes."""
-        return self._live
-
     def remap(self, *, behind: torch.cuda.Event | None = None, in_one: bool = True) -> Moved:
         """Waits for the last use of the live range, then moves it to the other set.
 

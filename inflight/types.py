@@ -141,9 +141,9 @@ class Rollout(Record, omit_defaults=True):
     teacher_logprobs: Annotated[list[float], Meta(max_length=1 << 20)] | None = None
     """[T] log-probability of each token under a teacher that scored the rollout."""
     retries: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)] = {}
-    """Requests for this sample that came to nothing before, by reason: `aborted` by an engine, `connection lost`, …"""
+    """Requests for this sample that failed before, by reason: `aborted` by an engine, `connection lost`, …"""
     rewards: Annotated[dict[Annotated[str, Meta(min_length=1, max_length=64)], float], Meta(max_length=256)] = {}
-    """What each reward of the run gave, by name; `reward` is their sum by weight. One that does not apply is absent."""
+    """Name of a reward → its value; `reward` is their weighted sum. A reward that does not apply is absent."""
     unscored: Annotated[str, Meta(max_length=128)] = ""
     """Why scoring failed, if the run takes failed scores as 0; empty: it was scored."""
     pieces: Annotated[list[Piece], Meta(max_length=1 << 16)] = []

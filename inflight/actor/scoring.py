@@ -44,9 +44,10 @@ class Rewards:
         return {each.config.known_as: value for each, value in values if value is not None}
 
     def sum(self, question: Question, values: dict[str, float], score: Score | None) -> Score:
-        """The values and the task's own score, added up by weight; steps and a teacher's word are the task's.
+        """The weighted sum of the values and the task's own score; step rewards and teacher log-probabilities are the
+        task's.
 
-        Raises GroupLost when no reward applies, or when the sum is too large to be learnt from.
+        Raises GroupLost when no reward applies, or when the sum is too large to be trained on.
         """
         parts = values if score is None or self.task is None else values | {self.task.known_as: score.reward}
         if not parts:

@@ -64,7 +64,7 @@ class Assembly:
         """Removes and returns the micro-batch of an order. Raises PieceError or RankDataError when it is none."""
         if self._number != number or len(self._parts) != self._total or not self._total:
             have = f"{len(self._parts)} of {self._total} bytes of order {self._number}"
-            raise PieceError(f"order {number}: only {have} were received")
+            raise PieceError(f"order {number}: {have} were received")
         parcel, self._parts, self._total = self._parts, bytearray(), 0
         try:
             return from_wire(Batch, _decoder.decode(parcel))

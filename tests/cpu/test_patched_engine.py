@@ -316,7 +316,7 @@ def test_spans_name_the_version_of_the_step_that_sampled_each_token(lab: Lab) ->
 
 
 @pytest.mark.parametrize("prompt", [150, 2 * CHUNK + 1])  # the last chunk of 22 tokens, and of one
-def test_a_commit_within_a_chunked_prefill_is_told_by_position(lab: Lab, prompt: int) -> None:
+def test_a_commit_within_a_chunked_prefill_is_reported_by_position(lab: Lab, prompt: int) -> None:
     name, before = lab.add(prompt, 6, first=prompt), lab.witness.version
     lab.step()
     lab.commit()
@@ -331,7 +331,7 @@ def test_a_commit_within_a_chunked_prefill_is_told_by_position(lab: Lab, prompt:
     assert completion.token_versions == [(0, before + 2)]
 
 
-def test_a_pass_that_starts_anew_under_the_same_version_is_told(lab: Lab) -> None:
+def test_a_pass_that_restarts_under_the_same_version_is_reported(lab: Lab) -> None:
     name, before = lab.add(100, 6, first=11), lab.witness.version
     lab.step()
     lab.commit()
@@ -341,7 +341,7 @@ def test_a_pass_that_starts_anew_under_the_same_version_is_told(lab: Lab) -> Non
     assert completion.prefill_versions == [(0, 0, before), (0, CHUNK, before + 1), (3, 0, before + 1)]
 
 
-def test_a_preempted_request_is_prefilled_anew_under_the_version_of_its_return(lab: Lab) -> None:
+def test_a_preempted_request_is_prefilled_again_under_the_version_of_its_return(lab: Lab) -> None:
     names = [lab.add(60, 110, first=20), lab.add(62, 112, first=70)]
     outputs: dict[str, Any] = {}
     while lab.engine.has_unfinished_requests():
@@ -522,7 +522,7 @@ def _receive(
         prefills += result.prefill_versions or []
 
 
-def test_sharing_across_versions_is_possible_and_told(model: Path, lab: Lab) -> None:
+def test_sharing_across_versions_is_possible_and_reported(model: Path, lab: Lab) -> None:
     lab.engine.engine_core.shutdown()  # one engine a process
     shared = Lab(model, share_prefix_across_versions=True, version=4)
     shared.add(100, 4)

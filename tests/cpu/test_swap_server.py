@@ -276,7 +276,7 @@ MISFITS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-def test_a_trainer_whose_model_does_not_fit_is_told_in_one_line_and_may_come_again(run: Run, misfit: str) -> None:
+def test_a_trainer_whose_model_does_not_fit_is_reported_in_one_line_and_may_return(run: Run, misfit: str) -> None:
     change, says = MISFITS[misfit]
     version, wrong = run.publisher.version, copy.deepcopy(run.policy)
     run.replace_trainer(change(wrong) or wrong, version + 1)
@@ -291,7 +291,7 @@ def test_a_trainer_whose_model_does_not_fit_is_told_in_one_line_and_may_come_aga
     require_answers(run, version + 1)
 
 
-def test_running_requests_go_on_across_versions(run: Run) -> None:
+def test_running_requests_continue_across_versions(run: Run) -> None:
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = [pool.submit(run.ask, prompt) for prompt in PROMPTS]
         version = run.publisher.version

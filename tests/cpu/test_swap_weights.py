@@ -86,7 +86,7 @@ def test_back_and_forth_is_identical(bench: Bench) -> None:
     assert seen[bench.a][0] != seen[bench.b][0]
 
 
-def test_sequences_go_on_across_a_swap_which_falls_between_two_steps(bench: Bench) -> None:
+def test_sequences_continue_across_a_swap_which_falls_between_two_steps(bench: Bench) -> None:
     """After k tokens under A the KV is A's and stays; from token k on all is B's, to 1e-5."""
     bench.swap(bench.a)
     before, k = bench._version, 5

@@ -99,7 +99,7 @@ def test_one_of_two_generators_is_enough(make_run):
     assert sum(books.failed.values()) <= MAX_TRIES * 6
 
 
-def test_a_generator_that_is_given_up_ends_the_run_and_it_can_go_on(make_run):
+def test_a_generator_that_is_given_up_ends_the_run_which_can_be_resumed(make_run):
     run = make_run(SHORT, KEEP_OLD, "launch.restarts=0").start()
     run.until(lambda: run.steps() >= 3)
     assert run.kill("g0")
@@ -109,7 +109,7 @@ def test_a_generator_that_is_given_up_ends_the_run_and_it_can_go_on(make_run):
     all_is_trained(run.resume())
 
 
-def test_a_stopped_actor_that_was_taken_for_lost_comes_back(make_run):
+def test_a_suspended_actor_that_was_presumed_dead_rejoins(make_run):
     """SIGSTOP for longer than `dead_after_s`: its groups are given back; what it delivers late is taken once."""
     run = make_run(SHORT, KEEP_OLD, "bus.dead_after_s=2").start()
     run.until(lambda: run.steps() >= 3)
@@ -123,7 +123,7 @@ def test_a_stopped_actor_that_was_taken_for_lost_comes_back(make_run):
     assert books.failed.get("actor lost", 0) > 0
 
 
-def test_a_stopped_trainer_that_was_taken_for_lost_goes_on(make_run):
+def test_a_suspended_trainer_that_was_presumed_dead_continues(make_run):
     """SIGSTOP for longer than `dead_after_s`: the actor ends and is started again, the generator joins anew."""
     run = make_run(SHORT, KEEP_OLD, "bus.dead_after_s=2").start()
     run.until(lambda: run.steps() >= 3)
@@ -270,7 +270,7 @@ def test_a_clock_that_jumps_changes_nothing(make_run, tmp_path, monkeypatch):
     all_is_trained(make_run(SHORT, KEEP_OLD).start())
 
 
-def test_a_killed_launcher_takes_its_run_along_and_it_goes_on(make_run):
+def test_a_killed_launcher_ends_its_run_which_can_be_resumed(make_run):
     run = make_run(SHORT, KEEP_OLD).start()
     run.until(lambda: run.steps() >= 3)
     everyone = run.process("launcher").children(recursive=True)

@@ -19,7 +19,7 @@ GROUPS = 8
 """A step of the run that goes on: more than can wait from before, so that engines are asked under its first version."""
 
 
-def test_engines_go_on_with_the_checkpoints_weights_and_its_number(make_run):
+def test_engines_resume_with_the_checkpoints_weights_and_its_version(make_run):
     """The trainer is killed between checkpoints: steps are undone, their tags leave the record, the rest is true."""
     run = make_run(f"trainer.steps={STEPS}", "trainer.checkpoint_every=3", "rollout.max_tokens=48",
                    "publish.join_timeout_s=240", "bus.dead_after_s=30", vllm=True).start()  # fmt: skip

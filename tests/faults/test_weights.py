@@ -154,7 +154,7 @@ PHASES = ("begin", "receive", "build", "ready", "swap", "answer")
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_generator_killed_in_a_phase_is_left_behind_and_restarted(harmed, phase):
+def test_a_generator_killed_in_a_phase_is_skipped_and_restarted(harmed, phase):
     harmed.start("g0")
     harmed.start("g1", f"{phase}:kill")
     harmed.publisher.wait_joined(BOUND_S)
@@ -174,7 +174,7 @@ def test_a_generator_killed_in_a_phase_is_left_behind_and_restarted(harmed, phas
 
 
 @pytest.mark.parametrize("phase", ["receive", "build", "answer"])
-def test_a_stopped_generator_holds_up_nobody_and_catches_up(harmed, phase):
+def test_a_suspended_generator_delays_no_other_and_catches_up(harmed, phase):
     harmed.start("g0")
     harmed.start("g1", f"{phase}:stop")
     harmed.publisher.wait_joined(BOUND_S)
@@ -194,7 +194,7 @@ def test_a_stopped_generator_holds_up_nobody_and_catches_up(harmed, phase):
 
 
 @pytest.mark.parametrize("kind", ["drop", "duplicate", "reorder", "truncate", "corrupt"])
-def test_control_messages_that_are_harmed_change_no_weights(harmed, kind):
+def test_corrupted_control_messages_change_no_weights(harmed, kind):
     harm = Harm(kind, 0.15, seed=7)
     harmed.start("g0")
     harmed.between(harm)
@@ -324,7 +324,7 @@ def test_a_partition_heals(harmed):
     assert harmed.swaps("g1") == [1, 2]
 
 
-def test_a_publisher_that_goes_away_in_a_transfer_leaves_live_weights_alone_and_the_next_one_goes_on(harmed):
+def test_a_publisher_lost_during_a_transfer_leaves_live_weights_unchanged_and_its_successor_continues(harmed):
     """The rank is stopped after the first bucket, so that nothing of the farewell reaches it in time."""
     harmed.start("g0", "receive:stop")
     harmed.publisher.wait_joined(BOUND_S, at_least=1)

@@ -86,7 +86,7 @@ def scene(tmp_path):
 @pytest.mark.parametrize(
     "phase, held", [("begin", 1), ("receive", 1), ("build", 1), ("ready", 1), ("swap", 2), ("answer", 2)]
 )
-def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_another_goes_on(scene, phase, held):
+def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_its_successor_continues(scene, phase, held):
     """Until the engine is told to commit the version before stays, from then on the new one is live; odd and even
     versions are two sets of weights."""
     trainer, odd = scene.begun(f"{phase}:kill")
@@ -108,7 +108,7 @@ def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_another_goes_on(
 @pytest.mark.parametrize(
     "phase, seconds, held", [("begin", 8, 1), ("receive", 3, 1), ("receive", 8, 1), ("ready", 8, 1), ("swap", 8, 2)]
 )
-def test_a_trainer_stopped_in_a_phase_leaves_a_whole_version_and_goes_on_when_it_may(scene, phase, seconds, held):
+def test_a_trainer_suspended_in_a_phase_leaves_a_whole_version_and_continues_when_resumed(scene, phase, seconds, held):
     """For less and for more than the transfer may take; the generator never holds a mixture, and nothing is started
     again."""
     trainer, odd = scene.begun(f"{phase}:stop")

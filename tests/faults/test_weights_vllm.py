@@ -37,7 +37,7 @@ def serve(folder: Path, generators: int, transfer_timeout_s: float = 15) -> Serv
     )
 
 
-def test_a_trainer_killed_in_the_middle_of_a_version_changes_nothing_and_another_goes_on(tmp_path):
+def test_a_trainer_killed_during_a_transfer_changes_nothing_and_its_successor_continues(tmp_path):
     with serve(tmp_path, 1) as serving:
         trainer = serving.trainer(0, "gloo")
         trainer.committed(g0=0)
@@ -48,7 +48,7 @@ def test_a_trainer_killed_in_the_middle_of_a_version_changes_nothing_and_another
     assert figures["fault_steps_ms"]["many"] > 0
 
 
-def test_a_trainer_stopped_in_the_middle_of_a_version_is_given_up_in_time_and_goes_on(tmp_path):
+def test_a_trainer_suspended_during_a_transfer_times_out_and_continues_when_resumed(tmp_path):
     with serve(tmp_path, 1, transfer_timeout_s=4) as serving:
         trainer = serving.trainer(0, "gloo")
         trainer.committed(g0=0)
@@ -59,7 +59,7 @@ def test_a_trainer_stopped_in_the_middle_of_a_version_is_given_up_in_time_and_go
     assert figures["fault_steps_ms"]["many"] > 0
 
 
-def test_one_of_two_generators_killed_in_the_middle_of_a_version_holds_up_nobody(tmp_path):
+def test_one_of_two_generators_killed_during_a_transfer_delays_no_other(tmp_path):
     with serve(tmp_path, 2) as serving:
         trainer = serving.trainer(0, "gloo")
         trainer.committed(g0=0, g1=0)

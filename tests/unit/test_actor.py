@@ -215,7 +215,7 @@ def test_a_generator_that_comes_back_elsewhere_is_used_again(play):
     play(scene)
 
 
-def test_aborted_requests_are_counted_and_asked_again(play):
+def test_aborted_requests_are_counted_and_retried(play):
     async def scene(room):
         batch = await room.take(2)
         assert room.sampler.answers.aborted == 2
@@ -239,7 +239,7 @@ def test_aborted_requests_are_counted_and_asked_again(play):
         (choice(token_ids=[-1, 2]), "malformed answer", 6),
     ],
 )
-def test_a_group_is_given_up_with_a_reason_and_the_actor_goes_on(play, monkeypatch, answer, reason, requests):
+def test_a_group_is_given_up_with_a_reason_and_the_actor_continues(play, monkeypatch, answer, reason, requests):
     """A question that is not at fault is asked again, with the same seeds, though not for ever."""
     monkeypatch.setattr(ledger_module, "MAX_TRIES", 2)
 
@@ -567,7 +567,7 @@ def test_bad_news_from_the_bus_ends_the_actor(scripted, event, says):
     scripted(scene)
 
 
-def test_the_pool_names_who_is_missing_and_picks_the_least_loaded(tmp_path):
+def test_the_pool_names_missing_generators_and_picks_the_least_loaded(tmp_path):
     async def main():
         async with Server() as server, aiohttp.ClientSession() as session:
             urls = {"g0": server.url, "g1": server.url}
@@ -643,7 +643,7 @@ def test_a_generator_that_does_not_answer_a_probe_keeps_no_other_waiting(monkeyp
     asyncio.run(main())
 
 
-def test_what_ends_the_probing_reaches_whoever_waits(monkeypatch):
+def test_an_error_that_ends_the_probing_reaches_waiting_requests(monkeypatch):
     monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.02)
 
     async def main():

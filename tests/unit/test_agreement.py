@@ -77,7 +77,7 @@ def test_a_cut_that_is_not_known_may_change_a_token_of_which_the_model_is_sure()
     assert compare(recorded, replayed, "bfloat16", prompt=prompt, cut=np.ones(len(recorded), dtype=bool)).agrees
 
 
-def test_nothing_to_compare_is_told_by_the_count_of_tokens():
+def test_nothing_to_compare_shows_in_the_count_of_tokens():
     found = compare([], [], "bfloat16")
     assert found.tokens == 0
     assert np.isnan(found.steps)

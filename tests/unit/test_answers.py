@@ -152,7 +152,7 @@ def test_a_log_probability_that_is_no_number_is_not_asked_for_again():
     play(scene, [[chunk("01"), chunk("2", 2, logprobs={"token_logprobs": [None]})]], [])
 
 
-def test_what_can_not_be_continued_starts_anew_and_is_counted():
+def test_a_sequence_that_can_not_be_continued_is_restarted_and_counted():
     async def scene(there):
         answer, turn = await there.ask()
         assert (text_of(turn), answer.pieces) == ("45", [])

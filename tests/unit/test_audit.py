@@ -158,7 +158,7 @@ def test_fault_d_a_prefix_hit_across_versions(tmp_path, model_dir):
     assert report.total.worst.rollout_id == "g/99"
 
 
-def test_fault_e_a_recomputation_that_was_not_told(tmp_path, tiny_model):
+def test_fault_e_a_recomputation_that_was_not_reported(tmp_path, tiny_model):
     generator = Generator(tiny_model)
     made = generate(generator, preempt={10})
     assert run(write(tmp_path / "told", tiny_model, generator, made), tolerance=EXACT).passed
@@ -336,7 +336,7 @@ def _versions(folder):
     return folder / "versions"
 
 
-def test_versions_that_can_not_be_told_apart_are_named(tmp_path, tiny_model, capsys):
+def test_versions_that_can_not_be_distinguished_are_named(tmp_path, tiny_model, capsys):
     generator = Generator(tiny_model)
     generator.states[2] = generator.states[1]
     generator.live[2] = generator.live[1]

@@ -100,7 +100,7 @@ def test_taking_frees_slots_when_the_buffer_is_full(party):
     assert expect(actor, Grant) == Grant(questions=[1])
 
 
-def test_take_waits_and_goes_on_past_what_the_gate_drops(party):
+def test_take_waits_and_continues_past_groups_that_the_gate_drops(party):
     room = party(max_token_lag=0, on_stale="drop")
     actor = room.actor()
     expect(actor, Grant)
@@ -201,7 +201,7 @@ def test_a_hello_again_changes_nothing(party):
     assert room.buffer.counts().failed == {}
 
 
-def test_an_actor_that_was_taken_for_lost_delivers_and_joins_again(party):
+def test_an_actor_that_was_presumed_dead_delivers_and_rejoins(party):
     """As after SIGSTOP: what it finished meanwhile counts, and its next hello brings it back."""
     room = party(dead_after_s=2.0)
     actor = room.actor()
@@ -253,7 +253,7 @@ def test_finish_reaches_everybody_and_waits_for_the_last_group(party):
     room.buffer.counts().check()
 
 
-def test_finish_does_not_wait_for_ever(party):
+def test_finish_does_not_wait_forever(party):
     room = party()
     expect(room.actor(), Grant)
     assert room.buffer.finish("done", timeout_s=0.05) is False
@@ -311,7 +311,7 @@ def test_more_than_the_capacity_can_never_come(party):
         ({}, -1, "version not published: 16)"),
     ],
 )  # fmt: skip
-def test_a_gate_that_lets_nothing_pass_is_told_after_a_bounded_number_of_groups(party, gate, version, says):
+def test_a_gate_that_drops_everything_is_reported_after_a_bounded_number_of_groups(party, gate, version, says):
     """Once, not once a group; what ends the run in the end says it too."""
     warned = []
     room = party(step=8, concurrency=8, gate=gate, warn=warned.append)

@@ -85,7 +85,7 @@ def test_a_peer_that_closes_is_lost_at_once_and_after_all_that_it_said(endpoint)
         assert listener.peers() == set()
 
 
-def test_a_name_is_that_of_who_spoke_last_and_a_late_goodbye_does_not_lose_it(endpoint):
+def test_a_name_belongs_to_the_last_sender_and_a_late_goodbye_does_not_lose_it(endpoint):
     """A process that was restarted before its predecessor was gone."""
     with Listener(endpoint, QUICK) as listener:
         before = Link(endpoint, "g0", QUICK)
@@ -110,7 +110,7 @@ def test_a_name_is_that_of_who_spoke_last_and_a_late_goodbye_does_not_lose_it(en
         context.destroy(linger=0)
 
 
-def test_a_process_that_wakes_up_after_it_was_replaced_is_not_taken_for_its_successor(endpoint):
+def test_a_process_that_wakes_up_after_it_was_replaced_is_not_mistaken_for_its_successor(endpoint):
     """Not by what it says, nor by its heartbeats: it is told to end, and what is for the name goes on to the other."""
     with Listener(endpoint, QUICK) as listener, zmq.Context() as context:
         before, after = (context.socket(zmq.DEALER) for _ in range(2))
@@ -207,7 +207,7 @@ def test_the_address_of_a_listener_that_was_killed_is_free(endpoint, forked):
             os.killpg(first.pid, signal.SIGKILL)
 
 
-def test_a_listener_that_never_comes_is_told(endpoint):
+def test_a_listener_that_never_appears_is_reported(endpoint):
     with Link(endpoint, "a0", QUICK, first_contact_s=0.3) as link:
         assert link.receive(0.05) is None
         with pytest.raises(PeerLost):

@@ -67,7 +67,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("what", SAYS)
-def test_with_keys_whoever_does_not_greet_is_counted_once(folder, what):
+def test_with_keys_a_peer_without_a_greeting_is_counted_once(folder, what):
     """While a peer is there, and whether the scanner leaves by itself or is dropped."""
     with (
         Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener,

@@ -54,7 +54,7 @@ def test_so_is_what_stands_in_files_of_the_users_own(tmp_path, own):
     assert run.chosen == ["generator.threads", "seed", "trainer.objective.options.cap", "trainer.steps"]
 
 
-def test_it_is_told_to_the_processes_and_can_not_be_set(tmp_path):
+def test_the_processes_get_it_and_it_can_not_be_set(tmp_path):
     run = compose("tiny", [f"run_dir={tmp_path}", "trainer.steps=7"])
     configuration.save(run)
     assert configuration.load(tmp_path) == run
@@ -186,7 +186,7 @@ def test_nothing_that_is_shipped_is_warned_of():
         assert list(warnings(compose(shipped))) == []
 
 
-def test_the_pairing_is_told_in_one_line_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+def test_the_pairing_is_warned_of_in_one_line_and_the_run_continues(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(launching, "usual_commands", lambda config: [])
     monkeypatch.setattr(launching, "_run", lambda *_: (launching.Outcome(), []))
     asked = ["trainer.objective.name=grpo", "gate.max_lag=2"]
@@ -206,7 +206,7 @@ def begun(tmp_path, **changes):
     return configuration.load(tmp_path / "run")
 
 
-def test_a_run_that_goes_on_keeps_what_it_began_with_though_a_default_is_another_one_now(tmp_path):
+def test_a_resumed_run_keeps_its_values_though_a_default_has_changed(tmp_path):
     before = begun(tmp_path, learning_rate=5.0, objective=configuration.ObjectiveConfig(name="ppo"))
     now = resumed_config(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true"]))
     assert now == dataclasses.replace(before, resume=True, chosen=["run_dir", "trainer.steps"])
@@ -215,7 +215,7 @@ def test_a_run_that_goes_on_keeps_what_it_began_with_though_a_default_is_another
     assert set_anew(now) == []
 
 
-def test_what_is_set_anew_is_taken_and_told(tmp_path):
+def test_values_that_are_set_again_are_used_and_shown(tmp_path):
     begun(tmp_path, learning_rate=5.0)
     asked = ["trainer.steps=12", "gate.rules=[{name: uniform_rewards}]", "trainer.objective.options.cap=3.0"]
     now = resumed_config(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", *asked]))

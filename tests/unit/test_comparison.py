@@ -101,7 +101,7 @@ def test_a_caller_may_run_in_an_event_loop(serve, model):
     assert asyncio.run(within())[0].shown
 
 
-def test_what_is_wrong_beyond_a_length_is_told_with_the_length(serve, model):
+def test_a_fault_beyond_a_length_is_reported_with_the_length(serve, model):
     (found,) = ask([serve(change=window)], scorer(model))
     assert str(found).startswith(
         "g0 does not compute what the trainer does, at version 0: after prompts of 60 tokens sent together, "
@@ -231,7 +231,7 @@ def test_an_own_trainer_compares_through_its_publisher(own, serve, model):
         publisher.compare(scorer(model, temperature=0.8), prompts(4, 4, 30, 30))
 
 
-def test_an_own_trainer_without_generators_is_told(own, serve, model):
+def test_a_users_trainer_without_generators_is_reported(own, serve, model):
     publisher = own(server := serve())
     server.generator.close()
     eventually(lambda: publisher.states["g0"][0] is State.ABSENT)
@@ -334,7 +334,7 @@ def test_a_generator_that_joins_with_other_numbers_costs_itself_alone(make_run, 
     assert any(isinstance(each, Refused) for each in wrong.generator.heard)
 
 
-def test_nobody_who_answers_ends_the_run_in_time_and_is_named(make_run, serve, capfd, monkeypatch):
+def test_generators_that_do_not_answer_end_the_run_in_time_and_are_named(make_run, serve, capfd, monkeypatch):
     server = serve()
     server.hold = []
     monkeypatch.setattr(starts, "ANSWER_S", 0.3)

@@ -72,19 +72,19 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
         ("checkpoint=step-000040", "checkpoint='step-000040' is not allowed: the launcher finds it"),
     ],
 )
-def test_a_bad_override_is_told_in_one_line(override, words):
+def test_a_bad_override_is_reported_in_one_line(override, words):
     with pytest.raises(ConfigError, match=words) as error:
         compose("tiny", [override])
     assert "\n" not in str(error.value)
 
 
-def test_an_unknown_configuration_is_told_in_one_line():
+def test_an_unknown_configuration_is_reported_in_one_line():
     with pytest.raises(ConfigError, match=f"'nope'; the configurations are: {', '.join(SHIPPED)}$") as error:
         compose("nope")
     assert "\n" not in str(error.value)
 
 
-def test_ones_own_configurations_are_among_those_told(tmp_path):
+def test_a_users_configurations_are_listed_too(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults:\n  - tiny\n")
     with pytest.raises(ConfigError, match=r"'mien'; the configurations are: demo, demo_gpu, mine, tiny$"):
         compose("mien", [], tmp_path)
@@ -102,7 +102,7 @@ def test_a_folder_of_configurations_that_does_not_exist_is_named(tmp_path):
         ("{steps: two}", "In 'mine'.*'two' .*could not be converted"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told(tmp_path, given, words):
+def test_an_error_in_a_file_is_reported(tmp_path, given, words):
     (tmp_path / "mine.yaml").write_text(f"defaults:\n  - tiny\n  - _self_\ntrainer: {given}\n")
     with pytest.raises(ConfigError, match=words):
         compose("mine", [], tmp_path)
@@ -122,7 +122,7 @@ def test_a_configuration_without_schema_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"defaults: [tiny\n x", b"\xff\xfe"])
-def test_a_file_that_is_no_yaml_is_told_in_one_line(tmp_path, content):
+def test_a_file_that_is_not_yaml_is_reported_in_one_line(tmp_path, content):
     (tmp_path / "mine.yaml").write_bytes(content)
     with pytest.raises(ConfigError, match=r"mine\.yaml.* is no YAML: ") as error:
         compose("mine", [], tmp_path)

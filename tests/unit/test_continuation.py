@@ -52,7 +52,7 @@ def test_all_that_the_actor_asks_can_be_continued():
         {"max_tokens": 3},
     ],
 )
-def test_what_can_not_be_continued_exactly_starts_anew(field):
+def test_a_sequence_that_can_not_be_continued_exactly_is_restarted(field):
     with pytest.raises(StartAnew, match=next(iter(field))):
         rest_of(REQUEST | field, [5, 6, 6])
 

@@ -60,7 +60,7 @@ def test_a_task_ends_once(kind):
 
 
 @pytest.mark.parametrize("kind", [Listed, Long])
-def test_epochs_begin_anew(kind):
+def test_epochs_begin_again(kind):
     course = Course(kind(), epochs=2)
     assert keys(course, range(2 * LENGTH)) == [f"k{index}" for index in range(LENGTH)] * 2
     with pytest.raises(DataEnded) as end:

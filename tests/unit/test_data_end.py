@@ -49,7 +49,7 @@ def test_every_question_is_trained_on_and_then_the_data_ends(play, kind):  # noq
     play(scene, task=kind(seed=0), concurrency=4, max_lag=3, default=choice)
 
 
-def test_what_an_actor_leaves_undone_is_asked_again_before_the_data_ends(tmp_path):
+def test_questions_that_an_actor_leaves_are_requeued_before_the_data_ends(tmp_path):
     ledger = Ledger(make_config(tmp_path, concurrency=8, max_lag=3))
     ledger.hello("a0", "0" * 16)
     assert ledger.grants() == {"a0": list(range(8))}
@@ -72,7 +72,7 @@ def test_what_an_actor_leaves_undone_is_asked_again_before_the_data_ends(tmp_pat
     ledger.counts().check()
 
 
-def test_a_run_that_goes_on_after_the_end_finds_it_again(tmp_path):
+def test_a_run_resumed_after_the_end_finds_it_again(tmp_path):
     config = make_config(tmp_path)
     ledger = Ledger(config)
     ledger.hello("a0", "0" * 16)

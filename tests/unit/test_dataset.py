@@ -92,9 +92,7 @@ def test_a_table_is_read_as_lines_are_and_rows_do_not_get_each_others_fields(tmp
         pq.write_table(table, tmp_path / f"{number}.parquet")
     task = dataset(str(tmp_path / "*.parquet"), messages="messages", shuffle=False)
     found = [task.item(index) for index in range(6)]
-    assert [item.prompt.messages for item in found] == [
-        rows[number]["messages"] for number in (0, 0, 1, 1, 0, 1)
-    ]
+    assert [item.prompt.messages for item in found] == [rows[number]["messages"] for number in (0, 0, 1, 1, 0, 1)]
     assert found[0].columns == {"answer": 1, "note": None}
     assert (found[2].key, task._rows.place(4)) == ("dataset:3", f"{tmp_path}/1.parquet, row 2")
 
@@ -122,7 +120,7 @@ def test_a_row_that_is_none_costs_itself_and_is_named_with_its_line(tmp_path, ca
         task.item(9)
 
 
-def test_a_changed_file_is_read_anew(tmp_path):
+def test_a_changed_file_is_read_again(tmp_path):
     file = tmp_path / "a.jsonl"
     for count in (3, 5):
         assert len(dataset(lines(file, sums(count)), prompt="prompt")) == count

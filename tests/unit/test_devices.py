@@ -72,7 +72,7 @@ def test_what_only_a_gpu_has_is_refused_without_one(monkeypatch, asked):
 
 
 @pytest.mark.parametrize("devices", [["0"], ["0", "1"]])
-def test_too_few_are_told(devices):
+def test_too_few_are_reported(devices):
     with pytest.raises(ConfigError, match="takes 3 GPUs, there are"):
         assign(run(ranks=2), devices)
 

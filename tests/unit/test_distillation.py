@@ -99,7 +99,7 @@ def test_a_teacher_that_does_not_answer_loses_the_group(answer):
         asyncio.run(against_server(answer, ask))
 
 
-def test_nobody_at_the_address():
+def test_no_server_at_the_address():
     with pytest.raises(TeacherError, match=r"127\.0\.0\.1:9"):
         asyncio.run(ask("http://127.0.0.1:9"))
 

@@ -214,7 +214,7 @@ def test_who_blocks_a_child_that_others_share_is_found_and_the_others_score(how,
     asyncio.run(main())
 
 
-def test_hanging_threads_take_nobody_elses_time():
+def test_hanging_threads_delay_no_other_call():
     """Each leaves a thread behind; more of them than asyncio's pool has threads."""
 
     async def main():

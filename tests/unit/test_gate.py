@@ -197,7 +197,7 @@ def only_rich(group: GatedGroup, *, above: float = 0.5) -> GatedGroup:
     return drop_members(group, lambda member: member.rollout.reward <= above, "poor")
 
 
-def test_a_rule_of_ones_own_is_one_function():
+def test_a_users_rule_is_one_function():
     gated = gate(members(FRESH, OLD, FRESH), 9, {"name": "test_gate:only_rich"})
     assert kept(gated) == ["g/1", "g/2"]
     assert gated.members_dropped == {"poor": 1}

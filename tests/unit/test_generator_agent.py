@@ -119,7 +119,7 @@ def test_a_repeated_commit_is_answered_and_done_once(listener: Listener) -> None
 OTHER = "f" * 16
 
 
-def test_a_publisher_that_began_anew_swaps_under_the_number_that_is_stamped(listener: Listener) -> None:
+def test_a_restarted_publisher_swaps_under_the_number_that_is_stamped(listener: Listener) -> None:
     """The engine core would refuse to stamp it once more; and of the weights before no KV may stay."""
     again = Commit(version=4, publisher=OTHER)
     replies, why, agent = converse(listener, [{"gap_s": 0.001}], Commit(version=4), again, again, Enquire(), FINISH)
@@ -132,7 +132,7 @@ def test_a_publisher_that_began_anew_swaps_under_the_number_that_is_stamped(list
     assert replies == [answer, other, other, msgspec.structs.replace(HELLO, version=4, publisher=OTHER)]
 
 
-def test_a_publisher_that_began_anew_at_a_lower_number_is_refused(listener: Listener) -> None:
+def test_a_publisher_restarted_at_a_lower_number_is_refused(listener: Listener) -> None:
     replies, _, agent = converse(listener, [], Commit(version=2, publisher=OTHER), FINISH)
     assert [(reply.phase, reply.poisoned) for reply in replies if isinstance(reply, Failed)] == [("commit", False)]
     assert agent.engine.asked == []

@@ -43,13 +43,13 @@ def test_right_tags_pass(tags: Tags) -> None:
         ([output((9, 6), prefills=((0, 0, 7),))], "prefills"),
     ],
 )
-def test_wrong_tags_are_told(tags: Tags, outputs: list[Any], says: str) -> None:
+def test_wrong_tags_are_reported(tags: Tags, outputs: list[Any], says: str) -> None:
     tags.step(outputs)
     (fault,) = tags.faults
     assert re.search(says, fault)
 
 
-def test_an_old_version_that_goes_on_is_told() -> None:
+def test_an_old_version_that_keeps_running_is_reported() -> None:
     tags = Tags(0)
     tags.told(1)
     tags.answered(1)

@@ -40,7 +40,7 @@ def test_what_held_a_token_up_is_named(part: int) -> None:
     assert WAY[part] in show([found])
 
 
-def test_clocks_that_drift_apart_do_no_harm() -> None:
+def test_clocks_that_drift_apart_have_no_effect() -> None:
     (found,) = late(*(lambda timeline, trace: (timeline, [UPDATE], trace))(*told(2, 0.0012, drift=1e-6)))
     assert found["held_up"] == WAY[2]
     assert found["longer_ms"][WAY[0]] == pytest.approx(0.0, abs=0.002)

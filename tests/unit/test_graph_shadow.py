@@ -54,7 +54,7 @@ def test_a_swap_marks_the_last_use_before_it_takes_the_other_set(shadow: Any, mo
         shadow.settle()
 
 
-def test_a_step_that_failed_before_the_swap_is_told_to_who_wants_to_fill(
+def test_a_failure_of_the_step_before_the_swap_reaches_the_filling_thread(
     shadow: Any, cuda: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda.Event, "error", RuntimeError("CUDA error: an illegal memory access"))
@@ -238,7 +238,7 @@ def test_a_second_set_that_took_more_than_thought_is_given_back(
     assert Graph.replayed[0].data_ptr() == remapping.live.data_ptr()
 
 
-def test_what_nobody_thought_of_is_told_to_the_other_ranks_too(
+def test_an_unexpected_error_is_reported_to_the_other_ranks_too(
     shadow: Any, model: torch.nn.Linear, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(model, monkeypatch)

@@ -98,7 +98,7 @@ def test_a_commit_that_is_there_is_not_asked_for_again(hub):
     assert hub.asked == []
 
 
-def test_what_an_interrupted_download_lacks_is_fetched(hub):
+def test_files_missing_after_an_interrupted_download_are_fetched(hub):
     fetch(MODEL)
     (prepare(MODEL, revision=FIRST) / "tokenizer.json").unlink()
     hub.asked.clear()

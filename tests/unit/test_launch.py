@@ -112,7 +112,7 @@ def test_the_exit_code_tells_how_the_trainer_has_ended_the_run(config, capfd, co
     assert (f"trainer ended with code {code}" in said) == (ends in (GIVEN_UP, BAD_INPUT)), said
 
 
-def test_a_killed_process_is_told_by_its_signal(config, capfd):
+def test_a_killed_process_is_reported_with_its_signal(config, capfd):
     commands = [
         command(config, "trainer", LIVE_FOREVER),
         command(config, "g0", "import os; os.kill(os.getpid(), 9)", "generator"),
@@ -367,7 +367,7 @@ def test_what_is_named_and_not_there_is_refused_before_anything_starts(tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_functions_of_ones_own_are_found_where_the_trainer_finds_them(tmp_path, monkeypatch):
+def test_a_users_functions_are_found_where_the_trainer_finds_them(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def keep(group, *, at_most: int): return group\n")
     monkeypatch.chdir(tmp_path)
     config = compose("tiny", [f"run_dir={tmp_path}/run", "gate.rules=[{name: 'mine:keep', at_most: 2}]"])
@@ -540,7 +540,7 @@ sys.exit(1)
 """
 
 
-def test_what_a_dead_generator_left_behind_is_ended_before_the_next(config):
+def test_orphans_of_a_dead_generator_are_ended_before_the_next(config):
     leaves = WITH_GRANDCHILD.replace("time.sleep(600)\n", "")
     commands = [
         command(config, "trainer", SEES_IT_GONE),
@@ -583,7 +583,7 @@ def test_what_goes_wrong_in_the_interpreters_shutdown_does_not_make_a_done_proce
     assert (ended.returncode, ended.stdout) == (3, "done\n"), ended.stderr
 
 
-def test_a_run_that_goes_on_is_the_same_run(config):
+def test_a_resumed_run_is_the_same_run(config):
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     with pytest.raises(ConfigError, match=r"seed=7 is not allowed: the run in .* began with 0"):
         launch(resumed(config, seed=7), [command(config, "trainer", "pass")])
@@ -604,7 +604,7 @@ def test_a_run_that_goes_on_is_the_same_run(config):
     assert not (config.path / "bus").exists()
 
 
-def test_a_folder_without_a_run_can_not_go_on(config):
+def test_a_folder_without_a_run_can_not_be_resumed(config):
     with pytest.raises(LaunchError, match="holds no run to resume"):
         launch(resumed(config), [command(config, "trainer", "pass")])
     assert not config.path.exists()
@@ -628,7 +628,7 @@ def holding_the_lock(config, code):
         survivor.wait()
 
 
-def test_a_run_goes_on_when_the_last_process_is_gone(config, capfd):
+def test_a_run_is_resumed_when_the_last_process_is_gone(config, capfd):
     """The lock is inherited: a trainer that outlives its launcher still holds it, and gets its time to end."""
     with holding_the_lock(config, "import time; time.sleep(0.5)") as survivor:
         assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
@@ -639,7 +639,7 @@ def test_a_run_goes_on_when_the_last_process_is_gone(config, capfd):
 
 
 @pytest.mark.parametrize("how", ["deaf", "stopped"])
-def test_what_a_killed_launcher_left_behind_is_killed_and_named(config, capfd, how):
+def test_orphans_of_a_killed_launcher_are_killed_and_named(config, capfd, how):
     """With its descendants, but not who merely reads the file that is locked."""
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" if how == "deaf" else ""
     launcher, (trainer, child, generator, grandchild) = start_launcher(config.path, f"{deaf}\n{WITH_GRANDCHILD}", 4)

@@ -30,12 +30,12 @@ def test_a_policy_with_fewer_seeds_is_compared_with_the_same_ones():
     assert "| 50 % (1 of 1) |" in lines[3]
 
 
-def test_a_policy_that_never_gets_there_is_told_as_such():
+def test_a_policy_that_never_gets_there_is_reported_as_such():
     runs = {"baseline": [curve([0.1, 0.5], 1.0, 0.5)], "worse": [curve([0.1, 0.2], 1.0, 0.2)]}
     assert "| never |" in table(runs, "baseline").splitlines()[3]
 
 
-def test_a_run_whose_seed_the_baseline_lacks_is_compared_with_nothing():
+def test_a_run_whose_seed_is_missing_in_the_baseline_is_not_compared():
     runs = {"baseline": [curve([0.1, 0.5], 1.0, 0.5, seed=1)], "alone": [curve([0.9, 0.9], 1.0, 0.9)]}
     row = table(runs, "baseline").splitlines()[3]
     assert "never" not in row

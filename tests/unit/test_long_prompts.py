@@ -23,7 +23,7 @@ class Long(Addition):
         return replace(item, prompt="1" * (CONTEXT - 1)) if index == TOO_LONG else item
 
 
-def test_prompts_that_leave_no_room_are_told_apart_and_the_run_goes_on(play):  # noqa: F811
+def test_prompts_that_are_too_long_have_their_own_reason_and_the_run_continues(play):  # noqa: F811
     async def scene(room):
         batch = await room.take(2)
         assert len(batch[0].group.rollouts[0].prompt_ids) == CONTEXT - 1

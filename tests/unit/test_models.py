@@ -50,7 +50,7 @@ def test_a_prepared_model_is_not_made_again(tmp_path, monkeypatch):
     assert prepare("tiny", tmp_path) == first
 
 
-def test_a_cache_that_cant_be_written_is_told_in_one_line(tmp_path):
+def test_a_cache_that_cant_be_written_is_reported_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match="set INFLIGHT_CACHE") as error:
         prepare("tiny", tmp_path / "file" / "cache")
@@ -95,7 +95,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path):
     assert prepare(str(tmp_path)) == tmp_path.resolve()
 
 
-def test_a_wrong_name_is_told_in_one_line(tmp_path):
+def test_a_wrong_name_is_reported_in_one_line(tmp_path):
     for name, words in (("gpt9", "neither one of smollm2, tiny, tiny-untied"), (str(tmp_path), "no config.json")):
         with pytest.raises(ModelError, match=words) as error:
             prepare(name)

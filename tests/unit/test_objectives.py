@@ -239,7 +239,7 @@ def categorical(drift, seed=0, size=50):
 
 @pytest.mark.parametrize("drift", [0.0, 0.1, 0.3, 0.6])
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_the_weighted_divergence_is_the_divergence_whoever_has_sampled(estimator, drift):
+def test_the_weighted_divergence_is_the_divergence_for_any_behaviour_policy(estimator, drift):
     """Exact expectations over a vocabulary: value and gradient of KL(policy || reference), of tokens sampled by
     another policy, in which each token has its probability there."""
     policy, reference, sampler = categorical(drift)
@@ -333,7 +333,7 @@ def loss_of(tmp_path, **objective):
     return make_loss(dataclasses.replace(make_config(tmp_path), trainer=trainer))
 
 
-def test_an_objective_of_ones_own_is_one_function(tmp_path):
+def test_a_users_objective_is_one_function(tmp_path):
     loss = loss_of(tmp_path, name="test_objectives:my_objective", options={"power": 2})
     assert loss.normalise == "sequence"
     given = problem(2)
@@ -382,7 +382,7 @@ def test_what_does_not_exist_is_named(tmp_path, settings, words):
         ("sapo", {"temperature_negative": -1.0}, "temperature_negative=-1.0 is not allowed: above 0"),
     ],
 )
-def test_an_option_with_which_nothing_would_be_learnt_is_refused_before_the_start(tmp_path, name, options, words):
+def test_an_option_that_prevents_training_is_refused_before_the_start(tmp_path, name, options, words):
     with pytest.raises(ConfigError, match=f"trainer.objective {name}: .*{words}"):
         loss_of(tmp_path, name=name, options=options)
 

@@ -61,7 +61,7 @@ def test_a_task_that_can_not_be_made_is_one_line_and_code_2(mine, tmp_path, caps
     assert not (tmp_path / "run").exists()
 
 
-def test_an_option_that_a_task_of_ones_own_lacks_is_refused(mine, tmp_path, capsys):
+def test_an_option_that_a_users_task_does_not_have_is_refused(mine, tmp_path, capsys):
     mine.write_text(TASK)
     assert launch.main([*NAMED, f"run_dir={tmp_path}/run", "+task.options.letters=3"]) == 2
     assert "task.options.letters is not an option of task mine:T: digits" in capsys.readouterr().err

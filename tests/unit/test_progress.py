@@ -37,7 +37,7 @@ def test_before_any_news_everybody_is_starting(progress):
     assert "starting" in rendered(progress)
 
 
-def test_a_run_that_goes_on_does_so_from_its_step(tmp_path):
+def test_a_resumed_run_starts_from_its_step(tmp_path):
     config = compose("tiny", [f"run_dir={tmp_path}/night", *SHAPE])
     progress = Progress(dataclasses.replace(config, checkpoint="night/step-5"))
     assert "step 5/8 · starting" in progress.line()
@@ -110,7 +110,7 @@ def test_a_terminal_gets_the_live_view(progress):
     assert "2/8" in console.file.getvalue()
 
 
-def test_a_warning_is_told_once(progress, capsys):
+def test_a_warning_is_shown_once(progress, capsys):
     with View(progress, line_every_s=600) as view:
         for warnings in ("the gate: 16", "the gate: 16\nthe gate: 32", "the gate: 16\nthe gate: 32"):
             view.heard("trainer", {"step": 3, "warnings": warnings})

@@ -242,7 +242,7 @@ def test_a_trainer_below_what_a_generator_holds_says_so_at_once_and_so_does_the_
         assert (r.publisher.incompatible, again.commits) == ({}, [0])
 
 
-def test_a_generator_that_can_never_take_what_is_published_is_told_to_the_caller(run):
+def test_a_generator_that_can_never_take_the_parameters_is_reported_to_the_caller(run):
     reason = "g1: g1.r0: Unfit: model.norm.weight [7] does not fit the engine"
     with run(g0=1, g1=1) as r:
         g0, g1 = r.join("g0", "g1")
@@ -263,7 +263,7 @@ def test_a_generator_that_can_never_take_what_is_published_is_told_to_the_caller
             r.publish(3)
 
 
-def test_a_version_that_nobody_took_is_returned_with_the_reason(run):
+def test_a_version_that_no_generator_took_is_returned_with_the_reason(run):
     with run() as r:
         (g0,) = r.joined("g0")
         g0.shadows[0].fail["build"] = RuntimeError("no room")
@@ -499,7 +499,7 @@ def half_then_die(endpoint, name):
     threading.Event().wait(60)
 
 
-def test_a_process_killed_in_a_transfer_holds_up_nobody(run):
+def test_a_process_killed_in_a_transfer_delays_no_other(run):
     with run(g0=1, g1=1) as r:
         process = multiprocessing.get_context("fork").Process(target=half_then_die, args=(r.endpoint, "g1"))
         process.start()
@@ -586,7 +586,7 @@ def test_a_hello_that_does_not_fit_is_refused_with_the_reason(run, identity, hel
         assert dict(r.publisher.incompatible) == ({"g0": r.publisher.states["g0"][1]} if mine else {})
 
 
-def test_joining_names_who_is_missing(run):
+def test_joining_names_the_missing_generators(run):
     with run(g0=2) as r, peer(r, "g0.r1", rank_hello(rank=1, world_size=2)):
         with pytest.raises(PublishError, match=r"not all .* 0\.5 s \(g0 ABSENT: no hello from g0\.r0, g0\.engine\)"):
             r.publisher.wait_joined(0.5)
@@ -666,7 +666,7 @@ def test_closing_in_a_transfer_aborts_it_and_touches_nothing(run):
         r.publisher.close()
 
 
-def test_the_end_of_the_run_is_told_to_the_engines(run):
+def test_the_end_of_the_run_is_sent_to_the_engines(run):
     with run(g0=1, g1=1) as r:
         generators = r.joined("g0", "g1")
         r.publisher.finish("40 steps done")
@@ -727,7 +727,7 @@ def test_what_was_summed_of_a_version_is_forgotten_when_the_next_one_is_packed(r
             assert sums._known == {}
 
 
-def test_a_version_that_nobody_has_yet_is_not_superseded(run):
+def test_a_version_that_no_generator_has_yet_is_not_superseded(run):
     with run(EAGER) as r:
         (g0,) = r.joined("g0")
         g0.shadows[0].hold["begin"] = threading.Event()
@@ -785,7 +785,7 @@ def test_one_that_was_cut_off_is_asked_and_joins_again(run):
         assert [values(shadow) for shadow in g0.shadows] == [{2}] * 2
 
 
-def test_an_engine_whose_ranks_are_gone_is_told_to_end(run):
+def test_an_engine_whose_ranks_are_gone_is_refused(run):
     with run(IMPATIENT, g0=2) as r:
         (g0,) = r.joined("g0")
         g0.receivers[1].close()
@@ -794,7 +794,7 @@ def test_an_engine_whose_ranks_are_gone_is_told_to_end(run):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_version_that_is_not_finite_is_sent_to_nobody_and_names_the_parameter(run, value):
+def test_a_version_that_is_not_finite_is_not_sent_and_names_the_parameter(run, value):
     with run(g0=1) as r:
         (g0,) = r.joined("g0")
         r.publish(1)
@@ -812,7 +812,7 @@ def test_a_version_that_is_not_finite_is_sent_to_nobody_and_names_the_parameter(
         assert [(f.version, f.phase) for f in r.failures()] == [(2, "finite")]
 
 
-def test_a_version_is_looked_at_though_nobody_is_sent_it(run):
+def test_a_version_is_checked_though_no_generator_is_sent_it(run):
     with run() as r:
         r.publish(1)
         r.publisher.require_sound()
@@ -845,7 +845,7 @@ def test_large_finite_values_are_sent(run):
         assert r.publisher.committed == {"g0": 1}
 
 
-def test_what_the_readme_says_of_a_trainer_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_the_readmes_example_of_a_users_trainer(tmp_path, monkeypatch, capsys):
     """Its lines as they stand, from the printed configuration to the generator's end; only the model is ours."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)

@@ -35,7 +35,7 @@ def test_a_step_waits_before_it_writes():
     assert fence.take_waited_s() == 0
 
 
-def test_on_a_cpu_nobody_waits():
+def test_on_a_cpu_nothing_waits():
     parameter, optimizer = optimizer_of_one()
     fence = ReadFence(torch.device("cpu"))
     fence.hold(optimizer)

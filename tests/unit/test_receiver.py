@@ -178,7 +178,7 @@ def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver,
 
 
 @pytest.mark.parametrize("phase", ["begin", "build"])
-def test_what_can_never_be_loaded_is_told_apart(publisher, receiver, phase):
+def test_weights_that_can_never_be_loaded_have_their_own_phase(publisher, receiver, phase):
     publisher.welcome()
     publisher.shadow.fail[phase] = Unfit("the engine has no parameter for rotary")
     publisher.prepare(1)

@@ -41,7 +41,7 @@ def test_a_host_that_died_is_not_though_a_value_still_goes_out(
         store.confirm("the trainer", "receive")
 
 
-def test_a_reply_is_told_to_a_host_that_lives_alone(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
+def test_a_reply_is_sent_only_to_a_live_host(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
     process, store = host
     store.reply("done", b"value", "the trainer", "receive")
     assert store.take("done", "the rank", "send") == b"value"
@@ -51,7 +51,7 @@ def test_a_reply_is_told_to_a_host_that_lives_alone(host: tuple[subprocess.Popen
         store.reply("done", b"", "the trainer", "receive")
 
 
-def test_what_was_taken_for_good_is_not_there_any_more(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
+def test_a_value_that_was_taken_with_drop_is_deleted(host: tuple[subprocess.Popen[str], KeyValueStore]) -> None:
     _, store = host
     store.put("done", b"value")
     assert store.take("done", "the rank", "send") == b"value"
@@ -91,7 +91,7 @@ def test_a_host_that_is_gone_is_not_waited_for(host: tuple[subprocess.Popen[str]
         KeyValueStore(store.address, 30.0)
 
 
-def test_a_call_that_is_late_is_left_behind() -> None:
+def test_a_call_that_is_late_is_abandoned() -> None:
     ended = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
         within(0.1, lambda: (threading.Event().wait(5), ended.set()))

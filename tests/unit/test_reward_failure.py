@@ -18,7 +18,7 @@ from inflight.tasks.addition import Addition
     ("text", "reason"),
     [("1", "reward timeout"), ("2", "reward error: ZeroDivisionError"), ("3", "reward error: not finite")],
 )
-def test_it_is_taken_for_zero_and_the_sample_says_why(play, text, reason):  # noqa: F811
+def test_it_counts_as_zero_and_the_sample_has_the_reason(play, text, reason):  # noqa: F811
     async def scene(room):
         rollouts = [rollout for gated in await room.take(2) for rollout in gated.group.rollouts]
         assert sorted((rollout.reward, rollout.unscored) for rollout in rollouts) == [(0.0, reason)] + [(1.0, "")] * 3

@@ -44,7 +44,7 @@ def test_a_function_gets_what_it_asks_for():
     assert value(found, "none") is None
 
 
-def test_a_file_and_a_class_of_ones_own():
+def test_a_users_file_and_class():
     path = str(HERE / "reward_samples.py")
     assert value(reward(f"{path}:share"), "aa", answer="1") == 2.0
     found = reward("reward_samples:Own", factor=2)
@@ -56,7 +56,7 @@ def test_a_file_and_a_class_of_ones_own():
 @pytest.mark.parametrize(
     ("completion", "kind"), [("float", "no list"), ("text", "no list"), ("texts", "no number"), ("two", "length")]
 )
-def test_a_result_of_another_kind_is_told(completion, kind):
+def test_a_result_of_another_kind_is_reported(completion, kind):
     with pytest.raises(RewardError) as raised:
         value(reward("reward_samples:odd"), completion)
     assert raised.value.kind == kind

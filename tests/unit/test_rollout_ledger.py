@@ -225,7 +225,7 @@ def test_what_would_not_be_trained_on_is_not_asked():
 
 
 @pytest.mark.parametrize("step", [1, 2, 8])
-def test_a_run_that_goes_on_with_other_steps_asks_what_these_take(step):
+def test_a_run_resumed_with_other_steps_requests_what_these_need(step):
     config = make_config("unused", step=step, max_lag=2, concurrency=64, steps=6)
     books = Ledger(config).books()
     books = msgspec.structs.replace(books, settled_below=6, trained=6)  # three steps of two groups
@@ -244,7 +244,7 @@ def test_a_run_that_goes_on_with_other_steps_asks_what_these_take(step):
     assert ledger.buffered == 0
 
 
-def test_a_group_that_nobody_was_granted_changes_nothing():
+def test_a_group_that_was_never_granted_changes_nothing():
     ledger = Ledger(make_config("unused", max_lag=0, step=1))
     ledger.hello("a0", "x")
     for name in ("q7", "x", "q01", "q-1"):
@@ -273,7 +273,7 @@ def test_a_late_group_of_a_lost_actor_is_welcome_once():
     assert counts.ignored == {"not granted": 1, "repeat": 1}
 
 
-def test_a_question_is_asked_again_when_a_generator_was_at_fault_but_not_for_ever():
+def test_a_question_is_requeued_when_a_generator_was_at_fault_but_not_forever():
     ledger = Ledger(make_config("unused", max_lag=0, step=1))
     ledger.hello("a0", "x")
     for _ in range(MAX_TRIES):
@@ -288,7 +288,7 @@ def test_a_question_is_asked_again_when_a_generator_was_at_fault_but_not_for_eve
     assert ledger.grants() == {"a0": [2]}
 
 
-def test_books_go_on_where_they_were():
+def test_the_state_continues_where_it_was():
     config = make_config("unused", max_lag=1, step=2, concurrency=4)
     ledger = Ledger(config)
     ledger.hello("a0", "x")
@@ -482,7 +482,7 @@ def answers(ledger, version, **kwargs):
     return names
 
 
-def test_a_question_whose_answer_is_too_old_is_asked_again_a_bounded_number_of_times():
+def test_a_question_whose_answer_is_too_stale_is_requeued_a_bounded_number_of_times():
     """Under a name of its own each time, so that a late repeat of an older answer is not taken for the newer one."""
     config = make_config("unused", max_lag=0, step=1, max_token_lag=0, concurrency=1)
     ledger = Ledger(config)
@@ -507,7 +507,7 @@ def test_a_question_whose_answer_is_too_old_is_asked_again_a_bounded_number_of_t
     assert ledger.books().settled_below == 2
 
 
-def test_a_run_that_goes_on_keeps_how_often_an_answer_was_too_old():
+def test_a_resumed_run_keeps_how_often_an_answer_was_too_stale():
     config = make_config("unused", max_lag=1, step=1, max_token_lag=0, concurrency=2)
     ledger = Ledger(config)
     ledger.hello("a0", "x")

@@ -153,9 +153,7 @@ def test_a_task_without_a_score_and_a_column_that_is_not_there_are_refused(tmp_p
         usable_task(config)
     with pytest.raises(ConfigError, match=r"'dataset' has no score"):
         usable_task(replace(config, rewards=[RewardConfig("task")]))
-    with pytest.raises(
-        ConfigError, match=r"needs the column answer, which task dataset does not have: gold"
-    ):
+    with pytest.raises(ConfigError, match=r"needs the column answer, which task dataset does not have: gold"):
         usable_task(replace(config, rewards=[RewardConfig("exact_match")]))
     usable_task(replace(config, rewards=[RewardConfig("exact_match", options={"column": "gold"})]))
     data.write_text('{"q": "1", "prompts": 1}\n')

@@ -72,7 +72,7 @@ def test_nothing_is_unknown_of_a_prompt_of_one_token():
     assert claims(turn, [7]) == [Segment(0, 2, 4, 0), Segment(0, 3, 4, 2)]
 
 
-def test_an_engine_that_gives_a_request_up_has_told_its_events():
+def test_an_engine_that_aborts_a_request_has_sent_its_events():
     aborted = parsed("23", 2, version=5, finish="abort")
     aborted.prefill_versions = [PrefillSpan(0, 0, 4), PrefillSpan(1, 0, 5), PrefillSpan(4, 0, 6)]
     turn = started([parsed("01", version=5), aborted], [parsed("4", version=7, finish="stop")]).turn()

@@ -23,7 +23,7 @@ def test_a_request_that_stops_while_others_are_served_is_stalled():
     assert calls.verdict(other, 11.5, BOUND) is None
 
 
-def test_a_generator_that_serves_nobody_is_silent_however_young_the_request():
+def test_a_generator_that_serves_no_request_is_silent_however_young_the_request():
     calls, old, young = Calls(), Call(asked=0.0), Call(asked=8.0)
     calls.hear(old, 1.0)
     assert calls.verdict(old, 11.5, BOUND) == SILENT

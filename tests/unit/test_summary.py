@@ -123,7 +123,7 @@ def test_rollouts_that_were_not_recorded_are_not_counted_as_none(run):
     assert "sampled" not in text
 
 
-def test_a_torn_rollout_stream_is_told(run):
+def test_a_torn_rollout_stream_is_reported(run):
     file = run / ROLLOUTS_FILE
     file.write_bytes(file.read_bytes() + b"\x10")
     got = summarize(run)

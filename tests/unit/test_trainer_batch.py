@@ -70,7 +70,7 @@ def test_process_rewards_count_for_the_tokens_before_them():
     assert got[2] == [0.0] * 4
 
 
-def test_process_rewards_that_no_task_gives_are_not_taken_for_nothing_to_learn():
+def test_missing_process_rewards_are_an_error():
     with pytest.raises(ValueError, match=r"trainer.advantage.name=process: no rollout of the step has step rewards"):
         process([make_group(size=4).rollouts, make_group("h", size=4).rollouts])
 

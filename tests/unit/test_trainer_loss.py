@@ -307,7 +307,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_weights_that_a_folder_lacks_are_not_made_up(tmp_path, tiny_model, there):
+def test_weights_that_a_folder_does_not_have_are_not_made_up(tmp_path, tiny_model, there):
     shutil.copytree(tiny_model, tmp_path / "model")
     file, name = tmp_path / "model" / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
     tensors = load_file(file)

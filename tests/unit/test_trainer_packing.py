@@ -137,7 +137,7 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("settings", [{}, {"name": "gspo"}, {"name": "reinforce", "kl": 0.3, "entropy": 0.1}], ids=str)
-def test_a_learner_comes_to_the_same(tiny_model, tmp_path, settings):
+def test_a_learner_computes_the_same(tiny_model, tmp_path, settings):
     """Losses, gradients and stats, in micro-batches of several sizes; the divergence's reference is packed as well."""
     found = []
     cuts = ({"micro_batch": 7}, {"micro_batch": 7, "packing": True}, {"micro_batch": 3, "packing": True})

@@ -165,7 +165,7 @@ def go_on(trainers, folder, **trainer):
     return Trainers(run.start())
 
 
-def test_a_run_goes_on_with_as_many_ranks_as_it_is_given(two, tmp_path):
+def test_a_run_is_resumed_with_another_number_of_ranks(two, tmp_path):
     continued = []
     for processes in (2, 1):
         continued.append(go_on(two, tmp_path / str(processes), processes=processes, steps=STEPS + 2))

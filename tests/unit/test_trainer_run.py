@@ -335,7 +335,7 @@ def go_on(run, **trainer):
     return run.start()
 
 
-def test_a_version_is_published_after_all_updates_of_a_batch_and_a_run_goes_on_with_them(make_run, monkeypatch):
+def test_a_version_is_published_after_all_updates_of_a_batch_and_a_run_resumes_with_them(make_run, monkeypatch):
     """The deal of the sequences is part of the random state: the end is that of a run that nothing has disturbed."""
     run = make_run(steps=4, checkpoint_every=2, updates_per_batch=2, epochs_per_batch=2, warmup_steps=8).start()
     with monkeypatch.context() as patched:
@@ -357,7 +357,7 @@ def test_a_version_is_published_after_all_updates_of_a_batch_and_a_run_goes_on_w
 
 
 @pytest.mark.parametrize("dies_in", ["publish", "checkpoint", "line"])
-def test_a_run_goes_on_from_its_checkpoint(make_run, monkeypatch, dies_in):
+def test_a_run_resumes_from_its_checkpoint(make_run, monkeypatch, dies_in):
     """Versions, optimizer, schedule and random numbers go on; no question is trained on twice or left out."""
     run = make_run(steps=6, checkpoint_every=2, warmup_steps=8).start()
     with monkeypatch.context() as patched:
@@ -445,7 +445,7 @@ def test_stopping_within_a_step_leaves_its_groups_to_be_trained_on(make_run, mon
     assert sorted(trained(run)) == list(range(10))
 
 
-def test_without_a_checkpoint_it_begins_anew_with_what_was_sampled(make_run, monkeypatch):
+def test_without_a_checkpoint_it_restarts_with_the_sampled_groups(make_run, monkeypatch):
     run = make_run(steps=3).start()
     with monkeypatch.context() as patched:
         kill_at(patched, loop.Trainer, "publish", lambda trainer, version: version == 1)
@@ -631,7 +631,7 @@ def test_a_version_that_can_not_be_sent_is_no_checkpoint(make_run, monkeypatch, 
     assert sorted(trained(run)) == list(range(2 * run.config.trainer.steps))
 
 
-def test_a_gradient_of_a_version_that_can_not_be_sent_is_told_as_that(make_run, monkeypatch, capfd):
+def test_a_gradient_of_a_version_that_can_not_be_sent_is_reported_as_that(make_run, monkeypatch, capfd):
     """The next gradient may be seen first; the weights are to blame, and must not be kept on its account."""
     run = in_float16(make_run(steps=4)).start()
     overflowing_at(monkeypatch, 2)
@@ -658,7 +658,7 @@ def test_weights_that_can_not_be_sent_are_not_begun_with(make_run, capfd):
     assert not run.config.routes_file.exists()
 
 
-def test_what_keeps_a_checkpoint_from_being_written_at_the_end_is_told(make_run, monkeypatch, capfd):
+def test_an_error_of_the_last_checkpoint_is_reported(make_run, monkeypatch, capfd):
     run = make_run(steps=4).start()
     clip = Learner._clip
     monkeypatch.setattr(Learner, "_clip", lambda self: (clip(self), float("nan"))[bool(self.optimizer.state)])

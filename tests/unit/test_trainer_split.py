@@ -142,7 +142,7 @@ def pair(tmp_path):
         yield team, link
 
 
-def test_a_micro_batch_larger_than_a_message_travels_in_pieces(pair):
+def test_a_micro_batch_larger_than_a_message_is_sent_in_pieces(pair):
     """No faster than the rank takes them, so that it never waits whole in a socket."""
     team, link = pair
     batch, got, waiting = long_batch(), [], []

@@ -134,7 +134,7 @@ def test_every_update_of_a_batch_is_that_of_the_formula(tiny_model, tmp_path, po
 CLIPS_THE_UPDATE = ("decoupled_ppo", "tis", "tis_sequence", "tis geometric", "masked_is", "icepop", "sequence_mask")
 
 
-def test_an_epoch_deals_out_every_sequence_once_and_weighs_each_part_anew():
+def test_an_epoch_uses_every_sequence_once_and_computes_the_weights_of_each_part():
     batch = sequences(LENGTHS)
     for count in (1, 2, 4, 6, 9):
         for normalise in ("token", "sequence", "constant"):
@@ -148,7 +148,7 @@ def test_an_epoch_deals_out_every_sequence_once_and_weighs_each_part_anew():
                 assert torch.equal(part.scales, scales(own, normalise, 16))
 
 
-def test_epochs_are_dealt_out_differently_and_go_on_with_the_random_state(tiny_model, tmp_path):
+def test_epochs_are_partitioned_differently_and_resume_with_the_random_state(tiny_model, tmp_path):
     learner, found = make_learner(tiny_model, tmp_path, updates_per_batch=3), []
     batch = stale_batch(learner)
     for _ in range(2):

@@ -57,7 +57,7 @@ def test_what_was_pulled_from_a_trainer_that_is_gone_is_not_received(ipc, traine
         pull(ipc, address, timeout_s)
 
 
-def test_a_trainer_that_lives_is_told(ipc, trainer, monkeypatch):
+def test_a_live_trainer_confirms_the_transfer(ipc, trainer, monkeypatch):
     (_, address), copies = trainer, []
     monkeypatch.setattr(ipc.cuda, "copy", lambda *order: copies.append(order))
     pull(ipc, address, 5.0)

@@ -269,7 +269,7 @@ def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
     assert len(FakeGroup.made) == 1
 
 
-def test_a_communicator_that_nccl_does_not_end_is_left_behind(communicator, group, monkeypatch, caplog):
+def test_a_communicator_that_nccl_does_not_end_is_abandoned(communicator, group, monkeypatch, caplog):
     """Who closes it is the publisher's thread, which serves all generators."""
     let_go, ended = threading.Event(), threading.Event()
 
@@ -316,7 +316,7 @@ def test_who_finds_a_communicator_closed_finds_that_it_has_not_ended(group):
     assert group.ended
 
 
-def test_what_nccl_raises_over_an_end_is_told_and_is_nobody_elses_error(group, monkeypatch, caplog):
+def test_an_error_of_nccl_while_ending_is_logged_only(group, monkeypatch, caplog):
     """The publisher's thread would end with it, and all generators with that."""
 
     def fails(self):
@@ -347,7 +347,7 @@ def test_where_no_thread_can_be_started_a_communicator_is_ended_all_the_same(gro
     assert group.ended
 
 
-def test_one_that_is_not_even_made_in_time_keeps_nobody(communicator, monkeypatch):
+def test_one_that_is_not_made_in_time_blocks_no_other(communicator, monkeypatch):
     let_go = threading.Event()
 
     class Slow(FakeGroup):
@@ -392,7 +392,7 @@ def receives_into(nccl, buffer):
     ("transfer", "each"),
     [(sends, ["held", "event"]), (receives, ["held", "event"]), (receives_into, ["held", "copied", "event"])],
 )
-def test_streams_are_held_up_until_each_broadcast_is_done_and_threads_are_not(nccl, monkeypatch, transfer, each):
+def test_streams_wait_for_each_broadcast_and_threads_do_not(nccl, monkeypatch, transfer, each):
     """What comes behind it would read or report bytes that are not there yet; a work's `wait` would block."""
     queued = []
     come = SimpleNamespace(query=lambda: True)
@@ -477,7 +477,7 @@ def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, signa
         group.broadcast(torch.zeros(4))
 
 
-def test_a_sender_that_waits_asks_nobody(communicator):
+def test_a_sender_that_waits_sends_no_checks(communicator):
     """Its store is its own; it is told of a rank's death by the link."""
     group = communicator.Communicator(store(0.2), 0, 2)
     group.broadcast(torch.zeros(4))
@@ -499,7 +499,7 @@ def test_who_waits_to_the_end_of_the_bound_does_not_blame_a_sender_that_lives(co
 
 
 @pytest.mark.parametrize("rank, phase", [(0, "send"), (1, "receive")])
-def test_a_broadcast_that_was_aborted_is_not_taken_for_one_that_ended(communicator, rank, phase):
+def test_an_aborted_broadcast_does_not_count_as_done(communicator, rank, phase):
     """Its event comes when the kernel has ended, of whatever."""
     group = communicator.Communicator(store(20.0), rank, 2)
     group.broadcast(torch.zeros(4))

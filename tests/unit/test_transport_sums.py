@@ -261,7 +261,7 @@ def test_the_kernel_sums_as_a_cpu_does():
     assert (done.returncode, done.stdout) == (0, "alike\n"), done.stderr
 
 
-def test_a_device_that_can_not_sum_is_told_in_one_line(monkeypatch):
+def test_a_device_that_can_not_sum_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "inflight.weights.transport.sum_kernel", None)
     with pytest.raises(TransportError, match=r"open: cuda can't verify .* \(.*\); with publish\.checksum=none"):
         warm_up(torch.device("cuda"))

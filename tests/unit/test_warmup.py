@@ -47,7 +47,7 @@ def test_it_answers_one_and_then_several_as_actors_ask_them(tmp_path, room: int)
         assert all(0 <= token < 96 for token in request["prompt"])
 
 
-def test_what_goes_wrong_is_told_and_no_more(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failures_are_logged_and_have_no_other_effect(tmp_path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert len(warmed(tmp_path, answer=lambda: 500)) == 1
     assert "1 of the first requests failed: http 500: because" in caplog.text

@@ -191,7 +191,7 @@ def test_the_transport_follows_the_parameters_unless_configured():
         make_sender("pigeon", 2, 1)
 
 
-def test_memory_that_can_not_be_exported_travels_over_nccl_or_is_refused(caplog):
+def test_memory_that_can_not_be_exported_is_sent_over_nccl_or_refused(caplog):
     """As that of torch's expandable segments."""
     cuda = torch.device("cuda")
     assert resolve("auto", cuda, lambda device: "it can't be shared") == "nccl"
@@ -201,7 +201,7 @@ def test_memory_that_can_not_be_exported_travels_over_nccl_or_is_refused(caplog)
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RuntimeError("the store does not answer")])
-def test_closing_raises_nothing_when_the_store_can_not_be_told(error):
+def test_closing_raises_nothing_when_the_store_does_not_answer(error):
     sender = GlooSender(2, 5)
 
     def broken():

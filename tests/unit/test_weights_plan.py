@@ -119,7 +119,7 @@ def test_buckets_of_no_bytes_are_refused():
         plan(layout().slots[0].meta and [layout().slots[0].meta], {}, 0, "none")
 
 
-def test_tied_parameters_are_packed_once_under_the_name_that_travels():
+def test_tied_parameters_are_packed_once_under_the_name_that_is_sent():
     model = nn.Module()
     model.embed, model.head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
     model.head.weight = model.embed.weight

@@ -640,7 +640,7 @@ def test_a_pin_that_is_asked_for_before_its_version_is_live_goes_to_the_first_ge
     assert pin.route.incarnation == world.generators[pin.generator].incarnation
 
 
-def test_a_generator_that_is_told_to_commit_the_next_version_can_not_keep_the_one_before():
+def test_a_generator_that_was_sent_the_next_commit_can_not_keep_the_version_before():
     world = World()
     world.calm()
     world.publish()
@@ -654,7 +654,7 @@ def test_a_generator_that_is_told_to_commit_the_next_version_can_not_keep_the_on
     assert pin.generator == "g1"
 
 
-def test_a_pin_that_nobody_can_have_any_more_ends_with_its_reason():
+def test_a_pin_that_no_generator_can_have_any_more_ends_with_its_reason():
     world = World()
     world.calm()
     world.publish()

@@ -22,7 +22,7 @@ class Model(nn.Module):
         self.register_buffer("inv_freq", torch.ones(2), persistent=False)
 
 
-def test_metas_are_in_state_order_and_ties_travel_once():
+def test_metas_are_in_state_order_and_ties_are_sent_once():
     source = WeightSource(Model(), "bfloat16")
     assert source.metas == [
         ParamMeta(name="norm", shape=(4,), dtype="bfloat16"),
@@ -46,7 +46,7 @@ def test_ties_are_found_by_memory_not_by_object():
     assert WeightSource(model, "bfloat16").tied == {"head.weight": "embed.weight"}
 
 
-def test_views_of_one_storage_that_differ_travel_each():
+def test_different_views_of_one_storage_are_sent_separately():
     model = nn.Module()
     flat = torch.zeros(8)
     model.a, model.b = nn.Parameter(flat[:4]), nn.Parameter(flat[4:])
@@ -76,7 +76,7 @@ def test_iteration_reads_current_values_without_gradient():
         ("float64", nn.Parameter(torch.zeros(2, dtype=torch.float64))),
     ],
 )
-def test_what_can_not_travel_is_named(name, parameter):
+def test_a_parameter_that_can_not_be_sent_is_named(name, parameter):
     model = Model()
     model.block.odd = parameter
     with pytest.raises(SourceError, match=rf"block\.odd is .*{name}"):

@@ -82,6 +82,12 @@ def _model(arguments: list[str]) -> int:
     return 0
 
 
+def _export(arguments: list[str]) -> int:
+    from inflight import export
+
+    return export.main(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="inflight version", description="Print the version.").parse_args(arguments)
     print(f"inflight {__version__}")
@@ -95,6 +101,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "show": ("a run's rollouts, and which version sampled which token", _show),
     "doctor": ("check this machine, and say what to do", _doctor),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),
+    "export": ("make a directory of a checkpoint's model: inflight export RUN OUT [--dtype bfloat16]", _export),
     "model": ("prepare a model and print its directory", _model),
     "version": ("print the version", _version),
 }

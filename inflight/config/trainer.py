@@ -19,6 +19,7 @@ MAX_UPDATES = 1024
 """Largest `updates_per_batch` and `epochs_per_batch`."""
 KL_ESTIMATORS = ("k1", "k2", "k3")
 KL_REFERENCES = ("start", "teacher")
+CHECKPOINT_DTYPES = ("float32", "bfloat16")
 COMPARE_START = ("refuse", "warn", "off")
 COMPARE_LAG_0 = ("warn", "stop", "off")
 
@@ -151,6 +152,11 @@ class TrainerConfig:
     """Steps between checkpoints; 0 writes one at the end only."""
     checkpoints_kept: int = 0
     """Number of newest checkpoints to keep; 0 keeps all."""
+    checkpoint_dtype: str = "float32"
+    """Dtype of the weights in a checkpoint's model files. With `bfloat16` the float32 weights are stored beside the
+    optimizer's state: a run resumes exactly from either."""
+    checkpoint_timeout_s: float = 1800.0
+    """Longest time that writing a checkpoint may take. It happens in the background."""
     batch_timeout_s: float = 600.0
     compare_start: str = "refuse"
     """Check of each generator when it joins and after its next swap: it samples a few tokens, which the trainer scores
@@ -177,4 +183,8 @@ class TrainerConfig:
             require(0 <= value < 1, f"trainer.{name}", value, "0 or more, below 1")
         for name, allowed in (("compare_start", COMPARE_START), ("compare_lag_0", COMPARE_LAG_0)):
             require(getattr(self, name) in allowed, f"trainer.{name}", getattr(self, name), ", ".join(allowed))
-        require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s")
+        require(
+            self.checkpoint_dtype in CHECKPOINT_DTYPES, "trainer.checkpoint_dtype", self.checkpoint_dtype,
+            ", ".join(CHECKPOINT_DTYPES),
+        )  # fmt: skip
+        require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s checkpoint_timeout_s")

@@ -91,7 +91,8 @@ def on_disk(parameters: int, config: RunConfig) -> Iterator[Finding]:
     checkpoints = steps // every + 1 if every else 1
     checkpoints = min(checkpoints, kept + 1) if kept else checkpoints
     versions = (steps + 1) * BYTES[config.model.dtype] if config.audit.keep_versions else 0
-    needed = parameters * (12 * checkpoints + versions)
+    each = 12 if config.trainer.checkpoint_dtype == "float32" else 14  # float32 weights, Adam's moments; model files
+    needed = parameters * (each * checkpoints + versions)
     text = f"about {_gib(needed)} for {checkpoints} checkpoints"
     text += f" and {steps + 1} versions" if versions else ""
     text += f", {_gib(free)} free in {folder}"

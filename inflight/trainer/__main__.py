@@ -105,6 +105,7 @@ def _run(config: RunConfig) -> int:
             load_random(Path(config.checkpoint))
         fence.hold(learner.optimizer.optimizer)
         trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun)
+        stack.callback(trainer.writer.close)
         trainer.keep(begun.step)
         reporter.follow(publisher)
         reporter.phase("waiting for generators")

@@ -18,7 +18,8 @@ from inflight.messages import AnyMessage, Finish
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, Piece, RankFailed, Scored, Took, TrainerHello
 from inflight.models import prepare
 from inflight.sampling import Sampling
-from inflight.trainer.checkpoint.io import load_optimizer, model_tensors, optimizer_tensors
+from inflight.trainer.checkpoint.io import load_optimizer
+from inflight.trainer.checkpoint.snapshot import model_tensors, optimizer_tensors
 from inflight.trainer.comparison import batch_of
 from inflight.trainer.learner import Learner
 from inflight.trainer.pieces import Assembly

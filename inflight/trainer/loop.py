@@ -15,8 +15,10 @@ from inflight.rollout.buffer import Buffer, BufferClosed, DataEnded
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.gated import GroupDrop
 from inflight.trainer.baseline import Baseline
-from inflight.trainer.checkpoint.index import FOLDER, SCHEMA, Saved
-from inflight.trainer.checkpoint.io import drop_checkpoints, keep_version, save_checkpoint
+from inflight.trainer.checkpoint.index import FOLDER, SCHEMA, Saved, name_of
+from inflight.trainer.checkpoint.io import drop_checkpoints, keep_version, replace_books, save_checkpoint
+from inflight.trainer.checkpoint.snapshot import Snapshot, take
+from inflight.trainer.checkpoint.writer import Writer
 from inflight.trainer.comparison import Comparing
 from inflight.trainer.coordinator import CoordinatorError
 from inflight.trainer.learner import Learner, Stopped
@@ -61,6 +63,7 @@ class Trainer:
         self._comparing = Comparing(config, publisher, learner, stop.is_set, source.device)
         self._baseline = Baseline(config, source.device)
         learner.baseline = self._baseline
+        self.writer = Writer(config.trainer.checkpoint_timeout_s)
         self._skips = Skips(config.trainer.max_skipped_updates)
         self._clock = Clock(begun.elapsed_s)
         self.steps_done = begun.step
@@ -107,6 +110,7 @@ class Trainer:
         Returns False when no gradient of the batch was finite: then there is no version, and its questions are settled.
         """
         self._baseline.require()
+        self.writer.require()
         with self._clock.phase("wait_s"):
             settings = self._config.trainer
             if settings.synchronous:
@@ -166,18 +170,31 @@ class Trainer:
             self.checkpoint()
 
     def checkpoint(self) -> None:
-        """Writes a checkpoint of the state after the last whole step.
+        """Copies the state after the last whole step, and writes the checkpoint in the background. When this returns,
+        the previous checkpoint is complete.
 
-        Raises NotFinite, and writes none, when its weights can't be sent: a resumed run would serve them.
+        Raises NotFinite, and writes none, when its weights can't be sent: a resumed run would serve them. Raises
+        OSError when the previous checkpoint can't be written, or not in time.
         """
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
         folder, learner = self._config.path / FOLDER, self._learner
         self._require_sound()
+        self.writer.wait()
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
-        together = learner.coordinator.together("checkpoint")
-        save_checkpoint(folder, saved, learner.policy.master, learner.optimizer, self._model_dir, together)
-        drop_checkpoints(folder, self._config.trainer.checkpoints_kept, self._config.checkpoint)
+        target = folder / name_of(saved.step)
+        if target.exists():
+            replace_books(target, saved)
+        else:
+            snapshot = take(learner.policy.master, learner.optimizer, learner.coordinator.together("checkpoint"))
+            self.writer.start(target.name, lambda: self._write(folder, saved, snapshot))
         self._reporter.phase("training")
+
+    def _write(self, folder: Path, saved: Saved, snapshot: Snapshot) -> None:
+        """In the writer's thread. Raises OSError."""
+        settings = self._config.trainer
+        master = self._learner.policy.master
+        save_checkpoint(folder, saved, snapshot, master, self._model_dir, settings.checkpoint_dtype)
+        drop_checkpoints(folder, settings.checkpoints_kept, self._config.checkpoint)
 
     def _require_sound(self) -> None:
         """Raises NotFinite when the newest version can't be sent."""
@@ -195,6 +212,7 @@ class Trainer:
         if self._has_begun:
             try:
                 self.checkpoint()
+                self.writer.wait()
             except (OSError, CoordinatorError) as error:
                 end.add_note(f"and no checkpoint could be written: {error}")
 
@@ -204,7 +222,8 @@ class Trainer:
         ended = "all {} steps are done" if not self.data_ended else "the data ended after {} steps"
         reason = "the trainer was stopped" if stopped else ended.format(self.steps_done)
         if self._has_begun:
-            self.checkpoint()  # before Finish is sent: once others have ended, the launcher does not wait for long
+            self.checkpoint()
+            self.writer.wait()  # before Finish is sent: once others have ended, the launcher does not wait for long
         self._reporter.phase("finishing")
         if not stopped:
             self._publisher.flush(self._patience)

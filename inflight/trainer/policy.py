@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from inflight.config import RunConfig
 from inflight.trainer.apart import require_apart
+from inflight.trainer.checkpoint.io import load_master
 from inflight.trainer.loading import attention_for, load_model
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.recompute import recompute_layers
@@ -122,9 +123,12 @@ def load_policy(
 
 
 def policy_of(config: RunConfig, directory: Path, device: torch.device) -> Policy:
-    """The policy of a run on this rank. Raises OSError or ValueError as `load_policy` does."""
+    """The policy of a run on this rank, from the model or the checkpoint in a directory.
+
+    Raises OSError or ValueError as `load_policy` does, CheckpointError for a checkpoint without float32 weights.
+    """
     settings = config.trainer
-    return load_policy(
+    policy = load_policy(
         directory,
         bfloat16=settings.autocast,
         device=device,
@@ -133,6 +137,10 @@ def policy_of(config: RunConfig, directory: Path, device: torch.device) -> Polic
         trust_remote_code=config.model.trust_remote_code,
         gradient_checkpointing=settings.gradient_checkpointing,
     )
+    if config.checkpoint:
+        load_master(directory, policy.master)
+        policy.refresh()
+    return policy
 
 
 def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from bench.gpu_shapes import random_model
 from inflight.config import ModelConfig, RunConfig, TaskConfig, TrainerConfig, save
-from inflight.trainer.checkpoint.io import model_tensors
+from inflight.trainer.checkpoint.snapshot import model_tensors
 from inflight.trainer.loading import load_model
 from inflight.weights.pack import Packer, pack
 from inflight.weights.plan import plan

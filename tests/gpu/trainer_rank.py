@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 
 from inflight.config import RunConfig, load
 from inflight.trainer.batch import Batch
-from inflight.trainer.checkpoint.io import model_tensors, optimizer_tensors
+from inflight.trainer.checkpoint.snapshot import model_tensors, optimizer_tensors
 from inflight.trainer.learner import Learner
 from inflight.trainer.policy import load_policy
 from inflight.trainer.sharding import CoordinatedSource, assembled

@@ -43,7 +43,7 @@ from inflight.rollout.rules import drop_members
 from inflight.rollout.stream import Reader
 from inflight.trainer import loop
 from inflight.trainer.__main__ import main
-from inflight.trainer.checkpoint import index, io, rewind
+from inflight.trainer.checkpoint import index, io, rewind, snapshot
 from inflight.trainer.learner import Learner, Stopped
 from inflight.types import RolloutGroup
 
@@ -537,7 +537,7 @@ def test_a_parameter_without_a_gradient_has_no_state_and_needs_none(tmp_path):
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model["used"](torch.ones(2)).sum().backward()
     optimizer.step()
-    moments = io.optimizer_tensors(model, optimizer)
+    moments = snapshot.optimizer_tensors(model, optimizer)
     (tmp_path / "trainer").mkdir()
     save_file(moments, tmp_path / io.OPTIMIZER_FILE)
     restored = torch.optim.AdamW(model.parameters(), fused=True)

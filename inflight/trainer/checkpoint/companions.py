@@ -3,6 +3,7 @@ settings."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,3 +49,20 @@ def plain_generation(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
+
+
+def dtype_of(directory: Path) -> str:
+    """The dtype of a directory's weights, by its configuration; float32 where that says nothing, as transformers does.
+
+    Raises OSError or ValueError when the configuration can't be read.
+    """
+    values = json.loads((directory / CONFIG).read_bytes())
+    return str(values.get("dtype") or values.get("torch_dtype") or "float32")
+
+
+def note_dtype(directory: Path, dtype: str) -> None:
+    """Writes the dtype of its weights into a directory's configuration. Raises OSError or ValueError."""
+    values = json.loads((directory / CONFIG).read_bytes())
+    values.pop("torch_dtype", None)  # its older name
+    text = json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True) + "\n"
+    (directory / CONFIG).write_text(text, encoding="utf-8")

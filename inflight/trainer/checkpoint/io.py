@@ -9,25 +9,28 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.trainer.checkpoint import rng
-from inflight.trainer.checkpoint.companions import copy_companions, plain_generation
+from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, plain_generation
 from inflight.trainer.checkpoint.index import STATE_FILE, CheckpointError, Saved, all_of, name_of
-from inflight.weights.shards import is_sharded, sharded_like
+from inflight.trainer.checkpoint.snapshot import Snapshot
+from inflight.weights.shards import sharded_like
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
 OPTIMIZER_FILE = "trainer/optimizer.safetensors"
 RANDOM_FILE = "trainer/random.safetensors"
+MASTER_FILE = "trainer/master.safetensors"
+SHARD_BYTES = 5_000_000_000
+"""Of a file of weights, as in most models of the hub."""
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
@@ -54,36 +57,37 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
 def save_checkpoint(
     folder: Path,
     saved: Saved,
+    snapshot: Snapshot,
     model: PreTrainedModel,
-    optimizer: torch.optim.Optimizer,
     model_dir: Path,
-    together: AbstractContextManager[None] | None = None,
+    dtype: str = "float32",
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
-    """Writes `folder/step-000040`: a model directory (float32) that engines can start from, plus the trainer's state.
+    """Writes `folder/step-000040`: a model directory that transformers and vLLM load, plus the trainer's state.
 
-    In `trainer/`, `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the states of
-    random number generators, `state.json` the rest (see `index.Saved`). Synced to the disk. If a checkpoint of this
-    step exists, only its `state.json` is replaced: the rest is equal. Sharded tensors are gathered inside `together`.
-    Raises OSError when it can't be written; then the previous checkpoint is still whole.
+    The weights are in `dtype`, in files of at most `shard_bytes` with an index if there are several. In `trainer/`,
+    `optimizer.safetensors` holds `<parameter>.<state>` tensors, `random.safetensors` the states of random number
+    generators, `state.json` the rest (see `index.Saved`); `master.safetensors` holds the float32 weights if `dtype` is
+    another one. Of `model`, only class and configuration are read. Synced to the disk. Raises OSError when it can't be
+    written; then the previous checkpoint is still whole.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / name_of(saved.step)
-    if target.exists():
-        _replace_state(target, saved)
-        return target
     for left in folder.glob("step-*.partial-*"):  # of a writer that was killed
         shutil.rmtree(left, ignore_errors=True)
-    with together or nullcontext():
-        weights, moments = model_tensors(model), optimizer_tensors(model, optimizer)
     partial = Path(tempfile.mkdtemp(prefix=f"{target.name}.partial-", dir=folder))
     try:
         with _writing(target), plain_generation(model):
-            model.save_pretrained(partial, state_dict=weights)
+            weights = _cast(snapshot.weights, WIRE_DTYPES[dtype])
+            model.save_pretrained(partial, state_dict=weights, max_shard_size=shard_bytes)
+        note_dtype(partial, dtype)
         copy_companions(model_dir, partial)
         (partial / STATE_FILE).parent.mkdir()
         with _writing(target):
-            save_file(moments, partial / OPTIMIZER_FILE)
-            save_file(rng.capture(), partial / RANDOM_FILE)
+            save_file(snapshot.moments, partial / OPTIMIZER_FILE)
+            save_file(snapshot.random, partial / RANDOM_FILE)
+            if dtype != "float32":
+                save_file(_once(snapshot.weights), partial / MASTER_FILE)
         (partial / STATE_FILE).write_bytes(_state(saved))
         for path in partial.rglob("*"):
             _to_disk(path)
@@ -95,8 +99,23 @@ def save_checkpoint(
     return target
 
 
-def _replace_state(checkpoint: Path, saved: Saved) -> None:
-    """Groups that were dropped or failed since it was written, without an optimizer step, must not be repeated."""
+def _cast(tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Floats in another dtype; tied parameters stay one tensor."""
+    found = {id(each): each.to(dtype) if each.is_floating_point() else each for each in tensors.values()}
+    return {name: found[id(each)] for name, each in tensors.items()}
+
+
+def _once(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Each tensor under the first of its names."""
+    first: dict[int, str] = {}
+    for name, each in tensors.items():
+        first.setdefault(id(each), name)
+    return {name: tensors[name] for name in first.values()}
+
+
+def replace_books(checkpoint: Path, saved: Saved) -> None:
+    """Replaces the `state.json` of a checkpoint of the same step; the rest is equal. Groups that were dropped or failed
+    since it was written, without an optimizer step, must not be repeated. Raises OSError."""
     path = checkpoint / STATE_FILE
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -149,6 +168,28 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimi
         raise CheckpointError(f"{folder / OPTIMIZER_FILE} has state for {next(iter(tensors))}, which is no parameter")
 
 
+@torch.no_grad()
+def load_master(folder: Path, model: nn.Module) -> None:
+    """Gives a model that was loaded from a checkpoint's rounded weights those in float32; without rounded ones there is
+    nothing to do. Raises CheckpointError when they are missing, or of another model."""
+    path = folder / MASTER_FILE
+    if not path.exists():
+        stored = dtype_of(folder)
+        if stored != "float32":
+            text = f"{folder} holds weights in {stored} and no {MASTER_FILE}"
+            raise CheckpointError(f"{text}: a run can't resume from it")
+        return
+    tensors = _read(path)
+    kept = {id(each): (name, each) for name, each in reversed(model.state_dict(keep_vars=True).items())}
+    for name, parameter in kept.values():
+        value = tensors.pop(name, None)
+        if value is None or value.shape != parameter.shape:
+            raise CheckpointError(f"{path} has no {name}, or one of another shape")
+        parameter.detach().copy_(sharded_like(parameter, value))
+    if tensors:
+        raise CheckpointError(f"{path} has {next(iter(tensors))}, which is no parameter")
+
+
 def load_random(folder: Path) -> None:
     """Restores the state of all random number generators. Raises CheckpointError when the checkpoint has none."""
     path = folder / RANDOM_FILE
@@ -164,32 +205,6 @@ def _read(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} can't be read: {error}") from None
-
-
-def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The full state dict. For a sharded model this is a collective of all ranks; rank 0 gets the tensors on its CPU,
-    the others get empty ones."""
-    kept = model.state_dict(keep_vars=True)
-    found = {id(tensor): _whole(tensor) for tensor in {id(each): each for each in kept.values()}.values()}
-    return {name: found[id(tensor)] for name, tensor in kept.items()}  # tied parameters stay one tensor
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """`<parameter>.<state>` → full tensor; see model_tensors."""
-    return {
-        f"{name}.{key}": _whole(value).contiguous()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.detach()
-    if not is_sharded(plain):
-        return plain
-    gathered: torch.Tensor = plain.full_tensor()  # type: ignore[attr-defined]
-    return gathered.cpu() if dist.get_rank() == 0 else gathered.new_empty(0)
 
 
 def _to_disk(path: Path) -> None:

@@ -1,0 +1,120 @@
+"""`inflight export RUN_OR_CHECKPOINT OUT`: the model of a checkpoint as a directory of its own, without what only a
+trainer needs, in the dtype that it is to be served in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from inflight.config import CONFIG_FILE
+from inflight.trainer.checkpoint import index
+from inflight.trainer.checkpoint.companions import dtype_of, note_dtype
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = "model.safetensors.index.json"
+
+
+class ExportError(ValueError):
+    """A model that can't be exported; one line that says why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line. Exit code 0, or 2 with one line."""
+    parser = argparse.ArgumentParser(prog="inflight export", description="A checkpoint's model, as its own directory.")
+    parser.add_argument("source", type=Path, help="a run folder (its newest checkpoint) or a checkpoint")
+    parser.add_argument("out", type=Path, help="the directory to make")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (default: as in the checkpoint)")
+    given = parser.parse_args(argv)
+    try:
+        checkpoint = export(given.source, given.out, given.dtype)
+    except (ExportError, OSError) as error:
+        print(f"inflight export: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(f"{given.out}: the model of {checkpoint}, {dtype_of(given.out)}")
+    return 0
+
+
+def export(source: Path, out: Path, dtype: str | None = None) -> Path:
+    """Makes the directory `out` of a run's newest checkpoint, or of a checkpoint; the checkpoint.
+
+    `out` appears complete or not at all. Raises ExportError where there is no checkpoint, `out` exists, or the weights
+    can't be read or cast; OSError when it can't be written.
+    """
+    checkpoint = _checkpoint(source)
+    if out.exists():
+        raise ExportError(f"{out} exists")
+    try:
+        stored = dtype_of(checkpoint)
+    except (OSError, ValueError) as error:
+        raise ExportError(f"the configuration in {checkpoint} can't be read: {error}") from None
+    target = None if dtype in (None, stored) else dtype
+    if target is not None and stored != "float32":
+        raise ExportError(f"--dtype {dtype} is not possible: {checkpoint} holds weights in {stored}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
+    try:
+        _copy(checkpoint, partial, target)
+        partial.chmod(0o755)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return checkpoint
+
+
+def _checkpoint(source: Path) -> Path:
+    found = source
+    if (source / CONFIG_FILE).is_file():
+        newest = index.newest(source)
+        if newest is None:
+            raise ExportError(f"{source} has no checkpoint yet")
+        found = newest
+    if not (found / "config.json").is_file():
+        raise ExportError(f"{source} is neither a run folder nor a checkpoint: it has no {CONFIG_FILE} or config.json")
+    if not any(found.glob("*.safetensors")):
+        raise ExportError(f"{found} has no weights (*.safetensors)")
+    return found
+
+
+def _copy(checkpoint: Path, out: Path, dtype: str | None) -> None:
+    """All files but the trainer's; weights in `dtype`, None as they are."""
+    trainer = Path(index.STATE_FILE).parts[0]
+    nbytes = 0
+    for path in sorted(each for each in checkpoint.rglob("*") if each.is_file()):
+        name = path.relative_to(checkpoint)
+        if name.parts[0] == trainer:
+            continue
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        if dtype is not None and len(name.parts) == 1 and name.suffix == ".safetensors":
+            nbytes += _cast(path, out / name, DTYPES[dtype])
+        else:
+            shutil.copyfile(path, out / name)
+    if dtype is not None:
+        note_dtype(out, dtype)
+        if (out / INDEX).is_file():
+            values = json.loads((out / INDEX).read_bytes())
+            values["metadata"] = values.get("metadata", {}) | {"total_size": nbytes}
+            (out / INDEX).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _cast(source: Path, target: Path, dtype: torch.dtype) -> int:
+    """One file's tensors in another dtype; their bytes."""
+    try:
+        tensors = load_file(source)
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point():
+                tensors[name] = tensor.to(dtype)
+                if torch.isfinite(tensor).all() and not torch.isfinite(tensors[name]).all():
+                    raise ExportError(f"{name} in {source} does not fit into {str(dtype).removeprefix('torch.')}")
+        save_file(tensors, target, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise ExportError(f"{source} can't be exported: {error}") from None
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,235 @@
+"""What a checkpoint's directory is to others, how it is written beside the training, and its export."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_trainer_run import Run, train
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inflight import cli
+from inflight.config import ConfigError, ModelConfig, RunConfig, TaskConfig, TrainerConfig
+from inflight.rollout.books import NO_BOOKS
+from inflight.trainer import loop
+from inflight.trainer.checkpoint import io
+from inflight.trainer.checkpoint.index import SCHEMA, CheckpointError, Saved, newest
+from inflight.trainer.checkpoint.snapshot import take
+from inflight.trainer.checkpoint.writer import Writer
+from inflight.trainer.optimizer import make_optimizer
+from inflight.trainer.policy import policy_of
+
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+@pytest.fixture(params=["tiny_model", "tiny_untied_model"])
+def model_dir(request) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def trained(model_dir: Path):
+    """A model that bfloat16 can't hold exactly, and its optimizer after a step."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = make_optimizer(model, TrainerConfig(learning_rate=1e-3))
+    model(IDS).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def written(folder: Path, model_dir: Path, **settings) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of step 4, and the weights that it is of."""
+    model, optimizer = trained(model_dir)
+    saved = Saved(schema=SCHEMA, step=4, elapsed_s=1.0, books=NO_BOOKS)
+    path = io.save_checkpoint(folder, saved, take(model, optimizer), model, model_dir, **settings)
+    return path, model.state_dict()
+
+
+def resumed(checkpoint: Path, model_dir: Path, *, bfloat16: bool = True):
+    config = RunConfig(
+        model=ModelConfig(name=str(model_dir)), task=TaskConfig("addition"), run_dir="run",
+        checkpoint=str(checkpoint), trainer=TrainerConfig(autocast=bfloat16),
+    )  # fmt: skip
+    return policy_of(config, checkpoint, torch.device("cpu"))
+
+
+def logits(directory: Path, dtype: torch.dtype) -> torch.Tensor:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)(IDS).logits
+
+
+@pytest.mark.parametrize("shard_bytes", [io.SHARD_BYTES, 400_000])
+def test_rounded_weights_are_a_model_and_a_run_resumes_from_exact_ones(tmp_path, model_dir, shard_bytes):
+    path, weights = written(tmp_path, model_dir, dtype="bfloat16", shard_bytes=shard_bytes)
+    files = sorted(path.glob("*.safetensors"))
+    assert (len(files) > 2) == (path / "model.safetensors.index.json").exists() == (shard_bytes < 1e6)
+    assert {each.dtype for file in files for each in load_file(file).values()} == {torch.bfloat16}
+    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+    as_it_says = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert as_it_says.dtype == torch.bfloat16
+    assert all(torch.equal(each, weights[name].bfloat16()) for name, each in as_it_says.state_dict().items())
+
+    policy = resumed(path, model_dir)
+    assert all(torch.equal(each, weights[name]) for name, each in policy.master.state_dict().items())
+    assert policy.master.dtype == torch.float32
+    assert all(torch.equal(each, weights[name].bfloat16()) for name, each in policy.compute.state_dict().items())
+
+
+def test_rounded_weights_alone_are_nothing_to_resume_from(tmp_path, tiny_untied_model):
+    path, _ = written(tmp_path, tiny_untied_model, dtype="bfloat16")
+    master = path / io.MASTER_FILE
+    whole = load_file(master)
+    for change, says in (
+        (lambda: io.save_file({"x": torch.zeros(1)} | whole, master), "has x, which is no parameter"),
+        (lambda: io.save_file({**whole, "lm_head.weight": torch.zeros(2)}, master), "no lm_head.weight, or one of"),
+        (lambda: master.write_bytes(b"no"), "can't be read"),
+        (master.unlink, r"holds weights in bfloat16 and no trainer/master\.safetensors"),
+    ):
+        change()
+        with pytest.raises(CheckpointError, match=says):
+            resumed(path, tiny_untied_model)
+
+
+def test_a_checkpoint_is_written_beside_the_training_and_is_of_its_own_step(tmp_path, monkeypatch):
+    """The write of step 1 does not end before version 2 is published."""
+    published, save, publish = threading.Event(), loop.save_checkpoint, loop.Trainer.publish
+
+    def late(folder, saved, *rest):
+        if saved.step == 1:
+            assert published.wait(60)
+            assert newest(run.folder) is None
+        return save(folder, saved, *rest)
+
+    def publishing(trainer, version):
+        report = publish(trainer, version)
+        if version == 2:
+            published.set()
+        return report
+
+    monkeypatch.setattr(loop, "save_checkpoint", late)
+    monkeypatch.setattr(loop.Trainer, "publish", publishing)
+    run = Run(tmp_path, steps=3, checkpoint_every=1).start()
+    try:
+        assert train(run) == 0
+        for step in (1, 2, 3):
+            kept = load_file(run.config.version_file(step))
+            stored = load_file(run.folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+            assert all(torch.equal(stored[name].bfloat16(), each) for name, each in kept.items())
+    finally:
+        run.close()
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(tmp_path, monkeypatch, capfd):
+    def full(folder, saved, *_):
+        raise OSError(f"step {saved.step}: No space left on device")
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    monkeypatch.setattr(Writer, "start", lambda self, name, write: (start(self, name, write), self._thread.join()))
+    run = Run(tmp_path, steps=5, checkpoint_every=2).start()
+    try:
+        assert train(run) == 1
+    finally:
+        run.close()
+    assert "step 2: No space left on device" in capfd.readouterr().err.splitlines()[-1]
+    assert [line["step"] for line in run.lines()] == [1, 2]
+
+
+start = Writer.start
+
+
+def test_a_write_that_does_not_end_is_named_and_waited_for_no_longer(caplog):
+    release, writer = threading.Event(), Writer(0.05)
+    writer.start("step-000004", release.wait)
+    for wait in (writer.wait, lambda: writer.start("step-000005", lambda: None)):
+        with pytest.raises(TimeoutError, match="step-000004 is not written after 0.05 s"):
+            wait()
+    writer.close()
+    assert "step-000004 is not written" in caplog.text
+    release.set()
+    writer._thread.join(10)
+    writer.wait()
+
+
+def test_what_went_wrong_is_raised_once(caplog):
+    def fail():
+        raise OSError("full")
+
+    writer = Writer(10)
+    for wait in (writer.wait, lambda: writer.start("b", lambda: None)):
+        writer.start("a", fail)
+        with pytest.raises(OSError, match="full"):
+            wait()
+        writer.wait()
+    writer.start("a", fail)
+    writer.close()
+    assert "full" in caplog.text
+
+
+def test_a_snapshot_does_not_change_with_the_model(tiny_model):
+    model, optimizer = trained(tiny_model)
+    snapshot = take(model, optimizer)
+    before = {name: each.clone() for name, each in (snapshot.weights | snapshot.moments).items()}
+    model(IDS).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    assert all(torch.equal(each, before[name]) for name, each in (snapshot.weights | snapshot.moments).items())
+    assert snapshot.weights["lm_head.weight"] is snapshot.weights["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("shard_bytes", [io.SHARD_BYTES, 400_000])
+def test_an_export_is_the_model_alone(tmp_path, model_dir, dtype, shard_bytes, capsys):
+    path, weights = written(tmp_path / "run" / "checkpoints", model_dir, shard_bytes=shard_bytes)
+    (tmp_path / "run" / "config.yaml").write_text("")
+    out = tmp_path / "out"
+    arguments = ["export", str(tmp_path / "run"), str(out), *(["--dtype", dtype] if dtype else [])]
+    assert cli.main(arguments) == 0
+    name = dtype or "float32"
+    assert capsys.readouterr().out == f"{out}: the model of {path}, {name}\n"
+    torch_dtype = getattr(torch, name)
+    assert AutoModelForCausalLM.from_pretrained(out, dtype="auto").dtype == torch_dtype
+    assert torch.equal(logits(out, torch_dtype), logits(path, torch_dtype))
+    stored = {key: each for file in out.glob("*.safetensors") for key, each in load_file(file).items()}
+    assert all(torch.equal(each, weights[key].to(torch_dtype)) for key, each in stored.items())
+    if (out / "model.safetensors.index.json").exists():
+        values = json.loads((out / "model.safetensors.index.json").read_text())
+        assert values["metadata"]["total_size"] == sum(each.nbytes for each in stored.values())
+        assert values["weight_map"].keys() == stored.keys()
+    assert {each.name for each in out.iterdir()} == {each.name for each in path.iterdir()} - {"trainer"}
+    assert AutoTokenizer.from_pretrained(out)("1+2=")["input_ids"]
+    assert cli.main(["export", str(path), str(tmp_path / "again")]) == 0
+
+
+def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys):
+    def line(*arguments) -> str:
+        assert cli.main(["export", *map(str, arguments)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        return said.removeprefix("inflight export: ")
+
+    path, _ = written(tmp_path / "run" / "checkpoints", tiny_model, dtype="bfloat16")
+    out = tmp_path / "out"
+    assert line(tmp_path / "nothing", out) == (
+        f"{tmp_path}/nothing is neither a run folder nor a checkpoint: it has no config.yaml or config.json"
+    )
+    assert line(path, out, "--dtype", "float32").endswith("holds weights in bfloat16")
+    assert line(path, path) == f"{path} exists"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.yaml").write_text("")
+    assert line(tmp_path / "empty", out) == f"{tmp_path}/empty has no checkpoint yet"
+    shutil.copytree(path, tmp_path / "torn")
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"no")
+    io.note_dtype(tmp_path / "torn", "float32")
+    assert "model.safetensors can't be exported" in line(tmp_path / "torn", out, "--dtype", "bfloat16")
+    io.save_file({"a": torch.tensor([1e30])}, tmp_path / "torn" / "model.safetensors")
+    assert "does not fit into float16" in line(tmp_path / "torn", out, "--dtype", "float16")
+    (tmp_path / "torn" / "model.safetensors").unlink()
+    assert "has no weights" in line(tmp_path / "torn", out)
+    assert {each.name for each in tmp_path.iterdir()} == {"run", "empty", "torn"}
+
+
+def test_a_dtype_that_no_checkpoint_has_is_refused():
+    with pytest.raises(ConfigError, match=r"trainer\.checkpoint_dtype='int8' is not allowed: float32, bfloat16"):
+        dataclasses.replace(TrainerConfig(), checkpoint_dtype="int8")

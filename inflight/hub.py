@@ -50,6 +50,11 @@ def fetch(model_id: str, revision: str = "", *, code: bool = False) -> str:
     return folder.name
 
 
+def cached_commit(model_id: str, revision: str = "") -> str:
+    """The commit of a revision's newest copy in the cache. Raises HubError when there is none."""
+    return _snapshot(model_id, revision, allow_patterns=list(FILES), local_files_only=True).name
+
+
 def snapshot(model_id: str, commit: str) -> Path:
     """The directory of a commit that was fetched before; nothing is downloaded.
 

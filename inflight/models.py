@@ -64,6 +64,15 @@ def fetch(name: str, revision: str = "", *, trust_remote_code: bool = False) -> 
     return commit
 
 
+def cached(name: str, revision: str = "") -> Path:
+    """The directory of a model as a user names it, without a download: of a model of the hub the newest copy of the
+    revision in the cache. Raises ModelError."""
+    try:
+        return prepare(name, revision=hub.cached_commit(name, revision) if is_of_hub(name) else "")
+    except hub.HubError as error:
+        raise ModelError(str(error)) from None
+
+
 def is_of_hub(name: str) -> bool:
     """Whether the name is that of a model of the hub: it has that form, and no directory has this name."""
     return hub.is_id(name) and not Path(name).is_dir()

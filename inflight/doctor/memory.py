@@ -28,7 +28,7 @@ PROCESS_BYTES = GIB
 def model(config: RunConfig) -> tuple[int | None, Finding]:
     """Parameters of the configured model, which is made as a run would, and a line about it."""
     try:
-        found = ask("model", [config.model.name], timeout_s=MODEL_S)
+        found = ask("model", [config.model.name, config.model.revision], timeout_s=MODEL_S)
     except ProbeError as error:
         return None, fail("model", f"{config.model.name}: {error}", f"`inflight model {config.model.name}`")
     if "error" in found:

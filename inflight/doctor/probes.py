@@ -38,12 +38,12 @@ def vllm() -> dict[str, Any]:
     }
 
 
-def model(name: str) -> dict[str, Any]:
+def model(name: str, revision: str) -> dict[str, Any]:
     """The model's directory, made as a run would, and its parameters by the headers of its safetensors files."""
-    from inflight.models import ModelError, prepare
+    from inflight.models import ModelError, cached
 
     try:
-        directory = prepare(name)
+        directory = cached(name, revision)
     except ModelError as error:
         return {"error": str(error)}
     return {"directory": str(directory), "parameters": sum(map(_parameters, directory.glob("*.safetensors")))}

@@ -145,7 +145,7 @@ def test_a_write_that_does_not_end_is_named_and_waited_for_no_longer(caplog):
     release, writer = threading.Event(), Writer(0.05)
     writer.start("step-000004", release.wait)
     for wait in (writer.wait, lambda: writer.start("step-000005", lambda: None)):
-        with pytest.raises(TimeoutError, match="step-000004 is not written after 0.05 s"):
+        with pytest.raises(TimeoutError, match=r"step-000004 is not written after 0\.05 s"):
             wait()
     writer.close()
     assert "step-000004 is not written" in caplog.text

@@ -19,7 +19,7 @@ from inflight.launcher import preflight
 from inflight.launcher.compose import compose
 from inflight.launcher.resume import resumed_config
 from inflight.launcher.run_folder import LaunchError, RunFolder
-from inflight.models import ModelError, fetch, prepare
+from inflight.models import ModelError, cached, fetch, prepare
 
 FIRST, SECOND = commit_of("first"), commit_of("second")
 BESIDE = {
@@ -192,6 +192,16 @@ def test_a_run_and_its_resume_have_the_commit_that_it_began_with(hub, tmp_path, 
     other = preflight.ready_to_start(resumed_config(compose("tiny", [*again, "model.revision=main"])))
     with pytest.raises(ConfigError, match=f"model.revision={SECOND} is not allowed: the run in .* began with {FIRST}"):
         RunFolder(other)
+
+
+def test_what_is_in_the_cache_is_found_without_the_hub(hub):
+    with pytest.raises(ModelError, match="is not in the cache"):
+        cached(MODEL)
+    fetch(MODEL)
+    hub.asked.clear()
+    assert cached(MODEL) == cached(MODEL, "main") == prepare(MODEL, revision=FIRST)
+    assert hub.asked == []
+    assert cached("tiny") == prepare("tiny")
 
 
 def test_a_model_that_can_not_be_had_begins_no_run(hub, tmp_path):

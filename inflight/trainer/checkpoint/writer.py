@@ -55,7 +55,7 @@ class Writer:
         self.require()
 
     def close(self) -> None:
-        """Waits as `wait` does; what goes wrong is logged, since the trainer is ending, perhaps by an error of its own."""
+        """Waits as `wait` does. What goes wrong is logged: the trainer is ending, perhaps by an error of its own."""
         try:
             self.wait()
         except Exception as error:  # noqa: BLE001

@@ -92,6 +92,8 @@ class GeneratorConfig:
     threads: int = 1
     """CPU threads of each worker (OMP_NUM_THREADS)."""
     start_timeout_s: float = 300.0
+    server: dict[str, Any] = field(default_factory=dict)
+    """Arguments of vLLM's HTTP server, such as tool and reasoning parsers and a chat template."""
     extra: dict[str, Any] = field(default_factory=dict)
     """Passed to vLLM's engine arguments unchanged."""
 
@@ -250,7 +252,8 @@ def schema() -> DictConfig:
         OmegaConf.set_readonly(nested, False)
     options = (root.task.options, root.trainer.objective.options, root.trainer.schedule.options,
                root.trainer.advantage.options)  # fmt: skip
-    for free in (*options, root.task.contents, root.generator.extra, root.launch.affinity):
+    generator = (root.generator.extra, root.generator.server)
+    for free in (*options, root.task.contents, *generator, root.launch.affinity):
         OmegaConf.set_struct(free, False)  # these take any key
     return root
 

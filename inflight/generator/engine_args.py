@@ -8,9 +8,11 @@ import difflib
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from inflight.config import ConfigError, RunConfig
+from inflight.generator.server_args import server_values
 from inflight.generator.settings import NO_VERSION, Settings
 from inflight.generator.shadow.limits import refuse_arguments
 from inflight.models import prepare
@@ -129,14 +131,16 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     }
 
 
-def server_arguments(parser: argparse.ArgumentParser, values: dict[str, Any]) -> argparse.Namespace:
-    """vLLM's server arguments: its defaults, overridden by `values`.
+def server_arguments(
+    parser: argparse.ArgumentParser, values: dict[str, Any], server: Mapping[str, Any] = MappingProxyType({})
+) -> argparse.Namespace:
+    """vLLM's server arguments: its defaults, overridden by `values` of the engine and by `server`, the run's own.
 
     Raises ConfigError for a name that is no argument of this vLLM.
     """
     arguments = parser.parse_args([])
-    values = {**values, "host": LOOPBACK, "disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}
-    for name, value in values.items():
+    own = {"host": LOOPBACK, "disable_uvicorn_access_log": True, "uvicorn_log_level": "warning"}
+    for name, value in {**values, **server_values(parser, server), **own}.items():
         if not hasattr(arguments, name):
             raise ConfigError(f"generator.extra.{name} is not an argument of this vLLM")
         setattr(arguments, name, value)

@@ -31,6 +31,7 @@ from inflight.generator.api_key import ApiKey
 from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
 from inflight.generator.first_version import FirstVersion
 from inflight.generator.plugin import INCARNATION, hand_over_often
+from inflight.generator.server_args import check_parsers
 from inflight.generator.shadow.limits import refuse
 from inflight.generator.warmup import warm_up
 from inflight.messages import EngineHello, Status
@@ -73,7 +74,8 @@ async def serve(config: RunConfig, name: str) -> bool:
     asyncio.get_running_loop().set_exception_handler(AcceptErrors())
     vllm = _entrypoints()
     parser = vllm["make_arg_parser"](FlexibleArgumentParser())
-    arguments = server_arguments(parser, engine_values(config, name, worker))
+    arguments = server_arguments(parser, engine_values(config, name, worker), config.generator.server)
+    check_parsers(arguments, hooks.locate("make_arg_parser"))
     with socket.socket() as listening:
         listening.bind((LOOPBACK, 0))
         url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"

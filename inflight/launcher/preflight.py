@@ -17,6 +17,7 @@ from inflight.config import ConfigError, ModelConfig, RewardConfig, RunConfig
 from inflight.config.effect import require_effect
 from inflight.config.pairings import require_sound, teachers, warnings
 from inflight.generator.engine_args import require_extra
+from inflight.generator.server_args import require_server
 from inflight.launcher import devices
 from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError
@@ -53,6 +54,7 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
+    require_server(config.generator.server, config.generator.extra)
     config = replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
     return _with_data(config)
 

@@ -28,11 +28,17 @@ VOCABULARY = 17
 FLAT_VOCABULARY = 512
 TOLERANCE = 1e-4
 """Nats; both sides compute in float32."""
+SERVER = {
+    "enable_auto_tool_choice": True,
+    "tool_call_parser": "hermes",
+    "chat_template": "{% for each in messages %}{{ each.content }}{% endfor %}=",
+    "enable_prompt_tokens_details": True,
+}
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    model = ServedModel(tmp_path_factory.mktemp("evidence"), "tiny")
+    model = ServedModel(tmp_path_factory.mktemp("evidence"), "tiny", server=SERVER)
     yield model
     model.close()
 
@@ -126,6 +132,24 @@ def test_everything_else(served, how):
     batch = sample(served, config)
     assert log_ratios(served, batch, Sampling.of(config)).max() < TOLERANCE
     assert log_ratios(served, batch, Sampling()).mean() > 0.02
+
+
+def test_a_request_with_tools_is_served_with_the_runs_own_parser(served):
+    """Without `generator.server` vLLM answers 400."""
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    body = {
+        "messages": [{"role": "user", "content": "1+2"}], "tools": [tool], "tool_choice": "auto", "max_tokens": 4,
+    }  # fmt: skip
+
+    async def ask():
+        async with aiohttp.ClientSession() as session:
+            async with session.post(f"{served.url}/v1/chat/completions", json=body) as answer:
+                return answer.status, await answer.json()
+
+    status, answer = asyncio.run(ask())
+    assert status == 200, answer
+    assert answer["usage"]["prompt_tokens"] == 4, "by the run's own chat template"
+    assert "cached_tokens" in answer["usage"]["prompt_tokens_details"]
 
 
 def test_a_real_server_as_a_teacher(served):

@@ -58,6 +58,7 @@ class Run:
         join_timeout_s: float = START_S,
         *,
         own_group: bool = True,
+        server: dict[str, Any] | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
 
@@ -66,7 +67,7 @@ class Run:
             task=TaskConfig("addition"),
             run_dir=str(folder),
             rollout=rollout or RolloutConfig(),
-            generator=GeneratorConfig(kv_cache_gib=0.0625, max_num_seqs=8),
+            generator=GeneratorConfig(kv_cache_gib=0.0625, max_num_seqs=8, server=server or {}),
             bus=BusConfig(heartbeat_s=0.5, dead_after_s=15),
             publish=PublishConfig(bucket_bytes=1 << 20, join_timeout_s=join_timeout_s),
         )

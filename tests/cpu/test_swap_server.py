@@ -63,7 +63,7 @@ class Run:
         from transformers import AutoModelForCausalLM
 
         self.config = RunConfig(
-            model=ModelConfig(str(prepare(model)), "float32", served_name=model),  # as the launcher hands it on
+            model=ModelConfig(str(prepare(model)), dtype="float32", served_name=model),  # as the launcher hands it on
             task=TaskConfig("addition"),
             run_dir=str(folder),
             rollout=rollout or RolloutConfig(),
@@ -405,7 +405,7 @@ def test_a_generator_ends_when_the_run_is_over(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_model_that_can_not_be_swapped_is_refused_in_one_line(tmp_path: Path) -> None:
     config = RunConfig(
-        model=ModelConfig("tiny", "float32"),
+        model=ModelConfig("tiny", dtype="float32"),
         task=TaskConfig("addition"),
         run_dir=str(tmp_path),
         generator=GeneratorConfig(kv_cache_gib=0.0625),

@@ -25,7 +25,7 @@ class Scene:
 
     def __init__(self, folder: Path) -> None:
         self.config = RunConfig(
-            model=ModelConfig("tiny", "float32"),
+            model=ModelConfig("tiny", dtype="float32"),
             task=TaskConfig("addition"),
             run_dir=str(folder),
             bus=BusConfig(heartbeat_s=0.1, dead_after_s=2),

@@ -19,7 +19,7 @@ def serve(folder: Path, generators: int, transfer_timeout_s: float = 15) -> Serv
     """Real engines of the tiny model, and no trainer yet."""
     return Serving(
         RunConfig(
-            model=ModelConfig("tiny", "float32"),
+            model=ModelConfig("tiny", dtype="float32"),
             task=TaskConfig("addition"),
             run_dir=str(folder / "run"),
             generator=GeneratorConfig(

@@ -23,7 +23,7 @@ LENGTH = 6
 def watched(tmp_path, mode="warn", dtype="float32", **rollout):
     config = make_config(tmp_path, **rollout)
     trainer = dataclasses.replace(config.trainer, compare_lag_0=mode, autocast=dtype == "bfloat16")
-    config = dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", "float32"))
+    config = dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", dtype="float32"))
     return Baseline(config, torch.device("cpu"))
 
 
@@ -128,7 +128,7 @@ def test_later_updates_are_judged_by_what_was_before_the_first(tmp_path):
 def test_float32_on_cuda_rounds_as_tf32(tmp_path):
     config = make_config(tmp_path)
     trainer = dataclasses.replace(config.trainer, autocast=False)
-    config = dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", "float32"))
+    config = dataclasses.replace(config, trainer=trainer, model=ModelConfig("tiny", dtype="float32"))
     assert coarser(config, torch.device("cuda")) == "tf32"
     assert coarser(config, torch.device("cpu")) == "float32"
     with_autocast = dataclasses.replace(config, trainer=dataclasses.replace(trainer, autocast=True))

@@ -12,6 +12,8 @@ METRICS_FILE = "metrics.jsonl"
 """One line per step."""
 SWAPS_FILE = "swaps.jsonl"
 """One line per version and generator."""
+EVAL_FILE = "eval.jsonl"
+"""One line per evaluation."""
 
 
 class JsonLines:

@@ -17,11 +17,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from inflight.config import release
 from inflight.config.checks import MAX_PROCESSES, ConfigError, require, require_fields
+from inflight.config.evaluation import EvalConfig, EvalSampling
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
 from inflight.config.release import CONFIG_FILE
 from inflight.config.rewards import RewardConfig, require_rewards
 from inflight.config.rollout import GateConfig, RolloutConfig, Sampling, TaskConfig
+from inflight.config.trackers import require_known
 from inflight.config.trainer import AdvantageConfig, ObjectiveConfig, TrainerConfig
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "AuditConfig",
     "BusConfig",
     "ConfigError",
+    "EvalConfig",
+    "EvalSampling",
     "GateConfig",
     "GeneratorConfig",
     "LaunchConfig",
@@ -136,6 +140,10 @@ class RunConfig:
     publish: PublishConfig = field(default_factory=PublishConfig)
     bus: BusConfig = field(default_factory=BusConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    trackers: list[str] = field(default_factory=list)
+    """Where figures are shown, too: `tensorboard`, `wandb`, `mlflow` (docs/metrics.md)."""
+    tracker_project: str = "inflight"
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
@@ -151,6 +159,8 @@ class RunConfig:
         require(not 0 < budget <= limit, "trainer.micro_batch_tokens", budget, allowed)
         require_rewards(self.rewards)
         self._require_scores()
+        require_known(self.trackers)
+        self.eval.require_fits(limit, self.generator.count, self.trainer)
         sequences = self.trainer.groups_per_step * self.rollout.group_size
         ranks, parts = self.trainer.processes, self.trainer.updates_per_batch
         require(ranks <= sequences, "trainer.processes", ranks, f"a step has {sequences} sequences to share out")
@@ -201,8 +211,8 @@ class RunConfig:
         return ["trainer", *(f"trainer.{rank}" for rank in range(1, self.trainer.processes))]
 
     def endpoint(self, service: str) -> str:
-        """Address of a control socket: `weights`, `rollouts`, `ranks` or `status`. Kept short: the path of a Unix
-        socket has at most 107 bytes."""
+        """Address of a control socket: `weights`, `rollouts`, `ranks`, `eval` or `status`. Kept short: the path of a
+        Unix socket has at most 107 bytes."""
         if self.bus.address:
             return f"tcp://{self.bus.address}:{self.bus.port + SERVICES.index(service)}"
         return f"ipc://{(self.path / 'bus').resolve() / service}"
@@ -233,7 +243,7 @@ class RunConfig:
         return self.path / "bus" / "routes.json"
 
 
-SERVICES = ("weights", "rollouts", "status", "ranks")
+SERVICES = ("weights", "rollouts", "status", "ranks", "eval")
 """Control sockets, in the order of their ports."""
 
 
@@ -248,7 +258,7 @@ def schema() -> DictConfig:
     for key in root:
         if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
             OmegaConf.set_readonly(root[key], False)
-    for nested in (root.trainer.objective, root.trainer.schedule, root.trainer.advantage):
+    for nested in (root.trainer.objective, root.trainer.schedule, root.trainer.advantage, root.eval.sampling):
         OmegaConf.set_readonly(nested, False)
     options = (root.task.options, root.trainer.objective.options, root.trainer.schedule.options,
                root.trainer.advantage.options)  # fmt: skip

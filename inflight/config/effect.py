@@ -33,6 +33,10 @@ IDLE = (
     Idle("gate.stale_retries", lambda run: run.gate.on_stale == "drop", "gate.on_stale is drop"),
     Idle("generator.share_prefix_across_versions", lambda run: not run.generator.prefix_caching,
          "generator.prefix_caching is false"),
+    Idle("eval.at_start eval.training_requests eval.keep_best eval.best_by", lambda run: not run.eval.every,
+         "eval.every is 0"),
+    Idle("eval.best_by", lambda run: not run.eval.keep_best, "eval.keep_best is false"),
+    Idle("tracker_project", lambda run: not run.trackers, "trackers is empty"),
     Idle("bus.port", lambda run: not run.bus.address, "without bus.address all sockets are files"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )  # fmt: skip

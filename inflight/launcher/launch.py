@@ -41,6 +41,8 @@ POLL_S = 0.2
 LOG_LINES = 20
 ENDS_A_RUN = (DONE, DATA_ENDED, STOPPED)
 """Exit codes with which a trainer has ended the run by itself; any other code is a failure."""
+ASKS = ("actor", "evaluator")
+"""Kinds of processes that end by themselves when the trainer reports the end of the run."""
 FAREWELL_S = 30.0
 """Seconds for which the trainer may outlive processes that exited after its Finish message."""
 
@@ -145,12 +147,13 @@ def _run(
             processes.start(command)
         outcome = _watch(processes, listener, view, interrupt, restarts)
         if outcome.failed is None and outcome.interrupted is None:
-            processes.wait([command.name for command in commands if command.kind == "actor"], timeout_s=10)
+            processes.wait([command.name for command in commands if command.kind in ASKS], timeout_s=10)
         return outcome, processes.stop()
 
 
 def usual_commands(config: RunConfig) -> list[Command]:
-    """The trainer's ranks, the generators and an actor, with their logs, threads, cores and GPUs.
+    """The trainer's ranks, the generators, an actor and, where versions are evaluated, an evaluator: with their logs,
+    threads, cores and GPUs.
 
     Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
     """
@@ -178,6 +181,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
         *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
         *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
         command("a0", "actor", ["actor", "--name", "a0"], 1),
+        *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
     ]
 
 

@@ -16,6 +16,7 @@ from inflight import config as configuration
 from inflight.config import ConfigError, ModelConfig, RewardConfig, RunConfig
 from inflight.config.effect import require_effect
 from inflight.config.pairings import require_sound, teachers, warnings
+from inflight.config.trackers import require_installed
 from inflight.generator.engine_args import require_extra
 from inflight.generator.server_args import require_server
 from inflight.launcher import devices
@@ -42,6 +43,7 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     devices.require_gpu(config)
     require_sound(config)
     require_effect(config)
+    require_installed(config.trackers)
     _require_named(config)
     _require_task(config)
     for line in warnings(config):

@@ -10,7 +10,7 @@ from inflight.config import RunConfig
 from inflight.exits import BAD_INPUT
 from inflight.processes import Command, Ended
 
-KINDS = ("generator", "actor")
+KINDS = ("generator", "actor", "evaluator")
 """A trainer is not restarted: its state is in its checkpoint, which `resume=true` resumes from."""
 
 

@@ -145,7 +145,7 @@ class RunFolder:
         if self.config.bus.address:  # other hosts can reach it or, on loopback, other users
             folder = self.path / "keys"
             shutil.rmtree(folder, ignore_errors=True)
-            make_keys(folder, ["trainer", "a0", *self.config.generator_names()])
+            make_keys(folder, ["trainer", "a0", "evaluator", *self.config.generator_names()])
             self.config = replace(self.config, bus=replace(self.config.bus, keys=str(folder)))
 
     def _remove_sockets(self) -> None:

@@ -12,6 +12,10 @@ import msgspec
 from msgspec import Meta
 
 from inflight.messages.base import Message, Text
+from inflight.messages.evaluation import Evaluate as Evaluate
+from inflight.messages.evaluation import Evaluated as Evaluated
+from inflight.messages.evaluation import EvaluatorHello as EvaluatorHello
+from inflight.messages.evaluation import StopEvaluating as StopEvaluating
 from inflight.messages.ranks import RankMessage
 from inflight.messages.rollouts import ActorBye as ActorBye
 from inflight.messages.rollouts import ActorHello as ActorHello
@@ -35,7 +39,7 @@ from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
 from inflight.types import Name
 
-SCHEMA = 6
+SCHEMA = 7
 MAX_FRAME_BYTES = 64 << 20
 """Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 
@@ -101,6 +105,10 @@ AnyMessage = (
     | GroupFailed
     | GroupAck
     | ActorBye
+    | EvaluatorHello
+    | Evaluate
+    | StopEvaluating
+    | Evaluated
     | Finish
     | Status
     | RankMessage

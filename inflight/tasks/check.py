@@ -5,12 +5,13 @@ from __future__ import annotations
 from inflight.config import ConfigError, RunConfig
 from inflight.rewards import RESERVED, make
 from inflight.tasks import make as make_task
-from inflight.tasks.base import Item, OfFiles, Task, TurnScorer, columns_of
+from inflight.tasks.base import HeldOut, Item, OfFiles, Task, TurnScorer, columns_of
 
 
 def usable_task(config: RunConfig) -> Task:
-    """The task of a run. Raises ConfigError when it or a reward can't be made, when nothing scores its answers, or when
-    a reward needs a column that its first question does not have."""
+    """The task of a run. Raises ConfigError when it or a reward can't be made, when nothing scores its answers, when
+    it is to be evaluated and holds no question out, or when a reward needs a column that its first question does not
+    have."""
     task = make_task(config.task, config.seed)
     own = not config.rewards or any(each.is_task for each in config.rewards)
     if own and not (hasattr(task, "score") or isinstance(task, TurnScorer)):
@@ -18,6 +19,8 @@ def usable_task(config: RunConfig) -> Task:
             f"task.name={config.task.name!r} has no score of its own: rewards must say how answers are scored"
             " (docs/rewards.md)"
         )
+    if config.eval.every and not isinstance(task, OfFiles):
+        require_held_out(task, config.task.name)
     if config.rewards and not isinstance(task, OfFiles):  # whose data are read by `examine`
         try:
             first = task.item(0)
@@ -27,6 +30,12 @@ def usable_task(config: RunConfig) -> Task:
             return task
         require_columns(config, first)
     return task
+
+
+def require_held_out(task: Task, name: str) -> None:
+    """Raises ConfigError for a task that has no question to be evaluated by."""
+    if not isinstance(task, HeldOut) or task.held_out_size() < 1:
+        raise ConfigError(f"eval.every is set, and task.name={name} holds no question out (docs/evaluation.md)")
 
 
 def require_columns(config: RunConfig, item: Item) -> None:

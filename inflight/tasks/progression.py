@@ -32,7 +32,7 @@ _INTEGER = re.compile(r"\d{1,9}")
 class Progression:
     """Questions `start, start + step, …` with `start` in 1..max_start and `step` in 1..max_step, in a seeded order.
 
-    No question repeats before all `max_start * max_step` have occurred.
+    No question repeats before all `max_start * max_step`, except those that are held out, have occurred.
 
     Example: with `style="plain"` an item may ask `12, 15, 18, 21, 24, 27,` and expect `30, 33, …`.
     """
@@ -48,6 +48,8 @@ class Progression:
     reward: str = "steps"
     """`steps`: a term is right if it is the preceding term of the completion plus the step. `prefix`: terms count up to
     the first wrong one."""
+    held_out: int = 0
+    """Number of questions that are kept for evaluations."""
     _order: list[int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -55,6 +57,8 @@ class Progression:
             require(getattr(self, name) >= 1, f"task.options.{name}", getattr(self, name), "1 or more")
         require(self.shown >= 2, "task.options.shown", self.shown, "2 or more (one term shows no step)")
         require(self.style in STYLES, "task.options.style", self.style, ", ".join(STYLES))
+        held, space = self.held_out, self.max_start * self.max_step
+        require(0 <= held < space, "task.options.held_out", held, f"0 to {space - 1}, of {space} questions")
         require(self.reward in REWARDS, "task.options.reward", self.reward, ", ".join(REWARDS))
 
         def rank(number: int) -> bytes:  # a hash gives the same order on every machine and Python version
@@ -64,7 +68,18 @@ class Progression:
 
     def item(self, index: int) -> Item:
         """Question `index`; `answer` has all expected terms."""
-        number = self._order[index % len(self._order)]
+        return self._item(index % (len(self._order) - self.held_out))
+
+    def held_out_size(self) -> int:
+        """Number of held-out questions."""
+        return self.held_out
+
+    def held_out_item(self, index: int) -> Item:
+        """Held-out question `index`."""
+        return self._item(len(self._order) - self.held_out + index)
+
+    def _item(self, place: int) -> Item:
+        number = self._order[place]
         start, step = number // self.max_step + 1, number % self.max_step + 1
         shown = ", ".join(str(start + step * n) for n in range(self.shown))
         wanted = ", ".join(str(start + step * n) for n in range(self.shown, self.shown + self.terms))

@@ -21,8 +21,12 @@ from inflight.rollout.gate import rules_of
 from inflight.trainer.stop import Stop
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from inflight.rollout.buffer import Buffer
+    from inflight.trainer.evaluations import Evaluations
     from inflight.trainer.loop import Trainer
+    from inflight.trainer.report import Reporter
     from inflight.weights.publish.publisher import Publisher
     from inflight.weights.publish.read_fence import ReadFence
     from inflight.weights.source import WeightSource
@@ -62,7 +66,6 @@ def _run(config: RunConfig) -> int:
     import torch  # before anything else of torch, so that the pools have the configured size
 
     torch.set_num_threads(config.trainer.threads)
-    from accelerate import Accelerator
     from accelerate.utils import set_seed
 
     from inflight.rollout.buffer import Buffer
@@ -82,7 +85,7 @@ def _run(config: RunConfig) -> int:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
         reporter = stack.enter_context(Reporter(config, link, watch))
         reporter.phase("loading")
-        accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        accelerator = _accelerator(config, reporter, stack)
         coordinator = stack.enter_context(assembled(config, accelerator.device))
         set_seed(config.seed)
         model_dir = prepare(config.model.name, revision=config.model.revision)
@@ -104,7 +107,8 @@ def _run(config: RunConfig) -> int:
             load_optimizer(Path(config.checkpoint), policy.master, learner.optimizer)
             load_random(Path(config.checkpoint))
         fence.hold(learner.optimizer.optimizer)
-        trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun)
+        evaluations = _evaluations(config, publisher, reporter, stack)
+        trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun, evaluations)
         stack.callback(trainer.writer.close)
         trainer.keep(begun.step)
         reporter.follow(publisher)
@@ -156,6 +160,41 @@ def _publisher(
 
     ranks, routes = _ranks(config), config.routes_file
     return Publisher(source, listener, config.publish, version=version, ranks=ranks, fence=fence, routes_file=routes)
+
+
+def _accelerator(config: RunConfig, reporter: Reporter, stack: contextlib.ExitStack) -> Accelerator:
+    """With the trackers of the run, which get what the reporter writes."""
+    import torch
+    from accelerate import Accelerator
+
+    from inflight.trainer.trackers import TRACKERS_FOLDER, Trackers
+
+    folder = config.path / TRACKERS_FOLDER
+    cpu = not torch.cuda.is_available()
+    accelerator = Accelerator(cpu=cpu, log_with=list(config.trackers) or None, project_dir=folder)
+    if config.trackers:
+        trackers = Trackers(config, accelerator, reporter.warn)
+        stack.callback(trackers.close)
+        reporter.track(trackers)
+    return accelerator
+
+
+def _evaluations(
+    config: RunConfig, publisher: Publisher, reporter: Reporter, stack: contextlib.ExitStack
+) -> Evaluations | None:
+    from inflight.trainer.checkpoint.best import Best
+    from inflight.trainer.evaluations import Evaluations
+
+    if not config.eval.every:
+        return None
+    listener = stack.enter_context(Listener(config.endpoint("eval"), config.bus))
+    best = Best(config.path, config.eval.best_by) if config.eval.keep_best else None
+    evaluations = Evaluations(
+        config.eval, listener, publisher, best,
+        written_s=config.trainer.checkpoint_timeout_s, tell=reporter.evaluation, warn=reporter.warn,
+    )  # fmt: skip
+    stack.callback(evaluations.close)
+    return evaluations
 
 
 def _ranks(config: RunConfig) -> dict[str, int]:

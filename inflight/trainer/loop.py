@@ -21,6 +21,7 @@ from inflight.trainer.checkpoint.snapshot import Snapshot, take
 from inflight.trainer.checkpoint.writer import Writer
 from inflight.trainer.comparison import Comparing
 from inflight.trainer.coordinator import CoordinatorError
+from inflight.trainer.evaluations import Evaluations
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.skips import LearnError, Skips
@@ -52,8 +53,10 @@ class Trainer:
         reporter: Reporter,
         stop: Stop,
         begun: Saved,
+        evaluations: Evaluations | None = None,
     ) -> None:
         """`begun`: the state to start from: step 0, or that of a checkpoint."""
+        self._evaluations = evaluations
         self._config, self._model_dir = config, model_dir
         self._learner, self._source = learner, source
         self._buffer, self._publisher, self._reporter = buffer, publisher, reporter
@@ -82,6 +85,8 @@ class Trainer:
         self._reporter.phase("comparing with generators")
         self._comparing.begin(self.steps_done)
         self._reporter.phase("training")
+        if self.steps_done == 0:
+            self._evaluate_when_due()
         while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
             try:
                 learned = self.train_step(self.steps_done + 1)
@@ -102,6 +107,7 @@ class Trainer:
                 raise
             if learned:
                 self._checkpoint_when_due()
+                self._evaluate_when_due()
         self._finish()
 
     def train_step(self, step: int) -> bool:
@@ -176,8 +182,12 @@ class Trainer:
         Raises NotFinite, and writes none, when its weights can't be sent: a resumed run would serve them. Raises
         OSError when the previous checkpoint can't be written, or not in time.
         """
+        self._save(self._config.path / FOLDER)
+
+    def _save(self, folder: Path) -> Path:
+        """The checkpoint's own folder in `folder`, which appears when it is complete."""
         self._reporter.phase(f"checkpoint at step {self.steps_done}")
-        folder, learner = self._config.path / FOLDER, self._learner
+        learner = self._learner
         self._require_sound()
         self.writer.wait()
         saved = Saved(schema=SCHEMA, step=self.steps_done, elapsed_s=self._clock.elapsed, books=self._books)
@@ -188,13 +198,23 @@ class Trainer:
             snapshot = take(learner.policy.master, learner.optimizer, learner.coordinator.together("checkpoint"))
             self.writer.start(target.name, lambda: self._write(folder, saved, snapshot))
         self._reporter.phase("training")
+        return target
+
+    def _evaluate_when_due(self) -> None:
+        """Begins the evaluation of the newest version; it is over before the run is."""
+        evaluations = self._evaluations
+        if evaluations is None or not evaluations.due(self.steps_done):
+            return
+        best = None if evaluations.busy else evaluations.best
+        evaluations.begin(self.steps_done, self._save(best.nominees) if best is not None else None)
 
     def _write(self, folder: Path, saved: Saved, snapshot: Snapshot) -> None:
         """In the writer's thread. Raises OSError."""
         settings = self._config.trainer
         master = self._learner.policy.master
         save_checkpoint(folder, saved, snapshot, master, self._model_dir, settings.checkpoint_dtype)
-        drop_checkpoints(folder, settings.checkpoints_kept, self._config.checkpoint)
+        if folder.name == FOLDER:
+            drop_checkpoints(folder, settings.checkpoints_kept, self._config.checkpoint)
 
     def _require_sound(self) -> None:
         """Raises NotFinite when the newest version can't be sent."""
@@ -225,10 +245,14 @@ class Trainer:
             self.checkpoint()
             self.writer.wait()  # before Finish is sent: once others have ended, the launcher does not wait for long
         self._reporter.phase("finishing")
+        if self._evaluations is not None:
+            self._evaluations.settle(wait=lambda: not self._stop.is_set())
         if not stopped:
             self._publisher.flush(self._patience)
         self._buffer.finish(reason, 0.0 if stopped else FINISH_S)
         self._publisher.finish(reason)
+        if self._evaluations is not None:
+            self._evaluations.finish(reason)
         self._reporter.phase("done")
 
 

@@ -36,11 +36,12 @@ from inflight.bus import BusError, Link
 from inflight.config import RunConfig
 from inflight.groups import index_of
 from inflight.messages import Status
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.books import Counts
 from inflight.rollout.gate import GatedGroup
 from inflight.trainer.batch import Batch
 from inflight.trainer.stats import combine
+from inflight.trainer.trackers import Trackers
 from inflight.trainer.updates import Update
 from inflight.types import Rollout
 from inflight.weights.publish.events import Event, Failure, Left, Superseded, Swap
@@ -157,7 +158,7 @@ def delivery(publisher: Publisher, report: PublishReport, counts: Counts) -> dic
 
 
 class Reporter:
-    """Owns the two files and a thread that sends the status and records swaps; it also calls `watch`.
+    """Owns the files and a thread that sends the status and records swaps; it also calls `watch`.
 
     Leaving it writes the remaining swaps.
     """
@@ -166,11 +167,13 @@ class Reporter:
         """`watch` runs about five times per second in the thread; an error that it raises ends the reporting."""
         run_dir = Path(config.run_dir)
         self._metrics, self._swaps = JsonLines(run_dir / METRICS_FILE), JsonLines(run_dir / SWAPS_FILE)
+        self._evaluations = JsonLines(run_dir / EVAL_FILE) if config.eval.every else None
         self._link, self._watch = link, watch
         self._lock = threading.Lock()
         self._values: dict[str, Value] = {"steps": config.trainer.steps}
         self._warnings: deque[str] = deque(maxlen=WARNINGS_KEPT)
         self._publisher: Publisher | None = None
+        self._trackers: Trackers | None = None
         self._noted = 0
         self._error: OSError | None = None
         """Why swaps can't be written."""
@@ -181,6 +184,10 @@ class Reporter:
     def follow(self, publisher: Publisher) -> None:
         """Records the swaps of this publisher from now on."""
         self._publisher = publisher
+
+    def track(self, trackers: Trackers) -> None:
+        """Shows all further lines there, too."""
+        self._trackers = trackers
 
     def phase(self, text: str) -> None:
         """Sets the trainer's phase, for the status."""
@@ -199,9 +206,25 @@ class Reporter:
         if self._error is not None:
             raise self._error
         self._metrics.write(values)
+        self._show(values)
         with self._lock:
             self._values.update({k: v for k, v in values.items() if isinstance(v, int | float | str)})
             self._values["groups_dropped"] = sum(_counts(values.get("groups_dropped")))
+
+    def evaluation(self, values: dict[str, object]) -> None:
+        """Writes an evaluation's line; its reward goes into the status. Raises OSError when the disk is full."""
+        if self._evaluations is None:
+            return
+        self._evaluations.write(values)
+        self._show(values)
+        with self._lock:
+            self._values["evaluations"] = int(self._values.get("evaluations", 0)) + 1
+            if isinstance(reward := values.get("eval/reward"), float):
+                self._values |= {"eval_reward": reward, "eval_step": int(str(values["step"]))}
+
+    def _show(self, values: dict[str, object]) -> None:
+        if self._trackers is not None:
+            self._trackers.log(int(str(values["step"])), values)
 
     def _run(self) -> None:
         due = 0.0
@@ -241,7 +264,8 @@ class Reporter:
         self._closing.set()
         self._thread.join(timeout=5)
         self._send()
-        for last in (self._note_swaps, self._metrics.close, self._swaps.close):
+        files = [self._metrics, self._swaps, *([self._evaluations] if self._evaluations is not None else [])]
+        for last in (self._note_swaps, *(file.close for file in files)):
             try:
                 last()
             except OSError as error:  # logged only: the error that ends the run must not be hidden by it

@@ -14,8 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from inflight.metrics import METRICS_FILE, read_lines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, read_lines
 from inflight.report import summary
+from inflight.rollout.buffer import ROLLOUTS_FILE
+from inflight.rollout.stream import Reader
+from inflight.tasks.addition import Addition
 
 pytestmark = pytest.mark.vllm
 
@@ -108,13 +111,14 @@ def wait_for_engine(launcher: subprocess.Popen[str], run_dir: Path, title: str =
 BUSY = ("generator.max_num_seqs=2", "gate.max_lag=0", "trainer.learning_rate=1e-4")
 """So that the generator is busy when a version comes, also where it outruns the trainer: few sequences at once, none
 ahead of the trainer, and steps so small that the model does not learn to answer in a few tokens."""
+EVALUATED = ("eval.every=3", "task.options.held_out=12", "eval.sampling.max_tokens=16")
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> tuple[Path, str]:
     """A finished run and what its launcher printed."""
     run_dir = tmp_path_factory.mktemp("e2e") / "run"
-    launcher = start(run_dir, f"trainer.steps={STEPS}", *BUSY)
+    launcher = start(run_dir, f"trainer.steps={STEPS}", *BUSY, *EVALUATED)
     try:
         output, _ = launcher.communicate(timeout=RUN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -152,6 +156,19 @@ def test_sequences_span_versions(run):
     result = summary.read(run[0])
     assert result.swaps_while_running >= 1
     assert result.mixed_rollouts >= 1
+
+
+def test_versions_are_evaluated_under_their_own_tags_while_training_continues(run):
+    run_dir, _ = run
+    lines = read_lines(run_dir / EVAL_FILE)
+    assert [line["step"] for line in lines] == [3, 6]
+    for line in lines:
+        assert (line["version"], line["generator"], line["eval/answers"]) == (line["step"], "g0", 12)
+        assert (line["eval/mixed"], line["eval/failed_by"]) == (0, {})
+        assert 0 <= line["eval/pass@1"] <= line["eval/reward"] <= 1
+    held_out = {Addition(seed=0, held_out=12).held_out_item(index).key for index in range(12)}
+    assert not held_out & {group.prompt_key for group in Reader(run_dir / ROLLOUTS_FILE)}, "never trained on"
+    assert len(list((run_dir / "best").glob("step-*/model.safetensors"))) == 1
 
 
 def test_every_group_is_accounted_for(run):

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from inflight.config import RunConfig
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import restore
@@ -36,11 +36,12 @@ def begin(config: RunConfig) -> tuple[Saved, list[StoredGroup]]:
 
 
 def rewind(config: RunConfig, step: int) -> None:
-    """Removes data of later steps: lines of metrics.jsonl and swaps.jsonl, kept versions. Safe to repeat.
+    """Removes data of later steps: lines of metrics.jsonl, eval.jsonl and swaps.jsonl, kept versions. Safe to repeat.
 
     Raises ValueError when a line is damaged (other than the last, which may be torn), OSError when the disk is full.
     """
     _cut(config.path / METRICS_FILE, "step", step)
+    _cut(config.path / EVAL_FILE, "step", step)
     _cut(config.path / SWAPS_FILE, "version", step - 1)  # the checkpoint's version is sent, and recorded, again
     for path in config.version_file(0).parent.glob("*.safetensors"):
         if path.stem.isdigit() and int(path.stem) > step:

@@ -1,0 +1,156 @@
+"""The evaluator: does what the trainer orders, one evaluation at a time, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Iterator
+
+from inflight.actor.foreign import ForeignError
+from inflight.bus import BusError, Link
+from inflight.completions import Unpatched
+from inflight.config import EvalConfig
+from inflight.evaluation.answer import Answered
+from inflight.evaluation.asking import Asking
+from inflight.evaluation.figures import figures, reasons
+from inflight.messages import AnyMessage, Evaluate, Evaluated, EvaluatorHello, Finish, Refused, StopEvaluating
+from inflight.messages.reasons import ACTOR_STOPPED
+
+log = logging.getLogger(__name__)
+
+HELLO_EVERY_S = 5.0
+_POLL_S = 0.1
+
+
+class EvaluatorError(RuntimeError):
+    """The evaluator can't continue; one line."""
+
+
+class Evaluator:
+    """All that happens to it is an event in one queue: messages of the trainer, the end of the link, the stop."""
+
+    def __init__(self, config: EvalConfig, link: Link, asking: Asking) -> None:
+        self._config, self._link, self._asking = config, link, asking
+        self._hello = EvaluatorHello(incarnation=secrets.token_hex(8), answers=asking.answers)
+        self._events: asyncio.Queue[AnyMessage | BaseException | None] = asyncio.Queue()
+        self._number = 0
+        """Of the newest order or stop."""
+        self._working: asyncio.Task[None] | None = None
+        self._result: Evaluated | None = None
+        self.done = 0
+        """Evaluations that were answered."""
+
+    def stop(self) -> None:
+        """Asks it to end; call from its event loop."""
+        self._events.put_nowait(None)
+
+    async def run(self) -> str:
+        """Works until the trainer says Finish (its reason is returned) or `stop` is called.
+
+        Raises EvaluatorError when the trainer is gone or refuses this process, when a generator does not tag its
+        tokens, and when the task's code can't be run any more.
+        """
+        with self._pump():
+            greeting = asyncio.create_task(self._greet(), name="evaluator hello")
+            try:
+                while (event := await self._events.get()) is not None:
+                    if isinstance(event, Finish):
+                        return event.reason
+                    await self._handle(event)
+                return ACTOR_STOPPED
+            finally:
+                greeting.cancel()
+                await self._cancel()
+
+    def status(self) -> dict[str, float | int | str]:
+        """Counters for the progress view."""
+        return {"evaluations": self.done, "answers": self._asking.done if self._working is not None else 0}
+
+    async def _handle(self, event: AnyMessage | BaseException) -> None:
+        match event:
+            case Evaluate():
+                await self._order(event)
+            case StopEvaluating() if event.number >= self._number:
+                self._number = event.number
+                await self._cancel()
+            case Refused():
+                raise EvaluatorError(f"refused by the trainer: {event.reason}")
+            case BusError():
+                raise EvaluatorError(f"the trainer is gone: {event}")
+            case BaseException():
+                raise EvaluatorError(" ".join(str(event).split()) or repr(event)) from event
+
+    async def _order(self, order: Evaluate) -> None:
+        if self._result is not None and self._result.number == order.number:
+            self._send(self._result)
+        elif order.number > self._number:
+            await self._cancel()
+            self._number = order.number
+            self._working = asyncio.create_task(self._evaluate(order), name=f"evaluation of version {order.version}")
+
+    async def _evaluate(self, order: Evaluate) -> None:
+        """Never raises but for its cancellation."""
+        log.info("version %d: %d answers are asked of %s", order.version, self._asking.answers, order.url)
+        came: list[Answered] = []
+        problem = ""
+        try:
+            async with asyncio.timeout(order.timeout_s):
+                await self._asking.ask(order.url, order.version, settled=came.append)
+        except TimeoutError:
+            problem = f"{len(came)} of {self._asking.answers} answers came within {order.timeout_s:.3g} s"
+        except (ForeignError, Unpatched) as error:
+            self._events.put_nowait(error)
+            return
+        except Exception as error:
+            log.exception("the evaluation of version %d failed", order.version)
+            self._events.put_nowait(error)
+            return
+        found = figures(came, self._config.pass_k, self._config.correct_at)
+        self._result = Evaluated(number=order.number, figures=found, failed=reasons(came), problem=problem)
+        self.done += not problem
+        self._working = None
+        self._send(self._result)
+
+    def _send(self, message: EvaluatorHello | Evaluated) -> None:
+        with contextlib.suppress(BusError):  # an order is repeated, and with it the answer
+            self._link.send(message)
+
+    async def _cancel(self) -> None:
+        working, self._working = self._working, None
+        if working is not None:
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
+
+    async def _greet(self) -> None:
+        while True:
+            self._send(self._hello)
+            await asyncio.sleep(HELLO_EVERY_S)
+
+    @contextlib.contextmanager
+    def _pump(self) -> Iterator[None]:
+        """A thread moves what the link receives into the queue; it ends with the context or with the link."""
+        loop, ended = asyncio.get_running_loop(), threading.Event()
+
+        def put(event: AnyMessage | BaseException) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+                loop.call_soon_threadsafe(self._events.put_nowait, event)
+
+        def pump() -> None:
+            while not ended.is_set():
+                try:
+                    message = self._link.receive(_POLL_S)
+                except BusError as error:
+                    put(error)
+                    return
+                if message is not None:
+                    put(message)
+
+        thread = threading.Thread(target=pump, name="evaluator link", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()

@@ -1,6 +1,8 @@
 "use strict";
 // The version bands with their controls: zoom and pan, a token that the pointer or the arrow keys choose, and what is
 // known about it.
+inflight.views = [];
+
 inflight.BandsView = class {
   constructor(run) {
     const make = inflight.element;
@@ -12,6 +14,7 @@ inflight.BandsView = class {
     this.legend = make("div", { class: "legend" });
     this.bands = new inflight.Bands(this.canvas, this.data, run.swaps);
     this.pinned = false;
+    inflight.views.push(this);
     this.node = make("div", { class: "bands" }, this.controls(), this.legend, this.canvas, this.spoken, this.inspector, this.help());
     this.listen();
     this.tell();
@@ -72,7 +75,8 @@ inflight.BandsView = class {
     });
     this.canvas.addEventListener("pointermove", (event) => {
       if (!dragged) {
-        if (!this.pinned) this.choose(this.bands.hit(...place(event)));
+        const hit = this.bands.hit(...place(event));  // beside all tokens the last one stays, so that it can be read
+        if (hit && !this.pinned) this.choose(hit);
         return;
       }
       const [dx, dy] = [event.clientX - dragged.x, event.clientY - dragged.y];

@@ -1,4 +1,4 @@
-"""How long the HTML report of a long run takes to write and to open, and how large it is: `python -m bench.report_page`.
+"""How long the report of a long run takes to write and to open, and how large it is: `python -m bench.report_page`.
 
     python -m bench.report_page [--rollouts 10000] [--tokens 400] [--steps 5000] [--opened 5]
 

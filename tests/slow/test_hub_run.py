@@ -1,4 +1,5 @@
-"""A run from a model of the hub, with several end tokens: its start, and its resume after the branch has moved."""
+"""A run from a model of the hub, with several end tokens: its start, its resume after the branch has moved, and vLLM
+with what is exported of it."""
 
 from __future__ import annotations
 
@@ -10,8 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hub_server import Repository, commit_of, serving
+from transformers import AutoModelForCausalLM
 
+from inflight import cli
 from inflight import config as configuration
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
@@ -22,6 +26,7 @@ FIRST, SECOND = commit_of("first"), commit_of("second")
 MODEL = "owner/tiny"
 END, FURTHER = 1, {5, 9}
 """The tokenizer's end token, and those that the configuration alone names."""
+PROMPT = [7, 8, 4, 10]
 TIMEOUT_S = 600
 
 
@@ -46,6 +51,38 @@ def test_a_run_from_the_hub_resumes_with_its_commit_and_its_end_tokens(tmp_path,
     resumed = ended_by(run_dir, skip=2)
     assert resumed.issuperset(FURTHER)
     assert begun | resumed <= {END, *FURTHER}
+    export(run_dir, tmp_path / "out")
+    assert served(tmp_path / "out") == generated(tmp_path / "out")
+
+
+def served(directory: Path) -> list[int]:
+    """What vLLM's own server process computes, with nothing of inflight in it."""
+    code = f"""
+from vllm import LLM, SamplingParams
+engine = LLM({str(directory)!r}, dtype="auto", enforce_eager=True, max_model_len=64, kv_cache_memory_bytes=1 << 26)
+(answer,) = engine.generate({{"prompt_token_ids": {PROMPT}}}, SamplingParams(temperature=0, max_tokens=12))
+print("tokens", *answer.outputs[0].token_ids)
+"""
+    environment = os.environ | {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("tokens"))
+    return [int(each) for each in line.split()[1:]]
+
+
+def generated(directory: Path) -> list[int]:
+    """The most probable tokens by transformers, up to the first end token."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
+    ids = list(PROMPT)
+    while len(ids) < len(PROMPT) + 12 and ids[-1] not in {END, *FURTHER}:
+        with torch.inference_mode():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def export(run_dir: Path, out: Path) -> None:
+    assert cli.main(["export", str(run_dir), str(out)]) == 0
 
 
 def ended_by(run_dir: Path, skip: int = 0) -> set[int]:

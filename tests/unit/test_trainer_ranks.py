@@ -82,9 +82,12 @@ def make_trainers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two(make_trainers, tiny_model):
     """A float32 run over two ranks, which compares its numbers with a real model's; in its last round of micro-batches
-    one rank has nothing to do, and the gradient of its second batch is not finite."""
+    one rank has nothing to do, and the gradient of its second batch is not finite. Its checkpoint is in bfloat16."""
     server = ModelServer(tiny_model)
-    trainers = make_trainers(server=server, processes=2, micro_batch=3, compare_start="refuse", **SKIPS_THE_SECOND)
+    trainers = make_trainers(
+        server=server, processes=2, micro_batch=3, compare_start="refuse", checkpoint_dtype="bfloat16",
+        **SKIPS_THE_SECOND,
+    )  # fmt: skip
     assert trainers.wait() == [0, 0], trainers.log(0) + trainers.log(1)
     server.close()
     return trainers
@@ -132,12 +135,14 @@ def test_two_ranks_compute_what_a_generator_does_and_are_shards_again_afterwards
 
 
 def test_checkpoints_hold_the_whole_model_and_optimizer(one, two):
-    for name in ("model.safetensors", "trainer/optimizer.safetensors"):
-        files = [next(each.run.folder.glob("checkpoints/step-*")) / name for each in (two, one)]
+    ours, theirs = (next(each.run.folder.glob("checkpoints/step-*")) for each in (two, one))
+    for name, other in (("master", "../model"), ("optimizer", "optimizer")):
+        files = [ours / "trainer" / f"{name}.safetensors", theirs / "trainer" / f"{other}.safetensors"]
         assert distance(*map(load_file, files)) <= 1e-5
     version = load_file(two.run.config.version_file(STEPS))
-    model = load_file(next(two.run.folder.glob("checkpoints/step-*")) / "model.safetensors")
-    assert all(torch.equal(model[name], version[name]) for name in version)
+    for name, dtype in (("trainer/master", torch.float32), ("model", torch.bfloat16)):
+        model = load_file(ours / f"{name}.safetensors")
+        assert all(torch.equal(model[key], each.to(dtype)) for key, each in version.items())
 
 
 def test_a_published_version_is_byte_for_byte_that_of_one_process(one, two):
@@ -173,6 +178,9 @@ def test_a_run_is_resumed_with_another_number_of_ranks(two, tmp_path):
             assert set(continued[-1].wait()) == {0}, "".join(map(continued[-1].log, range(processes)))
         finally:
             continued[-1].close()
+        begun = load_file(continued[-1].run.config.version_file(STEPS))
+        kept = load_file(two.run.config.version_file(STEPS))
+        assert all(torch.equal(begun[name], kept[name]) for name in kept), "from weights that bfloat16 can't hold"
     end, other = (load_file(each.run.config.version_file(STEPS + 2)) for each in continued)
     assert distance(end, other) <= TOLERANCE
     assert distance(end, load_file(two.run.config.version_file(STEPS))) > 100 * TOLERANCE

@@ -36,15 +36,14 @@ def fetch(model_id: str, revision: str = "", *, code: bool = False) -> str:
     """Downloads what a run needs of a model and the cache does not hold; the commit of the revision, 40 hex digits.
 
     An empty revision is the default branch. Where the hub can't be reached, or HF_HUB_OFFLINE is set, the cache's
-    latest copy of the revision is taken. Raises HubError for a model or revision that does not exist, is gated, has no
-    safetensors, or is neither reachable nor cached.
+    latest copy of the revision is taken; `snapshot` then checks that the weights are there. Raises HubError for a model
+    or revision that does not exist, is gated, or is neither reachable nor cached.
     """
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     folder = _snapshot(model_id, revision, allow_patterns=[*FILES, *([CODE] if code else [])])
-    _require_whole(model_id, folder)
     if COMMIT.fullmatch(folder.name) is None:
         raise HubError(f"model {model_id!r}: the hub gives {folder.name!r} for its revision, which is no commit")
     return folder.name

@@ -46,7 +46,14 @@ from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
 from inflight.trainer.checkpoint import index, rng
 from inflight.trainer.checkpoint.index import CheckpointError, Saved
-from inflight.trainer.checkpoint.io import OPTIMIZER_FILE, RANDOM_FILE, load_optimizer, load_random
+from inflight.trainer.checkpoint.io import (
+    MASTER_FILE,
+    OPTIMIZER_FILE,
+    RANDOM_FILE,
+    load_master,
+    load_optimizer,
+    load_random,
+)
 from inflight.types import Route, Routes
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -153,6 +160,13 @@ def _optimizer(data: bytes) -> None:
     optimizer.step()
 
 
+def _master(data: bytes) -> None:
+    path = FOLDER / "step-000004" / MASTER_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    load_master(FOLDER / "step-000004", nn.Linear(3, 2, bias=False))
+
+
 def _random(data: bytes) -> None:
     path = FOLDER / "step-000004" / RANDOM_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -226,5 +240,6 @@ TARGETS = {
     "api key": Target(_api_key, (ConfigError,), [b"PGvNm0Fx1tVqvd2Yl0gk6cPSuK3m9o7eT5hXaZbW4rQ\n"]),
     "curve key": Target(_curve_key, (keys.KeysError,), [_curve_sample()]),
     "optimizer": Target(_optimizer, (CheckpointError,), [save(ADAM)]),
+    "master weights": Target(_master, (CheckpointError,), [save({"weight": torch.ones(2, 3)})]),
     "random": Target(_random, (CheckpointError,), [save(rng.capture())]),
 }

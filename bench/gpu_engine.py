@@ -49,8 +49,10 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
 class Client:
     """Sequences that decode for ever, and what their owner sees of it."""
 
-    def __init__(self, engine: Any, tokens: int, *, cuda: bool, prompt_tokens: int = 4) -> None:
+    def __init__(self, engine: Any, tokens: int, *, cuda: bool, prompt_tokens: int = 4, lora: Any = None) -> None:
         self.engine = engine
+        self.lora = lora
+        """The adapter that sequences ask for, vLLM's LoRARequest."""
         self._prompt = list(range(1, prompt_tokens + 1))
         self._cuda = cuda
         self.core = engine.engine_core
@@ -161,7 +163,8 @@ class Client:
         parameters = SamplingParams(
             max_tokens=left, ignore_eos=True, temperature=0.0, detokenize=False, output_kind=RequestOutputKind.DELTA
         )
-        self.engine.add_request(f"{name}#{number}", {"prompt_token_ids": prompt}, parameters)
+        request = f"{name}#{number}"
+        self.engine.add_request(request, {"prompt_token_ids": prompt}, parameters, lora_request=self.lora)
 
     def _read(self) -> None:
         while not self._stop.is_set():
@@ -205,8 +208,10 @@ class Client:
 class Agent:
     """Answers the publisher's commits, as `inflight.generator.agent` does in the server."""
 
-    def __init__(self, client: Client, endpoint: str, ranks: int, *, patched: bool) -> None:
-        """`patched`: vLLM queues the commit with the steps; else it is a blocking RPC, as without our patch."""
+    def __init__(self, client: Client, endpoint: str, ranks: int, *, patched: bool, adapter: int = 0) -> None:
+        """`patched`: vLLM queues the commit with the steps; else it is a blocking RPC, as without our patch. `adapter`
+        is the id of the one whose versions are published; 0: all weights are."""
+        self._which = (adapter,) if adapter else ()
         self._client = client
         self._patched = patched
         self._link = Link(endpoint, "g0.engine", BusConfig())
@@ -251,7 +256,7 @@ class Agent:
             tags.told(version)
         try:
             commit = self._client.call if self._patched else self._client.rpc
-            ranks = commit("commit_weights", version)
+            ranks = commit("commit_weights", version, *self._which)
             if refused := [rank["error"] for rank in ranks if "error" in rank]:
                 raise RuntimeError(refused[0])
         except Exception as error:  # noqa: BLE001 - whatever the engine core says

@@ -58,6 +58,66 @@ def random_model(shape: str, device: str, seed: int, *, tied: bool = False) -> A
     return model.requires_grad_(False)
 
 
+LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+          "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+"""The modules of a layer that an adapter is trained for."""
+
+
+def random_adapter(shape: str, rank: int, device: str, seed: int) -> Any:
+    """A module whose parameters are a LoRA adapter's matrices in bfloat16, named as PEFT's checkpoints name them; B is
+    scaled already. Random, of sizes at which each layer's output moves."""
+    import torch
+    from torch import nn
+
+    model, noise = nn.Module(), torch.Generator(device=device).manual_seed(seed)
+    for layer in range(SHAPES[shape]["num_hidden_layers"]):
+        for module in LINEAR:
+            into, out = _features(shape, module)
+            for leaf, size, deviation in (("lora_A", (rank, into), into**-0.5), ("lora_B", (out, rank), 0.05)):
+                values = torch.empty(size, dtype=torch.bfloat16, device=device).normal_(0, deviation, generator=noise)
+                place = _nested(model, f"base_model.model.model.layers.{layer}.{module}.{leaf}")
+                place.weight = nn.Parameter(values, requires_grad=False)
+    return model
+
+
+def save_adapter(shape: str, rank: int, folder: Path, device: str, seed: int = 1) -> Path:
+    """A PEFT directory of a random adapter, and in it `sent.safetensors`: what a publisher would send."""
+    import json
+
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    adapter = random_adapter(shape, rank, device, seed)
+    tensors = {name: tensor.detach().cpu() for name, tensor in adapter.named_parameters()}
+    for name in ("adapter_model.safetensors", "sent.safetensors"):
+        save_file(tensors, folder / name, metadata={"format": "pt"})
+    modules = [module.rpartition(".")[2] for module in LINEAR]
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def _features(shape: str, module: str) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    sizes = SHAPES[shape]
+    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    kv = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
+    outputs = {"k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
+    leaf = module.rpartition(".")[2]
+    return (inner if leaf == "down_proj" else hidden), outputs.get(leaf, hidden)
+
+
+def _nested(model: Any, path: str) -> Any:
+    """The submodule at a dotted path, made where it is not there."""
+    from torch import nn
+
+    for part in path.split("."):
+        if part not in model._modules:
+            model.add_module(part, nn.Module())
+        model = model._modules[part]
+    return model
+
+
 def randomize(model: Any, seed: int) -> None:
     """New random weights in place: matrices normal with deviation 0.02, norms 1, biases small."""
     import torch

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import torch
 
-from bench.gpu_shapes import random_model, randomize
+from bench.gpu_shapes import random_adapter, random_model, randomize
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
 from inflight.weights.publish.publisher import Publisher
@@ -27,7 +28,9 @@ class Trainer:
         self._options = options
         self._reply = reply
         self._cuda = options["device"].startswith("cuda")
-        self._model = random_model(options["shape"], options["device"], seed=1)
+        rank = options.get("adapter_rank", 0)
+        make = partial(random_adapter, options["shape"], rank) if rank else partial(random_model, options["shape"])
+        self._model = make(device=options["device"], seed=1)
         self._listener = Listener(options["endpoint"], BusConfig())
         config = PublishConfig(
             transport=options["transport"],

@@ -26,7 +26,7 @@ class Actions:
         from inflight.generator.settings import Settings
 
         started = time.perf_counter()
-        settings = Settings(swap=spec.get("swap", "auto"))
+        settings = Settings(swap=spec.get("swap", "auto"), adapters=spec.get("adapters", []))
         self.llm = LLM(
             spec["model"],
             skip_tokenizer_init=True,
@@ -44,21 +44,31 @@ class Actions:
     def start(self) -> float:
         return self.start_s
 
-    def generate(self, tokens: int = 32, batch: int = 8) -> list[list[int]]:
+    def generate(self, tokens: int = 32, batch: int = 8, lora: tuple[int, str] | None = None) -> list[list[int]]:
+        return self._generate(tokens, batch, [lora])
+
+    def generate_mixed(self, lora: tuple[int, str], tokens: int = 32, batch: int = 8) -> list[list[int]]:
+        """Each prompt twice in one batch: with the adapter, and of the base."""
+        return self._generate(tokens, batch, [lora, None])
+
+    def _generate(self, tokens: int, batch: int, adapters: list[tuple[int, str] | None]) -> list[list[int]]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=0, detokenize=False)
-        prompts: list[Any] = [{"prompt_token_ids": [1, 2, 3, 4 + i]} for i in range(batch)]
-        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        prompts: list[Any] = [{"prompt_token_ids": [1, 2, 3, 4 + i]} for i in range(batch) for _ in adapters]
+        requests = [_lora(each) for each in adapters] * batch
+        outputs = self.llm.generate(
+            prompts, parameters, use_tqdm=False, lora_request=requests if any(requests) else None
+        )
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    def stage(self, path: str, version: int) -> float:
+    def stage(self, path: str, version: int, adapter: int = 0) -> float:
         started = time.perf_counter()
-        self.llm.collective_rpc("stage_weights", args=(path, version))
+        self.llm.collective_rpc("stage_weights", args=(path, version, True, adapter) if adapter else (path, version))
         return time.perf_counter() - started
 
-    def commit(self, version: int) -> list[Any]:
-        return self.engine.commit_weights(version)
+    def commit(self, version: int, adapter: int = 0) -> list[Any]:
+        return self.engine.commit_weights(version, *([adapter] if adapter else []))
 
     def swap_by(self, way: str) -> None:
         self.llm.collective_rpc("swap_by", args=(way,))
@@ -102,6 +112,12 @@ class Actions:
 
         query = ["nvidia-smi", "--query-gpu=memory.used,memory.total,name,driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _lora(adapter: tuple[int, str] | None) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"adapter {adapter[0]}", adapter[0], adapter[1]) if adapter else None
 
 
 def _spread(values: list[float]) -> list[float]:

@@ -35,6 +35,8 @@ WORKERS = {
     "cuda": "inflight.generator.worker.adapter_cuda.InflightCUDAAdapterWorker",
     "cpu": "inflight.generator.worker.adapter_cpu.InflightCPUAdapterWorker",
 }
+ON_CUDA = {"gpu_memory_utilization": 0.75, "distributed_executor_backend": "mp"}
+ON_CPU = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 64 << 20, "enforce_eager": True}
 WAIT_S = 120.0
 SETTLE_STEPS = 3
 SAMPLES = 2000
@@ -133,8 +135,8 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         options: dict[str, Any] = {
             "max_model_len": 8192 if cuda else 512, "max_num_seqs": max(8, arguments.batch), "enable_lora": True,
             "max_loras": 2, "max_lora_rank": arguments.rank, "tensor_parallel_size": arguments.tensor_parallel_size,
-            **({"gpu_memory_utilization": 0.75, "distributed_executor_backend": "mp"} if cuda else {}),
-            **({"enforce_eager": True} if arguments.eager or not cuda else {}),
+            **(ON_CUDA if cuda else ON_CPU),
+            **({"enforce_eager": True} if arguments.eager else {}),
         }  # fmt: skip
         settings = Settings(endpoint=endpoint, generator="g0", version=NO_VERSION, adapters=["policy"])
         model = write_config(arguments.shape, folder / "model")

@@ -79,11 +79,12 @@ class _Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Answer)
 
 
-def sampling(config: RolloutConfig, vocabulary: int) -> dict[str, Any]:
+def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[str, Any]:
     """The part of the request that is equal for all samples; every option is set, so that no server default applies.
 
     If sampling truncates, log-probabilities of the most probable tokens are requested as well, one more than a kept set
-    may have: the possible ones among them are the set. At most `vocabulary` of them exist.
+    may have: the possible ones among them are the set. At most `vocabulary` of them exist. `model`
+    names an adapter; empty: the generator's own model.
     """
     return {
         "n": 1,
@@ -100,6 +101,7 @@ def sampling(config: RolloutConfig, vocabulary: int) -> dict[str, Any]:
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
         **({"stop": config.stop} if config.stop else {}),
+        **({"model": model} if model else {}),
     }
 
 

@@ -77,6 +77,8 @@ def _checkpoint(source: Path) -> Path:
         if newest is None:
             raise ExportError(f"{source} has no checkpoint yet")
         found = newest
+    if (found / "adapter_config.json").is_file():
+        raise ExportError(f"{found} is an adapter's, which export does not merge into its base: PEFT loads it as it is")
     if not (found / "config.json").is_file():
         raise ExportError(f"{source} is neither a run folder nor a checkpoint: it has no {CONFIG_FILE} or config.json")
     if not any(found.glob("*.safetensors")):

@@ -36,13 +36,14 @@ class Sampler:
         pool: Pool,
         *,
         max_model_len: int,
+        model: str = "",
     ) -> None:
         """`max_model_len`: most tokens of prompt and completion that the generators accept."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
         self._max_model_len = max_model_len
-        request = sampling(config, foreign.vocabulary)
+        request = sampling(config, foreign.vocabulary, model)
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
     async def group(self, group_id: str, index: int) -> RolloutGroup:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -114,6 +115,8 @@ def run(
     """
     config = load(run_dir)
     if through == "engine":
+        if config.adapter:
+            raise AuditError("the versions of this run are an adapter's, which are replayed through transformers only")
         _require_engines_own(dtype=dtype, device=device, token_by_token=token_by_token, threads=threads)
         dtype = config.model.dtype
     if threads is not None:
@@ -138,9 +141,15 @@ def run(
         lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for rollout in record.rollouts]
         replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
     else:
-        replayer = TransformersReplayer(
-            model_dir, kept, sampling, dtype=DTYPES[dtype], token_by_token=token_by_token, device=device or "cpu"
-        )
+        passes: dict[str, Any] = {
+            "dtype": DTYPES[dtype], "token_by_token": token_by_token, "device": device or "cpu",
+        }  # fmt: skip
+        if config.adapter:
+            from inflight.audit.adapter import AdapterReplayer
+
+            replayer = AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)
+        else:
+            replayer = TransformersReplayer(model_dir, kept, sampling, **passes)
     report = judge(run_dir, config, record, replayer, kept, tolerance=tolerance, alternatives=stories, dtype=dtype)
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report

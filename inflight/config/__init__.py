@@ -195,7 +195,12 @@ class RunConfig:
     @property
     def start_model(self) -> str:
         """The weights of `start_version`: a name or a directory for `models.prepare`."""
-        return self.checkpoint or self.model.name
+        return self.model.name if self.adapter else self.checkpoint or self.model.name
+
+    @property
+    def adapter(self) -> str:
+        """The name of the LoRA adapter that is trained, by which requests select it; empty: all weights are trained."""
+        return self.trainer.lora.name if self.trainer.lora.rank else ""
 
     @property
     def capacity(self) -> int:
@@ -258,7 +263,8 @@ def schema() -> DictConfig:
     for key in root:
         if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
             OmegaConf.set_readonly(root[key], False)
-    for nested in (root.trainer.objective, root.trainer.schedule, root.trainer.advantage, root.eval.sampling):
+    trainer = root.trainer
+    for nested in (trainer.lora, trainer.objective, trainer.schedule, trainer.advantage, root.eval.sampling):
         OmegaConf.set_readonly(nested, False)
     options = (root.task.options, root.trainer.objective.options, root.trainer.schedule.options,
                root.trainer.advantage.options)  # fmt: skip

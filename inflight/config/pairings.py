@@ -18,6 +18,7 @@ def require_sound(run: RunConfig) -> None:
             f"trainer.autocast=true is not allowed with model.dtype={run.model.dtype}: the trainer would compute in"
             " bfloat16, unlike the generators; set trainer.autocast=false, or model.dtype=bfloat16"
         )
+    _require_adapter(run)
     for teacher in teachers(run):
         for each in fields(Sampling):
             if (value := getattr(run.rollout, each.name)) != each.default:
@@ -25,6 +26,20 @@ def require_sound(run: RunConfig) -> None:
                     f"rollout.{each.name}={value} is not allowed with {teacher}: a teacher scores at temperature 1"
                     f" without truncation, and would differ from an identical student; {each.default} is allowed"
                 )
+
+
+def _require_adapter(run: RunConfig) -> None:
+    """Refuses by name what is not done with an adapter yet."""
+    trainer = run.trainer
+    for name, value, allowed in (
+        ("trainer.processes", trainer.processes, 1),
+        ("trainer.gradient_checkpointing", trainer.gradient_checkpointing, False),
+        ("trainer.checkpoint_dtype", trainer.checkpoint_dtype, "float32"),
+    ):
+        if run.adapter and value != allowed:
+            raise ConfigError(f"{name}={value} is not allowed with trainer.lora.rank: {allowed} is")
+    if run.adapter and run.adapter == (run.model.served_name or run.model.name):
+        raise ConfigError(f"trainer.lora.name={run.adapter} is not allowed: the base is served by that name")
 
 
 def warnings(run: RunConfig) -> Iterator[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.config.checks import LARGEST_REAL, MAX_PROCESSES, require, require_fields
+from inflight.config.lora import LoraConfig
 
 NORMALISATIONS = ("token", "sequence", "constant")
 SCHEDULES = (
@@ -133,6 +134,7 @@ class TrainerConfig:
     warmup_steps: int = 0
     """Steps over which the learning rate rises evenly, from 1 / warmup_steps of it in the first one."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     grad_clip: float = 1.0

@@ -64,6 +64,8 @@ class EngineAgent:
     commit_timeout_s: float
     alone_timeout_s: float = 0.0
     """Seconds for which the generator keeps serving after it has lost the trainer, which may come back."""
+    adapter: int = 0
+    """The id of the LoRA adapter whose versions the publisher sends; 0: it sends those of all weights."""
     commits: Commits = field(init=False)
     _committed: Committed | None = field(init=False, default=None)
     """The last answer to Commit; sent again when the publisher repeats that Commit."""
@@ -139,14 +141,18 @@ class EngineAgent:
         self.link.send(self._committed)
 
     async def _swap(self, version: int) -> list[dict[str, Any]]:
-        ranks: list[dict[str, Any]] = await self.engine.engine_core.call_utility_async("commit_weights", version)
+        call = self.engine.engine_core.call_utility_async
+        ranks: list[dict[str, Any]] = await call("commit_weights", *self._named(version))
         return ranks
+
+    def _named(self, version: int) -> tuple[int, ...]:
+        return (version, self.adapter) if self.adapter else (version,)
 
     async def _swap_again(self, version: int) -> list[dict[str, Any]]:
         """Swaps to a version number that is already stamped: it comes from a restarted publisher, whose weights may
         differ. No KV computed before may remain: the prefix cache is reset, and running requests are prefilled anew."""
         call = self.engine.engine_core.call_utility_async
-        ranks: list[dict[str, Any]] = await call("collective_rpc", "commit_weights", None, (version,))
+        ranks: list[dict[str, Any]] = await call("collective_rpc", "commit_weights", None, self._named(version))
         if not any("error" in rank for rank in ranks):
             await call("reset_prefix_cache", True)
         return ranks

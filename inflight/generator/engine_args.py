@@ -19,6 +19,9 @@ from inflight.models import prepare
 
 CPU_WORKER = "inflight.generator.worker.cpu.InflightCPUWorker"
 CUDA_WORKER = "inflight.generator.worker.cuda.InflightCUDAWorker"
+CPU_ADAPTER_WORKER = "inflight.generator.worker.adapter_cpu.InflightCPUAdapterWorker"
+CUDA_ADAPTER_WORKER = "inflight.generator.worker.adapter_cuda.InflightCUDAAdapterWorker"
+ON_CPU = (CPU_WORKER, CPU_ADAPTER_WORKER)
 ENGINE_ARGS = ("EngineArgs", "AsyncEngineArgs")
 LOOPBACK = "127.0.0.1"
 PLUGIN = "inflight"
@@ -49,6 +52,8 @@ OWN = {
     "logprobs_mode": "",
     "generation_config": "",
     "worker_cls": "",
+    "enable_lora": "trainer.lora",
+    "max_lora_rank": "trainer.lora.rank",
     "additional_config": "",
 }
 """Engine arguments that inflight sets itself, and the option that each follows; None: inflight needs a fixed value."""
@@ -93,6 +98,18 @@ def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def adapters_of(config: RunConfig) -> list[str]:
+    """Names of the adapters that have versions in this run."""
+    return [config.adapter] if config.adapter else []
+
+
+def worker_of(config: RunConfig, *, cpu: bool) -> str:
+    """The worker class of a run's generators."""
+    if config.adapter:
+        return CPU_ADAPTER_WORKER if cpu else CUDA_ADAPTER_WORKER
+    return CPU_WORKER if cpu else CUDA_WORKER
+
+
 def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but those of OWN."""
     generator = config.generator
@@ -106,10 +123,12 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         keys=config.bus.keys,
         share_prefix_across_versions=generator.share_prefix_across_versions,
         swap=generator.swap,
+        adapters=adapters_of(config),
     )
     return {
-        "enforce_eager": worker == CPU_WORKER,  # compiled CPU code may hold copies of weights
-        **(ON_CUDA if worker == CUDA_WORKER else {}),
+        "enforce_eager": worker in ON_CPU,  # compiled CPU code may hold copies of weights
+        **({} if worker in ON_CPU else ON_CUDA),
+        **({"max_loras": 1} if config.adapter else {}),
         "stream_interval": STREAM_INTERVAL,
         **generator.extra,
         "model": model,
@@ -127,6 +146,8 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # the most that the actor requests (completions.py)
         "generation_config": "vllm",  # sampling follows the request, not defaults from the checkpoint
         "worker_cls": worker,
+        "enable_lora": bool(config.adapter),
+        "max_lora_rank": config.trainer.lora.slot_rank,
         "additional_config": settings.as_additional_config(),
     }
 

@@ -28,12 +28,15 @@ from inflight.generator import hooks
 from inflight.generator.accepting import AcceptErrors
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
-from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, LOOPBACK, engine_values, server_arguments
+from inflight.generator.engine_args import LOOPBACK, engine_values, server_arguments, worker_of
 from inflight.generator.first_version import FirstVersion
 from inflight.generator.plugin import INCARNATION, hand_over_often
+from inflight.generator.served_adapters import add_adapters
 from inflight.generator.server_args import check_parsers
+from inflight.generator.settings import Settings
 from inflight.generator.shadow.limits import refuse
 from inflight.generator.warmup import warm_up
+from inflight.generator.worker.adapters import require_patch
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
 from inflight.vocabulary import decode_every_id
@@ -65,10 +68,13 @@ async def serve(config: RunConfig, name: str) -> bool:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    worker = CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER
+    worker = worker_of(config, cpu=current_platform.is_cpu())
     # The workers check this too, but their error is buried in vLLM's tracebacks.
-    hooks.require("cpu" if worker == CPU_WORKER else "cuda")
-    if worker == CUDA_WORKER:
+    hooks.require("cpu" if current_platform.is_cpu() else "cuda")
+    if config.adapter:
+        hooks.require("adapters")
+        require_patch()
+    if not current_platform.is_cpu():
         hand_over_often()
     os.environ[INCARNATION] = secrets.token_hex(8)
     asyncio.get_running_loop().set_exception_handler(AcceptErrors())
@@ -85,6 +91,7 @@ async def serve(config: RunConfig, name: str) -> bool:
             tasks = await engine.get_supported_tasks()
             app = vllm["build_app"](arguments, tasks, engine.model_config)
             await vllm["init_app_state"](engine, app.state, arguments, tasks)
+            add_adapters(app.state.openai_serving_models, config)
             opening = FirstVersion(app)
             async with _http(app, opening, listening, config.api_key()) as http:
                 await _until_healthy(url, http)
@@ -175,7 +182,8 @@ async def _work(
     )
     weights = Link(config.endpoint("weights"), f"{name}.engine", config.bus)
     status = Link(config.endpoint("status"), name, config.bus)
-    agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s, config.publish.join_timeout_s)
+    lineage = Settings.of(engine.vllm_config).lineage
+    agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s, config.publish.join_timeout_s, lineage)
     opening.commits = agent.commits
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -73,9 +73,10 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.checkpoint.rewind import begin
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
-    from inflight.trainer.policy import policy_of, reference
+    from inflight.trainer.policy import reference
     from inflight.trainer.report import Reporter
-    from inflight.trainer.sharding import CoordinatedSource, assembled
+    from inflight.trainer.run_policy import policy_of
+    from inflight.trainer.sharding import assembled, source_of
     from inflight.weights.publish.read_fence import ReadFence
 
     stop = Stop()
@@ -91,7 +92,7 @@ def _run(config: RunConfig) -> int:
         model_dir = prepare(config.model.name, revision=config.model.revision)
         start_model = prepare(config.start_model, revision=config.model.revision)
         policy = policy_of(config, start_model, accelerator.device)
-        source = CoordinatedSource(policy.master, config.model.dtype, coordinator)
+        source = source_of(config, policy.master, coordinator)
         weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
         fence = ReadFence(source.device)
         publisher = _publisher(config, source, weights, fence, begun.step)

@@ -75,6 +75,7 @@ class Comparing:
         self._api_key = config.api_key
         self._sampling = replace(Sampling.of(config.rollout), top_p=1.0, top_k=0, min_p=0.0)
         model = learner.policy.master.config.get_text_config()
+        self._adapter = config.adapter
         self._prompts = prompts_for(model, config.generator.max_model_len, config.seed)
         self._starts: dict[tuple[str, str], _Start] = {}
         self._told: dict[str, dict[str, Any]] = {}
@@ -123,7 +124,7 @@ class Comparing:
         served = {name: route for name, route in served.items() if route.version == version}
         found = compare(
             served, self._score, self._prompts, dtype=self._dtype, sampling=self._sampling, timeout_s=ANSWER_S,
-            api_key=self._api_key(), stop=self._stop,
+            api_key=self._api_key(), stop=self._stop, model=self._adapter,
         ) if served else []  # fmt: skip
         if not self._stop():
             for each in found:

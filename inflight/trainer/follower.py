@@ -23,7 +23,8 @@ from inflight.trainer.checkpoint.snapshot import model_tensors, optimizer_tensor
 from inflight.trainer.comparison import batch_of
 from inflight.trainer.learner import Learner
 from inflight.trainer.pieces import Assembly
-from inflight.trainer.policy import policy_of, reference
+from inflight.trainer.policy import reference
+from inflight.trainer.run_policy import policy_of
 from inflight.trainer.sharding import form_group
 from inflight.trainer.watchdog import bounded
 from inflight.trainer.wire import tensor_to_wire, to_wire

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from inflight.config import RunConfig, TrainerConfig
 from inflight.rollout.gate import GatedGroup
 from inflight.sampling import Sampling
+from inflight.trainer.adapter import AdapterPolicy
 from inflight.trainer.advantage import advantage_of
 from inflight.trainer.baseline import Baseline
 from inflight.trainer.batch import Batch, collate
@@ -177,6 +178,8 @@ class Learner:
             return None
         if self._config.trainer.objective.kl_reference == "teacher":
             return batch.teacher_logprobs
+        if isinstance(self.policy, AdapterPolicy):
+            return self._score(self.policy.score_base, batch).logprobs
         if self._reference is None:
             return None
         return self._score(functools.partial(score_tokens, self._reference), batch).logprobs

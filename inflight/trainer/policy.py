@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 
 from inflight.config import RunConfig
 from inflight.trainer.apart import require_apart
-from inflight.trainer.checkpoint.io import load_master
 from inflight.trainer.loading import attention_for, load_model
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.recompute import recompute_layers
@@ -122,31 +121,10 @@ def load_policy(
     return policy
 
 
-def policy_of(config: RunConfig, directory: Path, device: torch.device) -> Policy:
-    """The policy of a run on this rank, from the model or the checkpoint in a directory.
-
-    Raises OSError or ValueError as `load_policy` does, CheckpointError for a checkpoint without float32 weights.
-    """
-    settings = config.trainer
-    policy = load_policy(
-        directory,
-        bfloat16=settings.autocast,
-        device=device,
-        sharded=settings.processes > 1,
-        packing=settings.packing,
-        trust_remote_code=config.model.trust_remote_code,
-        gradient_checkpointing=settings.gradient_checkpointing,
-    )
-    if config.checkpoint:
-        load_master(directory, policy.master)
-        policy.refresh()
-    return policy
-
-
 def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:
     """The model that the run started from, if the objective measures a KL divergence from it; it is not trained."""
     objective = config.trainer.objective
-    if not objective.kl or objective.kl_reference != "start":
+    if not objective.kl or objective.kl_reference != "start" or config.adapter:  # an adapter's is its own base
         return None
     dtype, trusted = torch.bfloat16 if config.trainer.autocast else torch.float32, config.model.trust_remote_code
     attention = attention_for(device, dtype, packing=config.trainer.packing)

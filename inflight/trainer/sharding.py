@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from inflight.bus import Listener
 from inflight.config import RunConfig
 from inflight.trainer.coordinator import Coordinator, CoordinatorError
+from inflight.weights.adapter import AdapterSource
 from inflight.weights.source import WeightSource
 from inflight.weights.transport.rendezvous import KeyValueStore
 
@@ -97,3 +98,10 @@ class CoordinatedSource(WeightSource):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         with self._coordinator.together("gather"):
             yield from super().__iter__()
+
+
+def source_of(config: RunConfig, master: nn.Module, coordinator: Coordinator) -> WeightSource:
+    """What a run publishes: an adapter's matrices, or all weights."""
+    if config.adapter:
+        return AdapterSource(master, config.model.dtype, config.trainer.lora.scaling)
+    return CoordinatedSource(master, config.model.dtype, coordinator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -14,9 +15,21 @@ import pytest
 
 from inflight import config as configuration
 from inflight.config import ConfigError, GeneratorConfig, ModelConfig, RunConfig, TaskConfig
+from inflight.config.lora import LoraConfig
 from inflight.generator import engine_args, server
-from inflight.generator.engine_args import CPU_WORKER, CUDA_WORKER, OWN, engine_values, environment, server_arguments
-from inflight.generator.settings import NO_VERSION, Settings
+from inflight.generator.engine_args import (
+    CPU_ADAPTER_WORKER,
+    CPU_WORKER,
+    CUDA_ADAPTER_WORKER,
+    CUDA_WORKER,
+    OWN,
+    engine_values,
+    environment,
+    server_arguments,
+    worker_of,
+)
+from inflight.generator.served_adapters import add_adapters
+from inflight.generator.settings import FIRST_ADAPTER, NO_VERSION, Settings
 
 
 @pytest.fixture
@@ -132,3 +145,23 @@ def test_bad_input_ends_with_one_line(tmp_path: Path, model: str) -> None:
         assert ended.returncode == 2
         assert ended.stderr.count("\n") == 1
         assert says in ended.stderr
+
+
+def test_an_adapter_changes_worker_slots_and_names(model: str) -> None:
+    plain = config(model)
+    assert worker_of(plain, cpu=True) == CPU_WORKER
+    assert engine_values(plain, "g0", CPU_WORKER)["enable_lora"] is False
+    run = dataclasses.replace(plain, trainer=dataclasses.replace(plain.trainer, lora=LoraConfig(rank=12, name="mine")))
+    workers = [worker_of(run, cpu=cpu) for cpu in (True, False)]
+    assert workers == [CPU_ADAPTER_WORKER, CUDA_ADAPTER_WORKER]
+    for worker, eager in zip(workers, (True, False), strict=True):
+        values = engine_values(run, "g0", worker)
+        found = Settings.of(SimpleNamespace(additional_config=values["additional_config"]))
+        assert (found.adapters, found.lineage) == (["mine"], FIRST_ADAPTER)
+        assert (values["enable_lora"], values["max_lora_rank"], values["max_loras"]) == (True, 16, 1)
+        assert values["enforce_eager"] is eager
+    more = dataclasses.replace(run, generator=dataclasses.replace(run.generator, extra={"max_loras": 3}))
+    assert engine_values(more, "g0", workers[0])["max_loras"] == 3
+    models = SimpleNamespace(lora_requests={}, base_model_paths=[SimpleNamespace(name="base")])
+    add_adapters(models, plain)
+    assert not models.lora_requests

@@ -61,7 +61,10 @@ def dtype_of(directory: Path) -> str:
 
 
 def note_dtype(directory: Path, dtype: str) -> None:
-    """Writes the dtype of its weights into a directory's configuration. Raises OSError or ValueError."""
+    """Writes the dtype of its weights into a directory's configuration; an adapter's directory has none. Raises OSError
+    or ValueError."""
+    if not (directory / CONFIG).exists():
+        return
     values = json.loads((directory / CONFIG).read_bytes())
     values.pop("torch_dtype", None)  # its older name
     text = json.dumps(values | {"dtype": dtype}, indent=2, sort_keys=True) + "\n"

@@ -101,6 +101,7 @@ def compare(
     timeout_s: float = ANSWER_S,
     api_key: str = "",
     stop: Callable[[], bool] = lambda: False,
+    model: str = "",
 ) -> list[Comparison]:
     """Sends requests to all generators at once, scores and judges each; results are in the order of `served`.
 
@@ -114,7 +115,8 @@ def compare(
         raise ValueError(f"{len(prompts)} prompts to compare by: 1 to {REQUESTS} are allowed, none of them empty")
     if sampling.cuts:
         raise ValueError("numbers are compared without top-p, top-k and min-p")
-    requests = [_request(list(map(int, prompt)), sampling, seed) for seed, prompt in enumerate(prompts)]
+    named = {"model": model} if model else {}
+    requests = [_request(list(map(int, prompt)), sampling, seed) | named for seed, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(1, "comparison") as pool:  # the caller may have an event loop of its own
         answers = pool.submit(asyncio.run, _ask_all(served, requests, timeout_s, api_key, stop)).result()
     found = []

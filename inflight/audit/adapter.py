@@ -1,0 +1,41 @@
+"""Replays a run that trained a LoRA adapter: PEFT's layers over the run's base."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from inflight.audit.replay import KeptVersions, TransformersReplayer
+from inflight.config.lora import LoraConfig
+from inflight.peft_layers import matrices_of, with_adapter
+from inflight.sampling import Sampling
+
+
+class AdapterReplayer(TransformersReplayer):
+    """Through plain transformers and PEFT. The kept versions are the adapter's matrices, B scaled already."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        kept: KeptVersions,
+        sampling: Sampling,
+        settings: LoraConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        token_by_token: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        """`settings` are the run's. Raises as TransformersReplayer does, and ConfigError without PEFT."""
+        super().__init__(model_dir, kept, sampling, dtype=dtype, token_by_token=token_by_token, device=device)
+        base = type(self._model).from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
+        with_adapter(base, settings.rank, settings.target_modules)
+        self._model = base.eval().to(self._device)
+        self._matrices = dict(matrices_of(base))
+
+    def _use(self, state: dict[str, torch.Tensor]) -> None:
+        if strange := sorted(state.keys() ^ self._matrices.keys()):
+            raise ValueError(f"it differs from the run's adapter in {strange[0]}")
+        with torch.no_grad():
+            for name, matrix in self._matrices.items():
+                matrix.copy_(state[name])

@@ -1,0 +1,127 @@
+"""A LoRA adapter as the policy: float32 matrices that are trained, and a frozen model with an adapter that computes.
+
+What computes is transformers' model with PEFT's layers in it, in the dtype of the base. Its matrices take the values
+that generators get: A and B are rounded to that dtype, then B is scaled. So PEFT's own factor is 1, and the gradient of
+the trained B is scaled instead.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from inflight.config import RunConfig
+from inflight.config.lora import LoraConfig
+from inflight.peft_layers import adapter_off, matrices_of, with_adapter
+from inflight.trainer.apart import require_apart
+from inflight.trainer.loading import attention_for, load_model
+from inflight.trainer.logprobs import Scores
+from inflight.trainer.policy import Policy, Scorer
+
+WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+
+
+class Adapter(nn.Module):
+    """The trained matrices, float32, named as in a PEFT checkpoint: `….q_proj.lora_A.weight` [rank, in] and
+    `….q_proj.lora_B.weight` [out, rank]."""
+
+    def __init__(self, base: PreTrainedModel, settings: LoraConfig, matrices: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.config, self.generation_config = base.config, GenerationConfig()
+        self.scaling, self._settings = settings.scaling, settings
+        for name, values in matrices.items():
+            place: nn.Module = self
+            *path, leaf = name.split(".")
+            for part in path:
+                if part not in place._modules:
+                    place.add_module(part, nn.Module())
+                place = cast(nn.Module, place._modules[part])
+            place.register_parameter(leaf, nn.Parameter(values.detach().float().clone()))
+
+    def save_pretrained(self, folder: Path, state_dict: dict[str, torch.Tensor], max_shard_size: int = 0) -> None:
+        """A PEFT directory, whose weights are one file: any PEFT loads it onto the base. Raises OSError or
+        SafetensorError."""
+        tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state_dict.items()}
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        settings = self._settings
+        described = {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
+            "base_model_name_or_path": str(self.config.name_or_path), "r": settings.rank,
+            "lora_alpha": settings.alpha or settings.rank, "use_rslora": settings.rslora,
+            "target_modules": sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        }  # fmt: skip
+        (folder / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n")
+
+
+class AdapterPolicy(Policy):
+    """See the module's text. `master` is the Adapter; `compute` the model with PEFT's layers."""
+
+    def __init__(self, adapter: Adapter, compute: PreTrainedModel) -> None:
+        self.master, self.compute = cast(PreTrainedModel, adapter), compute
+        self.scorer = Scorer(compute)
+        self._scaling = adapter.scaling
+        twins = dict(matrices_of(compute))
+        self._pairs = [(master, twins[name]) for name, master in adapter.named_parameters()]
+        self._scaled = {id(twin) for name, twin in twins.items() if ".lora_B." in name}
+        self.refresh()
+
+    def score_base(self, *inputs: Any, **settings: Any) -> Scores:
+        """As `score`, of the base: with the adapter off."""
+        with adapter_off(self.compute):
+            return self.score(*inputs, **settings)
+
+    def collect_gradients(self) -> None:
+        for _, twin in self._pairs:
+            if id(twin) in self._scaled and twin.grad is not None:
+                twin.grad.mul_(self._scaling)
+        super().collect_gradients()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        super().refresh()
+        for _, twin in self._pairs:
+            if id(twin) in self._scaled:
+                twin.mul_(self._scaling)
+
+
+def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> AdapterPolicy:
+    """The policy of a run that trains an adapter of the model in `directory`: a new one, whose B is zero, or that of
+    the checkpoint which the run resumes from.
+
+    Raises ConfigError when PEFT is not installed, or a module can't have an adapter that generators swap; OSError or
+    ValueError as `load_model` does.
+    """
+    settings = config.trainer.lora
+    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
+    trusted, packing = config.model.trust_remote_code, config.trainer.packing
+    attention = attention_for(device, dtype, packing=packing)
+    base = load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted)
+    with_adapter(base, settings.rank, settings.target_modules)
+    matrices = {name: twin.detach() for name, twin in matrices_of(base)}
+    if config.checkpoint:
+        matrices = _read(Path(config.checkpoint) / WEIGHTS_FILE, matrices)
+    policy = AdapterPolicy(Adapter(base, settings, matrices).to(device), base)
+    if packing:
+        require_apart(policy.score, device, type(base).__name__)
+    return policy
+
+
+def _read(path: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The matrices of a checkpoint. Raises ValueError when they are not those of the configured adapter."""
+    try:
+        found = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} can't be read: {error}") from None
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    if wrong := sorted(
+        {name for name, tensor in found.items() if shapes.get(name) != tuple(tensor.shape)} | (shapes.keys() - found)
+    ):
+        raise ValueError(f"{path} holds another adapter than trainer.lora describes: {wrong[0]}")
+    return {name: found[name] for name in expected}  # in the order of the model

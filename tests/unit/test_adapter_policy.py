@@ -1,0 +1,164 @@
+"""The policy that is a LoRA adapter, against PEFT itself: values, gradients, what travels, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import make_batch
+from rollout_samples import make_config
+
+from inflight.config import ConfigError, ModelConfig, RunConfig, Sampling
+from inflight.config.effect import require_effect
+from inflight.config.lora import LoraConfig
+from inflight.config.pairings import require_sound
+from inflight.trainer.adapter import CONFIG_FILE, AdapterPolicy, adapter_policy
+from inflight.trainer.checkpoint.snapshot import model_tensors
+from inflight.trainer.loading import load_model
+from inflight.trainer.logprobs import score_tokens
+from inflight.trainer.policy import reference
+from inflight.trainer.run_policy import policy_of
+from inflight.weights.adapter import AdapterSource
+
+FLOAT = ModelConfig(name="tiny", dtype="float32")
+CPU = torch.device("cpu")
+IDS = torch.tensor([[3, 4, 5, 13, 7, 8], [6, 6, 9, 10, 11, 12]])
+BATCH = dataclasses.replace(make_batch(torch.zeros(IDS.shape), [1.0, -1.0]), input_ids=IDS)
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def run_of(tmp_path: Path, **lora: Any) -> RunConfig:
+    config = make_config(tmp_path)
+    settings = LoraConfig(**{"rank": 4, "alpha": 20.0, "rslora": True, **lora})
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, autocast=False, lora=settings))
+
+
+def moved(policy: AdapterPolicy) -> AdapterPolicy:
+    """With a B that is not zero."""
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, matrix in policy.master.named_parameters():
+            if ".lora_B." in name:
+                matrix.add_(0.1 * torch.randn(matrix.shape, generator=noise))
+    policy.refresh()
+    return policy
+
+
+@pytest.fixture
+def trained(tmp_path: Path, tiny_model: Path) -> AdapterPolicy:
+    policy = policy_of(run_of(tmp_path), tiny_model, CPU)
+    assert isinstance(policy, AdapterPolicy)
+    return moved(policy)
+
+
+def saved(policy: AdapterPolicy, folder: Path) -> Path:
+    folder.mkdir()
+    policy.master.save_pretrained(folder, state_dict=model_tensors(policy.master))
+    return folder
+
+
+def peft_of(folder: Path, model: Path, **options: Any) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load_model(model, torch.float32, CPU, attention="eager"), folder, **options)
+
+
+def scores(model: Any) -> torch.Tensor:
+    return score_tokens(model, BATCH, Sampling()).logprobs
+
+
+def test_a_checkpoint_gives_peft_the_same_values_and_gradients(
+    trained: AdapterPolicy, tmp_path: Path, tiny_model: Path
+) -> None:
+    peft = peft_of(saved(trained, tmp_path / "saved"), tiny_model, is_trainable=True)
+    ours, theirs = trained.score(BATCH, Sampling()).logprobs, scores(peft.get_base_model())
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    ours.sum().backward()
+    theirs.sum().backward()
+    trained.collect_gradients()
+    expected = {name.replace(".default", ""): each.grad for name, each in peft.named_parameters() if each.requires_grad}
+    found = {name: each.grad for name, each in trained.master.named_parameters()}
+    assert found.keys() == expected.keys()
+    assert len(found) == 3 * 7 * 2
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_new_adapter_changes_nothing_and_the_reference_is_the_base(
+    trained: AdapterPolicy, tmp_path: Path, tiny_model: Path
+) -> None:
+    base = scores(load_model(tiny_model, torch.float32, CPU, attention="eager"))
+    new = adapter_policy(run_of(tmp_path), tiny_model, CPU)
+    assert torch.equal(new.score(BATCH, Sampling()).logprobs, base)
+    assert not torch.allclose(trained.score(BATCH, Sampling()).logprobs, base, atol=1e-3)
+    assert torch.equal(trained.score_base(BATCH, Sampling()).logprobs, base)
+    trained.score(BATCH, Sampling()).logprobs.sum().backward()  # the adapter is on again, and learns
+    assert all(twin.grad is not None for _, twin in trained._pairs)
+    config = run_of(tmp_path)
+    objective = dataclasses.replace(config.trainer.objective, kl=0.1)
+    config = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, objective=objective))
+    assert reference(config, tiny_model, CPU) is None, "no second model is loaded for it"
+
+
+def test_only_the_matrices_travel_and_b_is_scaled(trained: AdapterPolicy) -> None:
+    matrices = dict(trained.master.named_parameters())
+    sent = dict(AdapterSource(trained.master, "bfloat16", trained.master.scaling))
+    assert sent.keys() == matrices.keys()
+    assert torch.equal(sent[f"{Q}.lora_A.weight"], matrices[f"{Q}.lora_A.weight"])
+    b = matrices[f"{Q}.lora_B.weight"]
+    assert torch.equal(sent[f"{Q}.lora_B.weight"], b.bfloat16() * 10.0)  # 20 / sqrt(4)
+    twin = trained.compute.get_submodule("model.layers.0.self_attn.q_proj").lora_B["default"].weight
+    torch.testing.assert_close(twin, b * 10.0)
+
+
+def test_a_run_resumes_from_the_adapter_of_its_checkpoint(
+    trained: AdapterPolicy, tmp_path: Path, tiny_model: Path
+) -> None:
+    folder = saved(trained, tmp_path / "step-000004")
+    config = dataclasses.replace(run_of(tmp_path), checkpoint=str(folder))
+    assert config.start_model == "tiny", "generators start from the base"
+    again = adapter_policy(config, tiny_model, CPU)
+    for (name, one), (_, two) in zip(trained.master.named_parameters(), again.master.named_parameters(), strict=True):
+        assert torch.equal(one, two), name
+    other = dataclasses.replace(run_of(tmp_path, rank=8), checkpoint=str(folder))
+    with pytest.raises(ValueError, match=r"another adapter than trainer\.lora describes: .*lora_A\.weight"):
+        adapter_policy(other, tiny_model, CPU)
+    fewer = dataclasses.replace(run_of(tmp_path, target_modules=["q_proj"]), checkpoint=str(folder))
+    with pytest.raises(ValueError, match="another adapter"):
+        adapter_policy(fewer, tiny_model, CPU)
+    described = json.loads((folder / CONFIG_FILE).read_text())
+    assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (4, 20.0, True)
+
+
+def test_what_can_not_be_swapped_is_refused_by_name(tmp_path: Path, tiny_model: Path) -> None:
+    for module in ("embed_tokens", "lm_head", "mlp.experts"):
+        with pytest.raises(ConfigError, match=rf"trainer\.lora\.target_modules='{module}'"):
+            LoraConfig(rank=4, target_modules=[module])
+    with pytest.raises(ConfigError, match="does not fit the model"):
+        adapter_policy(run_of(tmp_path, target_modules=["nothing"]), tiny_model, CPU)
+    config = run_of(tmp_path)
+    for changed, text in (
+        ({"processes": 2}, r"trainer\.processes=2"),
+        ({"checkpoint_dtype": "bfloat16"}, r"trainer\.checkpoint_dtype=bfloat16"),
+        ({"gradient_checkpointing": True}, r"trainer\.gradient_checkpointing=True"),
+        ({"lora": LoraConfig(rank=4, name="tiny")}, r"trainer\.lora\.name=tiny"),
+    ):
+        trainer = dataclasses.replace(config.trainer, **changed)
+        with pytest.raises(ConfigError, match=text):
+            require_sound(dataclasses.replace(config, trainer=trainer, model=FLOAT))
+    idle = dataclasses.replace(make_config(tmp_path), chosen=["trainer.lora.alpha"])
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.alpha is set and has no effect"):
+        require_effect(idle)
+
+
+def test_without_peft_one_line_says_what_to_install(
+    tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'inflight\[lora\]'"):
+        adapter_policy(run_of(tmp_path), tiny_model, CPU)

@@ -16,10 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from inflight.config import CONFIG_FILE
+from inflight.merge import MergeError
+from inflight.merge import merge as merge_adapter
 from inflight.trainer.checkpoint import index
-from inflight.trainer.checkpoint.companions import dtype_of, note_dtype
+from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
 
 
@@ -33,27 +36,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("source", type=Path, help="a run folder (its newest checkpoint) or a checkpoint")
     parser.add_argument("out", type=Path, help="the directory to make")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (default: as in the checkpoint)")
+    parser.add_argument("--merge", action="store_true", help="of an adapter: the base with the adapter in its weights")
     given = parser.parse_args(argv)
     try:
-        checkpoint = export(given.source, given.out, given.dtype)
-    except (ExportError, OSError) as error:
+        checkpoint = export(given.source, given.out, given.dtype, merge=given.merge)
+    except (ExportError, MergeError, OSError) as error:
         print(f"inflight export: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    print(f"{given.out}: the model of {checkpoint}, {dtype_of(given.out)}")
+    print(f"{given.out}: the {'adapter' if _is_adapter(given.out) else 'model'} of {checkpoint}, {_stored(given.out)}")
     return 0
 
 
-def export(source: Path, out: Path, dtype: str | None = None) -> Path:
+def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = False) -> Path:
     """Makes the directory `out` of a run's newest checkpoint, or of a checkpoint; the checkpoint.
 
-    `out` appears complete or not at all. Raises ExportError where there is no checkpoint, `out` exists, or the weights
-    can't be read or cast; OSError when it can't be written.
+    An adapter's checkpoint gives an adapter's directory, or with `merge` a model's. `out` appears complete or not at
+    all. Raises ExportError where there is no checkpoint, `out` exists, or the weights can't be read or cast; MergeError
+    when they can't be merged; OSError when it can't be written.
     """
     checkpoint = _checkpoint(source)
     if out.exists():
         raise ExportError(f"{out} exists")
+    if merge and not _is_adapter(checkpoint):
+        raise ExportError(f"--merge is for an adapter, and {checkpoint} holds a whole model")
+    if dtype not in (None, "float32") and _is_adapter(checkpoint) and not merge:
+        raise ExportError(f"--dtype {dtype} is not possible: {checkpoint} is an adapter's, in float32; --merge casts")
     try:
-        stored = dtype_of(checkpoint)
+        stored = _stored(checkpoint)
     except (OSError, ValueError) as error:
         raise ExportError(f"the configuration in {checkpoint} can't be read: {error}") from None
     target = None if dtype in (None, stored) else dtype
@@ -62,7 +71,12 @@ def export(source: Path, out: Path, dtype: str | None = None) -> Path:
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
     try:
-        _copy(checkpoint, partial, target)
+        if merge:
+            merge_adapter(checkpoint, partial, DTYPES[dtype or stored])
+            copy_companions(checkpoint, partial)
+            (partial / ADAPTER).unlink()
+        else:
+            _copy(checkpoint, partial, target)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
@@ -77,13 +91,20 @@ def _checkpoint(source: Path) -> Path:
         if newest is None:
             raise ExportError(f"{source} has no checkpoint yet")
         found = newest
-    if (found / "adapter_config.json").is_file():
-        raise ExportError(f"{found} is an adapter's, which export does not merge into its base: PEFT loads it as it is")
-    if not (found / "config.json").is_file():
+    if not _is_adapter(found) and not (found / "config.json").is_file():
         raise ExportError(f"{source} is neither a run folder nor a checkpoint: it has no {CONFIG_FILE} or config.json")
     if not any(found.glob("*.safetensors")):
         raise ExportError(f"{found} has no weights (*.safetensors)")
     return found
+
+
+def _is_adapter(directory: Path) -> bool:
+    return (directory / ADAPTER).is_file()
+
+
+def _stored(directory: Path) -> str:
+    """The dtype of a directory's weights; an adapter's are written in float32."""
+    return "float32" if _is_adapter(directory) and not (directory / "config.json").is_file() else dtype_of(directory)
 
 
 def _copy(checkpoint: Path, out: Path, dtype: str | None) -> None:

@@ -17,7 +17,11 @@ from inflight.config import ConfigError, ModelConfig, RunConfig, Sampling
 from inflight.config.effect import require_effect
 from inflight.config.lora import LoraConfig
 from inflight.config.pairings import require_sound
+from inflight.export import ExportError, export
+from inflight.merge import MergeError
+from inflight.models import prepare
 from inflight.trainer.adapter import CONFIG_FILE, AdapterPolicy, adapter_policy
+from inflight.trainer.checkpoint.companions import dtype_of
 from inflight.trainer.checkpoint.snapshot import model_tensors
 from inflight.trainer.loading import load_model
 from inflight.trainer.logprobs import score_tokens
@@ -162,3 +166,32 @@ def test_without_peft_one_line_says_what_to_install(
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'inflight\[lora\]'"):
         adapter_policy(run_of(tmp_path), tiny_model, CPU)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_export_merges_an_adapter_into_its_base(trained: AdapterPolicy, tmp_path: Path, dtype: str | None) -> None:
+    folder = saved(trained, tmp_path / "step-000004")
+    export(folder, tmp_path / "merged", dtype, merge=True)
+    model = load_model(tmp_path / "merged", torch.float32, CPU, attention="eager")
+    expected = trained.score(BATCH, Sampling()).logprobs
+    torch.testing.assert_close(scores(model), expected, atol=0.05 if dtype else 1e-5, rtol=0)
+    assert dtype_of(tmp_path / "merged") == (dtype or "float32")
+    export(folder, tmp_path / "adapter")
+    assert torch.equal(scores(peft_of(tmp_path / "adapter", prepare("tiny")).get_base_model()), scores_of_peft(folder))
+
+
+def scores_of_peft(folder: Path) -> torch.Tensor:
+    return scores(peft_of(folder, prepare("tiny")).get_base_model())
+
+
+def test_export_says_what_it_can_not_do(trained: AdapterPolicy, tmp_path: Path, tiny_model: Path) -> None:
+    folder = saved(trained, tmp_path / "step-000004")
+    with pytest.raises(ExportError, match="--merge casts"):
+        export(folder, tmp_path / "out", "bfloat16")
+    with pytest.raises(ExportError, match="holds a whole model"):
+        export(tiny_model, tmp_path / "out", merge=True)
+    described = json.loads((folder / CONFIG_FILE).read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
+    (folder / CONFIG_FILE).write_text(json.dumps(described))
+    with pytest.raises(MergeError, match="gone"):
+        export(folder, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()

@@ -23,7 +23,7 @@ from inflight.trainer.checkpoint.index import SCHEMA, CheckpointError, Saved, ne
 from inflight.trainer.checkpoint.snapshot import take
 from inflight.trainer.checkpoint.writer import Writer
 from inflight.trainer.optimizer import make_optimizer
-from inflight.trainer.policy import policy_of
+from inflight.trainer.run_policy import policy_of
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 

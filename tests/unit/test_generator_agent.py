@@ -45,7 +45,9 @@ def listener(tmp_path: Path) -> Iterator[Listener]:
         yield listener
 
 
-def converse(listener: Listener, answer: Any, *sent: AnyMessage) -> tuple[list[AnyMessage], str, EngineAgent]:
+def converse(
+    listener: Listener, answer: Any, *sent: AnyMessage, adapter: int = 0
+) -> tuple[list[AnyMessage], str, EngineAgent]:
     """Sends messages once the agent has said hello; returns its replies, why it ended, and the agent."""
 
     async def talk(link: Link) -> str:
@@ -63,7 +65,7 @@ def converse(listener: Listener, answer: Any, *sent: AnyMessage) -> tuple[list[A
         return ""
 
     with Link(listener.endpoint, "g0.engine", BUS) as link:
-        agent = EngineAgent(link, FakeEngine(answer), HELLO, commit_timeout_s=0.3)
+        agent = EngineAgent(link, FakeEngine(answer), HELLO, commit_timeout_s=0.3, adapter=adapter)
         why = asyncio.run(talk(link))
     replies = []
     while isinstance(got := listener.receive(0.2), Received):
@@ -130,6 +132,16 @@ def test_a_restarted_publisher_swaps_under_the_number_that_is_stamped(listener: 
     answer = Committed(version=4, gap_s=0.001, running=5)
     other = msgspec.structs.replace(answer, publisher=OTHER)
     assert replies == [answer, other, other, msgspec.structs.replace(HELLO, version=4, publisher=OTHER)]
+
+
+def test_a_publisher_of_an_adapter_commits_versions_of_that_adapter(listener: Listener) -> None:
+    again = Commit(version=4, publisher=OTHER)
+    replies, why, agent = converse(listener, [{"gap_s": 0.001}], Commit(version=4), again, FINISH, adapter=77)
+    assert why == ""
+    assert agent.engine.asked == [
+        ("commit_weights", 4, 77), ("collective_rpc", "commit_weights", None, (4, 77)), ("reset_prefix_cache", True),
+    ]  # fmt: skip
+    assert [reply.version for reply in replies] == [4, 4]
 
 
 def test_a_publisher_restarted_at_a_lower_number_is_refused(listener: Listener) -> None:

@@ -115,7 +115,7 @@ def run(
     """
     config = load(run_dir)
     if through == "engine":
-        if config.adapter:
+        if config.trainer.adapter:
             raise AuditError("the versions of this run are an adapter's, which are replayed through transformers only")
         _require_engines_own(dtype=dtype, device=device, token_by_token=token_by_token, threads=threads)
         dtype = config.model.dtype
@@ -144,7 +144,7 @@ def run(
         passes: dict[str, Any] = {
             "dtype": DTYPES[dtype], "token_by_token": token_by_token, "device": device or "cpu",
         }  # fmt: skip
-        if config.adapter:
+        if config.trainer.adapter:
             from inflight.audit.adapter import AdapterReplayer
 
             replayer = AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)

@@ -195,12 +195,7 @@ class RunConfig:
     @property
     def start_model(self) -> str:
         """The weights of `start_version`: a name or a directory for `models.prepare`."""
-        return self.model.name if self.adapter else self.checkpoint or self.model.name
-
-    @property
-    def adapter(self) -> str:
-        """The name of the LoRA adapter that is trained, by which requests select it; empty: all weights are trained."""
-        return self.trainer.lora.name if self.trainer.lora.rank else ""
+        return self.model.name if self.trainer.adapter else self.checkpoint or self.model.name
 
     @property
     def capacity(self) -> int:
@@ -263,11 +258,10 @@ def schema() -> DictConfig:
     for key in root:
         if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
             OmegaConf.set_readonly(root[key], False)
-    trainer = root.trainer
-    for nested in (trainer.lora, trainer.objective, trainer.schedule, trainer.advantage, root.eval.sampling):
-        OmegaConf.set_readonly(nested, False)
-    options = (root.task.options, root.trainer.objective.options, root.trainer.schedule.options,
-               root.trainer.advantage.options)  # fmt: skip
+    for name in ("lora", "objective", "schedule", "advantage"):
+        OmegaConf.set_readonly(root.trainer[name], False)
+    OmegaConf.set_readonly(root.eval.sampling, False)
+    options = (root.task.options, *(root.trainer[name].options for name in ("objective", "schedule", "advantage")))
     generator = (root.generator.extra, root.generator.server)
     for free in (*options, root.task.contents, *generator, root.launch.affinity):
         OmegaConf.set_struct(free, False)  # these take any key

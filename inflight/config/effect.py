@@ -28,7 +28,7 @@ IDLE = (
          "trainer.micro_batch_tokens says how large a micro-batch is"),
     Idle("trainer.lora.alpha trainer.lora.rslora trainer.lora.target_modules trainer.lora.name",
          lambda run: not run.trainer.lora.rank, "trainer.lora.rank is 0: all weights are trained"),
-    Idle("generator.swap", lambda run: bool(run.adapter), "adapters have one way to swap"),
+    Idle("generator.swap", lambda run: bool(run.trainer.adapter), "adapters have one way to swap"),
     Idle("trainer.rank_timeout_s", lambda run: run.trainer.processes == 1, "trainer.processes is 1"),
     Idle("rollout.kept_tokens", lambda run: not run.rollout.cuts,
          "rollout.top_p, top_k and min_p exclude no tokens"),

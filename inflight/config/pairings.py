@@ -36,10 +36,10 @@ def _require_adapter(run: RunConfig) -> None:
         ("trainer.gradient_checkpointing", trainer.gradient_checkpointing, False),
         ("trainer.checkpoint_dtype", trainer.checkpoint_dtype, "float32"),
     ):
-        if run.adapter and value != allowed:
+        if run.trainer.adapter and value != allowed:
             raise ConfigError(f"{name}={value} is not allowed with trainer.lora.rank: {allowed} is")
-    if run.adapter and run.adapter == (run.model.served_name or run.model.name):
-        raise ConfigError(f"trainer.lora.name={run.adapter} is not allowed: the base is served by that name")
+    if run.trainer.adapter and run.trainer.adapter == (run.model.served_name or run.model.name):
+        raise ConfigError(f"trainer.lora.name={run.trainer.adapter} is not allowed: the base is served by that name")
 
 
 def warnings(run: RunConfig) -> Iterator[str]:

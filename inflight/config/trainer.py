@@ -173,6 +173,11 @@ class TrainerConfig:
         """Optimizer steps from one version to the next."""
         return self.updates_per_batch * self.epochs_per_batch
 
+    @property
+    def adapter(self) -> str:
+        """The name of the LoRA adapter that is trained, by which requests select it; empty: all weights are trained."""
+        return self.lora.name if self.lora.rank else ""
+
     def __post_init__(self) -> None:
         require_fields(self, "trainer", "steps groups_per_step micro_batch threads max_skipped_updates", least=1)
         require_fields(self, "trainer", "updates_per_batch epochs_per_batch", least=1, most=MAX_UPDATES)

@@ -124,6 +124,7 @@ class Asking:
             "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
             **({"seed": self._seed_of(key, sample)} if settings.temperature else {}),
+            **({"model": adapter} if (adapter := self._config.trainer.adapter) else {}),
             **({"stop": self._config.rollout.stop} if self._config.rollout.stop else {}),
         }  # fmt: skip
 

@@ -100,12 +100,12 @@ def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
 
 def adapters_of(config: RunConfig) -> list[str]:
     """Names of the adapters that have versions in this run."""
-    return [config.adapter] if config.adapter else []
+    return [config.trainer.adapter] if config.trainer.adapter else []
 
 
 def worker_of(config: RunConfig, *, cpu: bool) -> str:
     """The worker class of a run's generators."""
-    if config.adapter:
+    if config.trainer.adapter:
         return CPU_ADAPTER_WORKER if cpu else CUDA_ADAPTER_WORKER
     return CPU_WORKER if cpu else CUDA_WORKER
 
@@ -128,7 +128,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     return {
         "enforce_eager": worker in ON_CPU,  # compiled CPU code may hold copies of weights
         **({} if worker in ON_CPU else ON_CUDA),
-        **({"max_loras": 1} if config.adapter else {}),
+        **({"max_loras": 1} if config.trainer.adapter else {}),
         "stream_interval": STREAM_INTERVAL,
         **generator.extra,
         "model": model,
@@ -146,7 +146,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "max_logprobs": max(20, config.rollout.kept_tokens + 1),  # the most that the actor requests (completions.py)
         "generation_config": "vllm",  # sampling follows the request, not defaults from the checkpoint
         "worker_cls": worker,
-        "enable_lora": bool(config.adapter),
+        "enable_lora": bool(config.trainer.adapter),
         "max_lora_rank": config.trainer.lora.slot_rank,
         "additional_config": settings.as_additional_config(),
     }

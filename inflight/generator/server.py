@@ -71,7 +71,7 @@ async def serve(config: RunConfig, name: str) -> bool:
     worker = worker_of(config, cpu=current_platform.is_cpu())
     # The workers check this too, but their error is buried in vLLM's tracebacks.
     hooks.require("cpu" if current_platform.is_cpu() else "cuda")
-    if config.adapter:
+    if config.trainer.adapter:
         hooks.require("adapters")
         require_patch()
     if not current_platform.is_cpu():

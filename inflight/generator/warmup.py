@@ -49,7 +49,7 @@ async def warm_up(config: RunConfig, url: str, vocabulary: int) -> None:
 def _request(config: RunConfig, vocabulary: int, seed: int) -> dict[str, Any]:
     """A request like an actor's, for a prompt of one token and a short completion."""
     tokens = min(TOKENS, config.rollout.max_tokens)
-    return sampling(config.rollout, vocabulary, config.adapter) | {
+    return sampling(config.rollout, vocabulary, config.trainer.adapter) | {
         "prompt": [seed % vocabulary],
         "seed": seed,
         "max_tokens": tokens,

@@ -75,7 +75,7 @@ class Comparing:
         self._api_key = config.api_key
         self._sampling = replace(Sampling.of(config.rollout), top_p=1.0, top_k=0, min_p=0.0)
         model = learner.policy.master.config.get_text_config()
-        self._adapter = config.adapter
+        self._adapter = config.trainer.adapter
         self._prompts = prompts_for(model, config.generator.max_model_len, config.seed)
         self._starts: dict[tuple[str, str], _Start] = {}
         self._told: dict[str, dict[str, Any]] = {}

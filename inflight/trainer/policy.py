@@ -124,7 +124,7 @@ def load_policy(
 def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:
     """The model that the run started from, if the objective measures a KL divergence from it; it is not trained."""
     objective = config.trainer.objective
-    if not objective.kl or objective.kl_reference != "start" or config.adapter:  # an adapter's is its own base
+    if not objective.kl or objective.kl_reference != "start" or config.trainer.adapter:  # an adapter's is its own base
         return None
     dtype, trusted = torch.bfloat16 if config.trainer.autocast else torch.float32, config.model.trust_remote_code
     attention = attention_for(device, dtype, packing=config.trainer.packing)

@@ -102,6 +102,6 @@ class CoordinatedSource(WeightSource):
 
 def source_of(config: RunConfig, master: nn.Module, coordinator: Coordinator) -> WeightSource:
     """What a run publishes: an adapter's matrices, or all weights."""
-    if config.adapter:
+    if config.trainer.adapter:
         return AdapterSource(master, config.model.dtype, config.trainer.lora.scaling)
     return CoordinatedSource(master, config.model.dtype, coordinator)

@@ -10,7 +10,7 @@ from inflight.weights.source import WIRE_DTYPES, WeightSource
 
 
 class AdapterSource(WeightSource):
-    """The matrices of a LoRA adapter as they travel: `*.lora_A.weight`, and `*.lora_B.weight` times `scaling`.
+    """The matrices of a LoRA adapter as they are sent: `*.lora_A.weight`, and `*.lora_B.weight` times `scaling`.
 
     B is rounded to the wire dtype before it is scaled, which is what vLLM does to an adapter that it loads from a disk.
     """

@@ -12,6 +12,7 @@ gradients in float32, which is equivalent.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from inflight.trainer.apart import require_apart
 from inflight.trainer.loading import attention_for, load_model
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.recompute import recompute_layers
+from inflight.trainer.shards import WeightFiles, blank_model
 
 
 class Scorer(nn.Module):
@@ -105,13 +107,17 @@ def load_policy(
     `gradient_checkpointing`, or does not support packed rows.
     """
     attention = attention_for(device, torch.bfloat16 if bfloat16 else torch.float32, packing=packing)
-    load = functools.partial(load_model, directory, attention=attention, trust_remote_code=trust_remote_code)
     if sharded:
-        from inflight.trainer.sharding import shard
-
-        policy = Policy(load(torch.float32, torch.device("cpu")))
-        shard(policy.scorer, policy.master, bfloat16=bfloat16, device=device)
+        policy = _sharded(
+            directory,
+            torch.float32,
+            device,
+            bfloat16=bfloat16,
+            attention=attention,
+            trust_remote_code=trust_remote_code,
+        )
     else:
+        load = functools.partial(load_model, directory, attention=attention, trust_remote_code=trust_remote_code)
         policy = Policy(load(torch.float32, device), load(torch.bfloat16, device) if bfloat16 else None)
     if gradient_checkpointing:
         recompute_layers(policy.compute)
@@ -129,3 +135,17 @@ def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTr
     dtype, trusted = torch.bfloat16 if config.trainer.autocast else torch.float32, config.model.trust_remote_code
     attention = attention_for(device, dtype, packing=config.trainer.packing)
     return load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted).requires_grad_(False)
+
+
+def _sharded(directory: Path, dtype: torch.dtype, device: torch.device, *, bfloat16: bool, **place: Any) -> Policy:
+    """A model of which each rank holds a shard in `dtype`; with `bfloat16` it is gathered in that for computing."""
+    from inflight.trainer.sharding import shard
+
+    model = blank_model(directory, dtype, **place)
+    files = WeightFiles(directory, model)
+    fill: Callable[[nn.Module], None] = files.fill
+    if not files.cover():  # the files have other names for it, or lack a tensor: only transformers knows
+        model, fill = load_model(directory, dtype, torch.device("cpu"), **place), lambda _: None
+    policy = Policy(model)
+    shard(policy.scorer, model, fill, bfloat16=bfloat16, device=device)
+    return policy

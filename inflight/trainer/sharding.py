@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -70,12 +70,19 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Coordinator]:
             dist.destroy_process_group()
 
 
-def shard(root: nn.Module, model: PreTrainedModel, *, bfloat16: bool, device: torch.device) -> None:
+def shard(
+    root: nn.Module,
+    model: PreTrainedModel,
+    fill: Callable[[nn.Module], None],
+    *,
+    bfloat16: bool,
+    device: torch.device,
+) -> None:
     """Shards each block of `model`, and with `root`, whose forward calls it, the rest: embeddings and output layer.
 
     These are one unit because they may be tied. Parameters, gradients and optimizer state stay float32; with `bfloat16`
-    a block is gathered, and computes, in bfloat16, and gradients are averaged over ranks in float32. Moves the model to
-    `device`, shard by shard.
+    a block is gathered, and computes, in bfloat16, and gradients are averaged over ranks in float32. `fill` is called
+    for each unit right before it is sharded, and gives its parameters their values; the shards are on `device`.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
@@ -83,7 +90,9 @@ def shard(root: nn.Module, model: PreTrainedModel, *, bfloat16: bool, device: to
     blocks = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in blocks:
+            fill(module)
             fully_shard(module, mesh=mesh, mp_policy=policy)
+    fill(root)
     fully_shard(root, mesh=mesh, mp_policy=policy)
 
 

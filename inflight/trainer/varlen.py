@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
 VARLEN = "inflight_varlen"
@@ -25,7 +25,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _GROUPS_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def fits(config: PreTrainedConfig) -> bool:
+def fits(config: PretrainedConfig) -> bool:
     """Whether a model's attention is the kernel's: causal, over all tokens or a sliding window, with plain logits."""
     config = config.get_text_config()
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

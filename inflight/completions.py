@@ -10,14 +10,16 @@ import base64
 import binascii
 import errno
 import io
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
 import numpy as np
+from msgspec import Meta
 
+from inflight.arrays import from_msgpack, to_msgpack
 from inflight.config import RolloutConfig
-from inflight.types import PrefillSpan, RoutedExperts, TokenIds, Turn, VersionSpan, versions_of_tokens
+from inflight.types import Count, PrefillSpan, RoutedExperts, Turn, VersionSpan, versions_of_tokens
 
 MAX_ANSWER_BYTES = 64 << 20
 REJECTING = (400, 413, 422)
@@ -58,14 +60,15 @@ class Rejected(Exception):
 
 class _Logprobs(msgspec.Struct):
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float | None] | None] | None = None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
+    """Decoded only where it was asked for."""
 
 
 class Choice(msgspec.Struct):
     """The state of one sample: from a whole answer, or from one chunk of a stream."""
 
     finish_reason: str | None = None
-    token_ids: TokenIds | None = None
+    token_ids: Annotated[list[Count], Meta(max_length=1 << 20)] | None = None
     logprobs: _Logprobs | None = None
     token_versions: list[VersionSpan] | None = None
     prefill_versions: list[PrefillSpan] | None = None
@@ -77,6 +80,9 @@ class _Answer(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_Answer)
+_top_logprobs = msgspec.json.Decoder(list[dict[str, float | None] | None] | None)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
+_turns = msgspec.msgpack.Decoder(Turn, dec_hook=from_msgpack)
 
 
 def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[str, Any]:
@@ -129,7 +135,8 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
         versions_of_tokens(choice.token_versions, len(choice.token_ids))
     except ValueError as error:
         raise Retry("malformed answer", detail=f"{generator}: {error}") from None
-    turn = Turn(
+    return checked(
+        generator,
         token_ids=choice.token_ids,
         logprobs=logprobs,
         token_versions=choice.token_versions,
@@ -138,7 +145,6 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
         kept=kept_sets(choice, asked, generator),
         routed_experts=_experts(choice, generator),
     )
-    return checked(turn, generator)
 
 
 def logprobs_of(choice: Choice, generator: str) -> list[float]:
@@ -158,13 +164,12 @@ def logprobs_of(choice: Choice, generator: str) -> list[float]:
     return logprobs
 
 
-def checked(turn: Turn, generator: str) -> Turn:
-    """Validates the turn against the wire limits. The buffer cannot decode one that exceeds them, and the actor would
-    resend it forever. Raises Retry("malformed answer")."""
-    plain = msgspec.to_builtins(turn, builtin_types=(bytes,))
+def checked(generator: str, **fields: Any) -> Turn:
+    """A turn of these fields, validated against the limits of the wire: the buffer cannot decode one that exceeds them,
+    and the actor would resend it forever. Raises Retry("malformed answer")."""
     try:
-        return msgspec.convert(plain, Turn, builtin_types=(bytes,))
-    except msgspec.ValidationError as error:
+        return _turns.decode(_encoder.encode(Turn(**fields)))
+    except (msgspec.ValidationError, ValueError) as error:
         raise Retry("malformed answer", detail=f"{generator}: {error}") from None
 
 
@@ -172,12 +177,12 @@ def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | N
     """The sets that the tokens were sampled from; an empty one if more tokens were possible than requested."""
     if not asked:
         return None
-    given = choice.logprobs.top_logprobs if choice.logprobs is not None else None
-    if given is None or choice.token_ids is None or len(given) != len(choice.token_ids):
-        raise Retry("malformed answer", detail=f"{generator}: {asked} logprobs per token were requested, not returned")
     try:
+        given = None if choice.logprobs is None else _top_logprobs.decode(choice.logprobs.top_logprobs)
+        if given is None or choice.token_ids is None or len(given) != len(choice.token_ids):
+            raise ValueError(f"{asked} logprobs per token were requested, not returned")
         return [_possible(each or {}, asked) for each in given]
-    except ValueError as error:
+    except (ValueError, msgspec.DecodeError) as error:
         raise Retry("malformed answer", detail=f"{generator}: {error}") from None
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 
-from inflight.types import Rollout, RolloutGroup, versions_of_tokens
+import numpy as np
+
+from inflight.arrays import Floats
+from inflight.types import Rollout, RolloutGroup, version_array
 
 MAX_VOCABULARY = 1 << 24
 """Larger than any model's vocabulary."""
@@ -52,16 +55,17 @@ def defect(group: RolloutGroup, group_size: int, vocabulary: int) -> str | None:
         return "malformed: prompt"
     for rollout in rollouts:
         turn = rollout.turn
-        if any(max(ids, default=0) >= vocabulary for ids in (rollout.prompt_ids, turn.token_ids, *(turn.kept or ()))):
+        ids = [rollout.prompt_ids.values, turn.token_ids.values, *([] if turn.kept is None else [turn.kept.ids])]
+        if any(each.max(initial=0) >= vocabulary for each in ids):
             return "malformed: token ids"
-        if len(turn.logprobs) != len(turn.token_ids) or not all(map(is_usable, turn.logprobs)):
+        if len(turn.logprobs) != len(turn.token_ids) or not _all_usable(turn.logprobs):
             return "malformed: logprobs"
         if not all(map(is_usable, (rollout.reward, *rollout.rewards.values()))):
             return "malformed: reward"
         if not _evidence_fits(rollout):
             return "malformed: evidence"
         try:
-            versions_of_tokens(turn.token_versions, len(turn.token_ids))
+            version_array(turn.token_versions, len(turn.token_ids))
         except ValueError:
             return "malformed: versions"
     return None
@@ -72,6 +76,10 @@ def is_usable(number: float) -> bool:
     return abs(number) <= LARGEST
 
 
+def _all_usable(numbers: Floats) -> bool:
+    return bool((np.abs(numbers.values) <= LARGEST).all())
+
+
 def _evidence_fits(rollout: Rollout) -> bool:
     """Whether the data recorded for each token has as many entries as there are tokens, all finite."""
     length, turn = len(rollout.turn.token_ids), rollout.turn
@@ -80,5 +88,5 @@ def _evidence_fits(rollout: Rollout) -> bool:
         (turn.kept is None or len(turn.kept) == length)
         and (turn.routed_experts is None or turn.routed_experts.shape[0] <= len(rollout.prompt_ids) + length)
         and all(step.index < length and is_usable(step.reward) for step in steps)
-        and (teacher is None or (len(teacher) == length and all(map(is_usable, teacher))))
+        and (teacher is None or (len(teacher) == length and _all_usable(teacher)))
     )

@@ -9,7 +9,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
+from numpy.typing import NDArray
+
+from inflight.arrays import Floats, Sets, Tokens, convert
 
 Version = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """Grows by one with each published optimizer step; 0 is the checkpoint that a run starts from."""
@@ -22,7 +26,6 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Incarnation = Annotated[str, Meta(pattern="^([0-9a-f]{16})?$")]
 """Random, and shared by all processes of one start of a generator: distinguishes a restarted generator from one that
 was disconnected for a while. Empty for one that is never restarted (benches)."""
-TokenIds = Annotated[list[Count], Meta(max_length=1 << 20)]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element, by the dtype names that may go over the wire."""
@@ -97,15 +100,19 @@ class RoutedExperts(Record):
 class Turn(Record, omit_defaults=True):
     """One sampled completion of a prompt: tokens, and the engine's data on them when it sampled them."""
 
-    token_ids: TokenIds
-    logprobs: Annotated[list[float], Meta(max_length=1 << 20)]
+    token_ids: Tokens
+    """[T]"""
+    logprobs: Floats
     """[T] log-probability of each token under the processed distribution it was sampled from."""
     token_versions: Annotated[list[VersionSpan], Meta(max_length=1 << 16)]
     prefill_versions: Annotated[list[PrefillSpan], Meta(max_length=1 << 16)]
     finish_reason: Annotated[str, Meta(max_length=64)]
-    kept: Annotated[list[TokenIds], Meta(max_length=1 << 20)] | None = None
+    kept: Sets | None = None
     """[T] the tokens that top-k and top-p left to sample each token from; an empty set was not recorded."""
     routed_experts: RoutedExperts | None = None
+
+    def __post_init__(self) -> None:
+        convert(self, token_ids=Tokens, logprobs=Floats, kept=Sets)
 
 
 class StepReward(msgspec.Struct, frozen=True, array_like=True):
@@ -127,7 +134,8 @@ class Rollout(Record, omit_defaults=True):
 
     rollout_id: Name
     group_id: Name
-    prompt_ids: TokenIds
+    prompt_ids: Tokens
+    """[P]"""
     turn: Turn
     reward: float
     generator: Name
@@ -137,8 +145,8 @@ class Rollout(Record, omit_defaults=True):
     first_token_s: Annotated[float, Meta(ge=0)]
     """Seconds from submission to the first token; 0 if unknown."""
     step_rewards: Annotated[list[StepReward], Meta(max_length=1 << 20)] = []
-    """Process rewards, ascending by index; none: there is only the reward of the whole."""
-    teacher_logprobs: Annotated[list[float], Meta(max_length=1 << 20)] | None = None
+    """Process rewards, ascending by index; none: the reward is for the whole."""
+    teacher_logprobs: Floats | None = None
     """[T] log-probability of each token under a teacher that scored the rollout."""
     retries: Annotated[dict[Annotated[str, Meta(max_length=64)], Count], Meta(max_length=16)] = {}
     """Requests for this sample that failed before, by reason: `aborted` by an engine, `connection lost`, …"""
@@ -150,6 +158,9 @@ class Rollout(Record, omit_defaults=True):
     """Which generator made which tokens, if one was lost and another one continued the sequence; empty: `generator`
     made all, otherwise it made the last piece."""
 
+    def __post_init__(self) -> None:
+        convert(self, prompt_ids=Tokens, teacher_logprobs=Floats)
+
 
 class RolloutGroup(Record):
     """The G samples of one prompt; the unit of admission, of the advantage and of accounting."""
@@ -160,20 +171,26 @@ class RolloutGroup(Record):
     rollouts: Annotated[list[Rollout], Meta(min_length=1, max_length=4096)]
 
 
-def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
+def version_array(spans: list[VersionSpan], length: int) -> NDArray[np.int64]:
     """[T] the version of each of `length` tokens.
 
     Raises ValueError when the spans do not start at 0, do not ascend, or start beyond the tokens.
     """
     if length == 0:
-        return []
+        return np.empty(0, np.int64)
     if not spans or spans[0].start != 0:
         raise ValueError(f"version spans must start at token 0, got {spans[:1]}")
-    versions: list[int] = []
+    versions = np.empty(length, np.int64)
     for span, upto in zip(spans, [s.start for s in spans[1:]] + [length], strict=True):
         if not span.start < upto <= length:
             raise ValueError(f"version span {span} does not fit tokens {span.start}..{upto} of {length}")
-        versions.extend([span.version] * (upto - span.start))
+        versions[span.start : upto] = span.version
+    return versions
+
+
+def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
+    """`version_array` as a list of Python's integers."""
+    versions: list[int] = version_array(spans, length).tolist()
     return versions
 
 

@@ -20,7 +20,8 @@ MAX_FUNCTION_LINES = 60
 
 # What each part of inflight/ may import of the others. Parts not named may import all (they start things).
 MAY_IMPORT = {
-    "types": set(),
+    "arrays": set(),
+    "types": {"arrays"},
     "config": set(),
     "named": {"config"},
     "sampling": {"config"},
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "vocabulary": set(),
     "resources": set(),
     "metrics": set(),
-    "completions": {"types", "config"},
+    "completions": {"arrays", "types", "config"},
     "surroundings": set(),
     "lifeline": set(),
     "processes": {"lifeline", "surroundings"},
@@ -38,17 +39,18 @@ MAY_IMPORT = {
     "hub": set(),
     "remote_code": set(),
     "models": {"hub", "remote_code"},
-    "groups": {"types"},
-    "messages": {"types"},
+    "groups": {"arrays", "types"},
+    "messages": {"arrays", "types"},
     "bus": {"config", "messages"},
     "patching": {"resources"},
     "prompts": {"models", "vocabulary"},
     "tasks": {"config", "models", "prompts", "rewards", "types"},
     "rewards": {"config"},
     "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
-    "rollout": {"types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
+    "rollout": {"arrays", "types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.
     "actor": {
+        "arrays",
         "types",
         "config",
         "exits",
@@ -81,6 +83,7 @@ MAY_IMPORT = {
         "weights",
     },
     "trainer": {
+        "arrays",
         "agreement",
         "types",
         "config",

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from inflight.arrays import from_msgpack, to_msgpack
 from inflight.config import RewardConfig
 from inflight.prompts import Chat
 from inflight.types import Turn
@@ -205,8 +206,8 @@ Answer = ItemIs | NoItem | ScoreIs | RewardIs | TokensAre | TextIs
 FromChild = Ready | Unusable | Begun | Raised | Answer
 ToChild = Make | Ask
 
-_encoder = msgspec.msgpack.Encoder()
-_to_child = msgspec.msgpack.Decoder(ToChild)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
+_to_child = msgspec.msgpack.Decoder(ToChild, dec_hook=from_msgpack)
 _from_child = msgspec.msgpack.Decoder(FromChild)
 
 

@@ -88,7 +88,7 @@ class Foreign:
 
         Raises GroupLost.
         """
-        text = await self.decode(turn.token_ids, question.key)
+        text = await self.decode(turn.token_ids.tolist(), question.key)
         if self._rewards is None:
             return await self._task_score(question, prompt_ids, turn, text)
         own = [] if self._rewards.task is None else [self._task_score(question, prompt_ids, turn, text)]

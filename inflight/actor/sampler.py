@@ -13,6 +13,7 @@ from inflight.actor.called import GroupLost, all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign
 from inflight.actor.pool import NoGenerator, Pool
+from inflight.arrays import Floats, Tokens
 from inflight.completions import TOO_LONG, Rejected, Retry, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
@@ -73,7 +74,7 @@ class Sampler:
         return Rollout(
             rollout_id=rollout_id,
             group_id=group_id,
-            prompt_ids=prompt_ids,
+            prompt_ids=Tokens(prompt_ids),
             turn=turn,
             reward=score.reward,
             generator=answer.generator,
@@ -81,7 +82,7 @@ class Sampler:
             finished=finished,
             first_token_s=answer.first_token_s,
             step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
-            teacher_logprobs=None if score.teacher_logprobs is None else list(score.teacher_logprobs),
+            teacher_logprobs=None if score.teacher_logprobs is None else Floats(score.teacher_logprobs),
             retries=dict(answer.retries),
             unscored=unscored,
             rewards=dict(score.parts),

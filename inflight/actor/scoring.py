@@ -62,7 +62,7 @@ class Rewards:
         answer = await called(
             reward.crew, name, question.key,
             lambda call: calls.AskReward(
-                call, reward.which, question, completion, turn.token_ids, turn.finish_reason
+                call, reward.which, question, completion, turn.token_ids.tolist(), turn.finish_reason
             ),
             self._limit_s,
         )  # fmt: skip

@@ -112,7 +112,8 @@ class Sequence:
 
     def turn(self) -> Turn:
         """The complete sequence, once it is finished. Raises Retry("malformed answer") when a part is out of bounds."""
-        turn = Turn(
+        return checked(
+            self.pieces[-1].generator,
             token_ids=self.token_ids,
             logprobs=self._logprobs,
             token_versions=self._spans,
@@ -120,7 +121,6 @@ class Sequence:
             finish_reason=self.finish_reason or "",
             kept=self._kept if self._asked else None,
         )
-        return checked(turn, self.pieces[-1].generator)
 
     def _extend(self, spans: Iterable[VersionSpan]) -> None:
         for span in spans:

@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from inflight.arrays import from_msgpack, to_msgpack
 from inflight.messages.base import Message, Text
 from inflight.messages.evaluation import Evaluate as Evaluate
 from inflight.messages.evaluation import Evaluated as Evaluated
@@ -114,8 +115,8 @@ AnyMessage = (
     | RankMessage
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
+_decoder = msgspec.msgpack.Decoder(AnyMessage, dec_hook=from_msgpack)
 
 
 def encode(message: AnyMessage) -> bytes:

@@ -16,7 +16,7 @@ def line(asked: Asked) -> str:
         "group_id": group.group_id,
         "prompt_key": group.prompt_key,
         "prompt": asked.prompt,
-        "prompt_ids": group.rollouts[0].prompt_ids,
+        "prompt_ids": group.rollouts[0].prompt_ids.tolist(),
         "trained_at": asked.trained_at,
         "fate": asked.fate,
         "rollouts": [_rollout(answer) for answer in asked.answers],
@@ -35,7 +35,7 @@ def _rollout(answer: Answer) -> dict[str, Any]:
         "finish_reason": turn.finish_reason,
         "text": None if answer.texts is None else "".join(answer.texts),
         "tokens": {
-            "id": turn.token_ids,
+            "id": turn.token_ids.tolist(),
             "text": answer.texts,
             "version": answer.versions,
             "lag": answer.lags,

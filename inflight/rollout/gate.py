@@ -22,11 +22,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
+from inflight.arrays import Flags, Lags
 from inflight.config import GateConfig
 from inflight.named import find, with_options
 from inflight.rollout import rules
 from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
-from inflight.types import Rollout, RolloutGroup, versions_of_tokens
+from inflight.types import Rollout, RolloutGroup, version_array
 
 __all__ = ["GatedGroup", "GatedRollout", "GroupDrop", "SequenceDrop", "gate_group", "rules_of", "token_lags"]
 
@@ -36,13 +39,13 @@ MIN_GROUP = 2
 Rule = Callable[[GatedGroup], GatedGroup]
 
 
-def token_lags(rollout: Rollout, version: int) -> list[int]:
+def token_lags(rollout: Rollout, version: int) -> Lags:
     """[T] number of versions by which each token is behind `version`; negative for a version not published yet.
 
     Raises ValueError when the spans do not fit the tokens.
     """
     turn = rollout.turn
-    return [version - each for each in versions_of_tokens(turn.token_versions, len(turn.token_ids))]
+    return Lags(version - version_array(turn.token_versions, len(turn.token_ids)))
 
 
 def rules_of(config: GateConfig) -> list[Rule]:
@@ -72,7 +75,7 @@ def _ungated(group: RolloutGroup, version: int) -> GatedGroup:
     members = []
     for rollout in group.rollouts:
         lags = token_lags(rollout, version)
-        members.append(GatedRollout(rollout, [True] * len(lags), lags))
+        members.append(GatedRollout(rollout, Flags(np.ones(len(lags), bool)), lags))
     return rules.drop_members(
         GatedGroup(group, version, members, None, {}), lambda member: not member.lags, SequenceDrop.EMPTY
     )
@@ -88,7 +91,7 @@ def _chain(config: GateConfig) -> list[tuple[str, Rule]]:
         *zip(own, rules_of(config), strict=True),
         (
             "at least one token in each rollout",
-            lambda group: rules.drop_members(group, lambda member: not any(member.mask), SequenceDrop.STALE),
+            lambda group: rules.drop_members(group, lambda member: not member.mask.values.any(), SequenceDrop.STALE),
         ),
         (f"at least {MIN_GROUP} rollouts", lambda group: rules.smallest_group(group, at_least=MIN_GROUP)),
     ]

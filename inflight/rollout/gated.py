@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from inflight.arrays import Flags, Lags
 from inflight.types import Rollout, RolloutGroup
 
 
@@ -42,10 +43,17 @@ class GatedRollout:
     """
 
     rollout: Rollout
-    mask: list[bool]
+    mask: Flags
     """[T] True where the token is trained on."""
-    lags: list[int]
+    lags: Lags
     """[T] version now minus the token's version, 0 or more."""
+
+    def __post_init__(self) -> None:
+        # A user's rule may give lists.
+        if not isinstance(self.mask, Flags):
+            object.__setattr__(self, "mask", Flags(self.mask))
+        if not isinstance(self.lags, Lags):
+            object.__setattr__(self, "lags", Lags(self.lags))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,14 @@ a reason that it is counted by. A rule of your own is a function like these (doc
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import compress
-from statistics import fmean
 
+import numpy as np
+from numpy.typing import NDArray
+
+from inflight.arrays import Flags
 from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 
 RULES = {
@@ -24,14 +27,14 @@ RULES = {
 
 def token_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:
     """Masks tokens older than `at_most` versions: they stay as context of the following tokens."""
-    return mask_tokens(group, lambda member: [lag <= at_most for lag in member.lags], "too old")
+    return mask_tokens(group, lambda member: member.lags.values <= at_most, "too old")
 
 
 def trained_share(group: GatedGroup, *, at_least: float) -> GatedGroup:
     """Drops members with a smaller share of unmasked tokens than `at_least`, and those without any."""
 
     def stale(member: GatedRollout) -> bool:
-        kept = sum(member.mask)
+        kept = int(member.mask.values.sum())
         return kept == 0 or kept / len(member.mask) < at_least
 
     return drop_members(group, stale, SequenceDrop.STALE)
@@ -39,12 +42,12 @@ def trained_share(group: GatedGroup, *, at_least: float) -> GatedGroup:
 
 def oldest_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:
     """Drops members with a token older than `at_most` versions: rejects whole sequences."""
-    return drop_members(group, lambda member: max(member.lags) > at_most, SequenceDrop.OLDEST)
+    return drop_members(group, lambda member: member.lags.values.max() > at_most, SequenceDrop.OLDEST)
 
 
 def mean_lag(group: GatedGroup, *, at_most: float) -> GatedGroup:
     """Drops members whose tokens are older than `at_most` versions on average."""
-    return drop_members(group, lambda member: fmean(member.lags) > at_most, SequenceDrop.MEAN)
+    return drop_members(group, lambda member: float(member.lags.values.mean()) > at_most, SequenceDrop.MEAN)
 
 
 def whole_group(group: GatedGroup) -> GatedGroup:
@@ -68,12 +71,17 @@ def uniform_rewards(group: GatedGroup, *, tolerance: float = 0.0) -> GatedGroup:
 # --- what rules are made of --------------------------------------------------------------------------------------
 
 
-def mask_tokens(group: GatedGroup, keep: Callable[[GatedRollout], list[bool]], reason: str) -> GatedGroup:
+def mask_tokens(
+    group: GatedGroup, keep: Callable[[GatedRollout], Sequence[bool] | NDArray[np.bool_]], reason: str
+) -> GatedGroup:
     """Masks the tokens for which `keep` [T] is False, and counts those that were not masked before."""
     members, masked = [], 0
     for member in group.rollouts:
-        mask = [old and new for old, new in zip(member.mask, keep(member), strict=True)]
-        masked += sum(member.mask) - sum(mask)
+        kept = Flags(keep(member))
+        if len(kept) != len(member.mask):
+            raise ValueError(f"a rule masks {len(kept)} tokens of {len(member.mask)}")
+        mask = Flags(member.mask.values & kept.values)
+        masked += int(member.mask.values.sum() - mask.values.sum())
         members.append(replace(member, mask=mask))
     return replace(group, rollouts=members, masked=_count(group.masked, reason, masked))
 

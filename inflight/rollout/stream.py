@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from inflight.arrays import from_msgpack, to_msgpack
 from inflight.types import RolloutGroup
 
 SCHEMA = 3
@@ -26,8 +27,8 @@ _HEAD = struct.Struct("<II")
 _SEARCHED_BYTES = 1 << 20
 """Bytes read at a time when a damaged file is searched for the next whole frame."""
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(RolloutGroup)
+_encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
+_decoder = msgspec.msgpack.Decoder(RolloutGroup, dec_hook=from_msgpack)
 _BODY_START = b"".join(
     _encoder.encode(RolloutGroup(group_id="", prompt_key="", rollouts=[])).partition(b"group_id")[:2]
 )

@@ -97,8 +97,8 @@ class Waiting:
 def most_bytes(config: RunConfig) -> float:
     """Largest encoded size of a group in bytes, as far as it is known before one has arrived.
 
-    A token id takes up to 5 bytes, a log-probability 9. Other recorded data is not counted, except for kept sets,
+    A token id and a log-probability take 4 bytes each, a kept set 2 and 4 per id. Other recorded data is not counted,
     because most runs do not record it.
     """
-    kept = 5 * config.rollout.kept_tokens if config.rollout.cuts else 0
-    return float(config.rollout.group_size * config.generator.max_model_len * (14 + kept))
+    kept = 2 + 4 * config.rollout.kept_tokens if config.rollout.cuts else 0
+    return float(config.rollout.group_size * config.generator.max_model_len * (8 + kept))

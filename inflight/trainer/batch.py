@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from inflight.arrays import Array
 from inflight.rollout.gate import GatedGroup, GatedRollout
 from inflight.trainer.advantage import Advantage
 from inflight.trainer.side_data import kept_sets, routed_experts, teacher_logprobs
-from inflight.types import Turn, versions_of_tokens
+from inflight.types import Turn, version_array
 
 NO_VERSION = -1
 """In `versions` and `lags` at positions that were not sampled: prompt and padding."""
@@ -132,7 +133,7 @@ def collate(
         versions=blank(NO_VERSION, torch.int64),
         lags=blank(NO_VERSION, torch.int64),
         advantages=blank(0, torch.float32),
-        scales=scales([sum(each.mask) for each in gated], normalise, max_tokens),
+        scales=scales([int(each.mask.values.sum()) for each in gated], normalise, max_tokens),
         one_version=torch.tensor([_is_of_one_version(each.rollout.turn) for each in gated]),
         teacher_logprobs=teacher_logprobs(gated, length),
         kept=kept_sets(gated, length),
@@ -182,10 +183,16 @@ def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float
     if not prompt:
         raise ValueError(f"{gated.rollout.rollout_id} has no prompt: its first token has no context")
     start, end = len(prompt), len(prompt) + len(turn.token_ids)
-    batch.input_ids[row, :end] = torch.tensor([*prompt, *turn.token_ids])
+    batch.input_ids[row, :start] = _tensor(prompt)
+    batch.input_ids[row, start:end] = _tensor(turn.token_ids)
     batch.completion_mask[row, start:end] = True
-    batch.trained_mask[row, start:end] = torch.tensor(gated.mask)
-    batch.behaviour_logprobs[row, start:end] = torch.tensor(turn.logprobs, dtype=torch.float32)
-    batch.versions[row, start:end] = torch.tensor(versions_of_tokens(turn.token_versions, len(turn.token_ids)))
-    batch.lags[row, start:end] = torch.tensor(gated.lags)
+    batch.trained_mask[row, start:end] = _tensor(gated.mask)
+    batch.behaviour_logprobs[row, start:end] = _tensor(turn.logprobs)
+    batch.versions[row, start:end] = torch.from_numpy(version_array(turn.token_versions, len(turn.token_ids)))
+    batch.lags[row, start:end] = _tensor(gated.lags)
     batch.advantages[row, start:end] = torch.tensor(worth, dtype=torch.float32)
+
+
+def _tensor(array: Array) -> torch.Tensor:
+    """The numbers as a tensor of their dtype, copied: arrays that came over the wire are read-only."""
+    return torch.from_numpy(array.values.copy())

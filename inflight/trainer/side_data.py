@@ -21,19 +21,23 @@ def teacher_logprobs(members: Sequence[GatedRollout], length: int) -> torch.Tens
         if scored is None:
             return None
         start = len(each.rollout.prompt_ids)
-        filled[row, start : start + len(scored)] = torch.tensor(scored)
+        filled[row, start : start + len(scored)] = torch.from_numpy(scored.values.copy())
     return filled
 
 
 def kept_sets(members: Sequence[GatedRollout], length: int) -> torch.Tensor | None:
     """[B, length, K] int64, K the size of the largest recorded set; padded with ABSENT. None when no member has one."""
-    widest = max((len(ids) for each in members for ids in each.rollout.turn.kept or ()), default=0)
+    widest = max((each.rollout.turn.kept.widest for each in members if each.rollout.turn.kept is not None), default=0)
     if not widest:
         return None
     filled = torch.full((len(members), length, widest), ABSENT, dtype=torch.int64)
     for row, each in enumerate(members):
-        for index, ids in enumerate(each.rollout.turn.kept or (), start=len(each.rollout.prompt_ids)):
-            filled[row, index, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        if (sets := each.rollout.turn.kept) is not None:
+            start = len(each.rollout.prompt_ids)
+            given = np.arange(widest) < sets.counts[:, None]  # [T, K], which places hold an id
+            own = np.full(given.shape, ABSENT, np.int64)
+            own[given] = sets.ids
+            filled[row, start : start + len(sets)] = torch.from_numpy(own)
     return filled
 
 

@@ -21,6 +21,7 @@ from torch import nn
 
 from inflight import config as configuration
 from inflight.actor.__main__ import routed_url
+from inflight.arrays import from_msgpack, to_msgpack
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
 from inflight.completions import Retry, Unpatched, parse_turn
@@ -89,7 +90,8 @@ def _stream(data: bytes) -> None:
 def _turn(data: bytes) -> None:
     turn = parse_turn(data, "g0")
     assert len(turn.token_ids) == len(turn.logprobs)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(turn), type=type(turn)) == turn
+    encoded = msgspec.msgpack.encode(turn, enc_hook=to_msgpack)
+    assert msgspec.msgpack.decode(encoded, type=type(turn), dec_hook=from_msgpack) == turn
 
 
 def _checkpoint(data: bytes) -> None:

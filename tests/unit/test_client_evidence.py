@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from openai_server import choice
 
+from inflight.arrays import to_msgpack
 from inflight.completions import Retry, parse_turn, sampling
 from inflight.config import RolloutConfig
 from inflight.messages import GroupDone, decode, encode
@@ -97,4 +98,4 @@ def test_damaged_routing_is_refused(text):
 
 
 def test_records_without_evidence_stay_as_small_as_they_were():
-    assert b"kept" not in msgspec.msgpack.encode(turn())
+    assert b"kept" not in msgspec.msgpack.encode(turn(), enc_hook=to_msgpack)

@@ -388,7 +388,7 @@ def test_defects_between_members_are_named():
 def test_what_the_model_can_not_embed_is_refused():
     """Else it would end the trainer, and again each run that goes on from the rollout file."""
     group = make_group()
-    largest = max(max(each.prompt_ids + each.turn.token_ids) for each in group.rollouts)
+    largest = max(max(*each.prompt_ids, *each.turn.token_ids) for each in group.rollouts)
     assert defect(group, 2, largest + 1) is None
     assert defect(group, 2, largest) == "malformed: token ids"
     first, second = group.rollouts
@@ -433,7 +433,7 @@ def test_the_buffer_is_bounded_in_bytes_but_never_below_a_step():
     ledger.hello("a0", "x")
     assert ledger.grants() == {"a0": list(range(8))}
     for index in range(3):
-        ledger.settle("a0", done(group_id(index), length=18_000))
+        ledger.settle("a0", done(group_id(index), length=27_000))
     ledger.leave("a0", ACTOR_LOST)
     ledger.hello("a0", "y")
     assert ledger.grants() == {}, "1.3 MB wait"
@@ -441,7 +441,7 @@ def test_the_buffer_is_bounded_in_bytes_but_never_below_a_step():
     ledger.judge(usable, 2, 0, config.gate)
     ledger.train(usable)
     assert ledger.grants() == {"a0": [3]}, "0.4 MB wait, and two like it are all that fits"
-    full = Ledger(config, groups=[StoredGroup.of(make_group("q0", length=400_000))])
+    full = Ledger(config, groups=[StoredGroup.of(make_group("q0", length=600_000))])
     full.hello("a0", "x")
     assert full.grants() == {"a0": [1]}, "one more makes a step, however large"
 

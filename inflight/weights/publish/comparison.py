@@ -123,7 +123,9 @@ def compare(
     for name, route in served.items():
         whole, unanswered = _of_version(answers[name], route.version)
         asked = [
-            Sampled(request["prompt"], turn.token_ids) for request, turn in zip(requests, whole, strict=True) if turn
+            Sampled(request["prompt"], turn.token_ids.tolist())
+            for request, turn in zip(requests, whole, strict=True)
+            if turn
         ]
         recorded = [turn.logprobs for turn in whole if turn]
         result = Comparison(name, route.incarnation, route.version, unanswered=unanswered)

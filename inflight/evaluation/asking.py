@@ -103,7 +103,7 @@ class Asking:
         return Answered(index, sample, score.reward, len(turn.token_ids), turn.finish_reason == "length")
 
     async def _turn(self, url: str, request: dict[str, Any]) -> Turn:
-        """Bounded by whoever bounds the evaluation: no answer is too long for its own sake."""
+        """One answer. It has no timeout of its own: the evaluation as a whole has one."""
         for attempt in range(ATTEMPTS):
             try:
                 return await complete(self._session, "the generator", url, request, self._config.eval.timeout_s)

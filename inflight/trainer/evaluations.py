@@ -68,7 +68,7 @@ class Evaluations:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`best` keeps checkpoints, each of which is written within `written_s` of its nomination; `tell` takes the
-        line of an evaluation, `warn` a line for whoever started the run. The listener stays the caller's."""
+        line of an evaluation, `warn` a line for the user. The caller closes the listener."""
         self.best = best
         self._config, self._listener, self._publisher = config, listener, publisher
         self._tell, self._warn, self._clock, self._written_s = tell, warn, clock, written_s

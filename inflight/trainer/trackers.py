@@ -39,7 +39,7 @@ class Trackers:
     """Owns the thread. The first error of a tracker ends it, with a warning: the run continues without."""
 
     def __init__(self, config: RunConfig, accelerator: Accelerated, warn: Callable[[str], None]) -> None:
-        """Begins a run in each of `config.trackers`; `warn` takes a line for whoever started the run."""
+        """Begins a run in each of `config.trackers`; `warn` takes a line for the user."""
         self._accelerator, self._warn = accelerator, warn
         self._lines: queue.Queue[tuple[int, Mapping[str, object]] | None] = queue.Queue(WAITING)
         self._dropped = 0

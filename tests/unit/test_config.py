@@ -124,7 +124,7 @@ def test_a_configuration_without_schema_is_refused(tmp_path):
 @pytest.mark.parametrize("content", [b"defaults: [tiny\n x", b"\xff\xfe"])
 def test_a_file_that_is_not_yaml_is_reported_in_one_line(tmp_path, content):
     (tmp_path / "mine.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"mine\.yaml.* is no YAML: ") as error:
+    with pytest.raises(ConfigError, match=r"mine\.yaml.* is not YAML: ") as error:
         compose("mine", [], tmp_path)
     assert "\n" not in str(error.value)
     (tmp_path / config.CONFIG_FILE).write_bytes(content)

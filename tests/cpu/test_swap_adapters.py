@@ -137,7 +137,7 @@ def test_swaps_at_every_second_step_beside_the_base_and_another_adapter(bench: B
                 index, adapter, _ = map(int, output.request_id.split("-")[:3])
                 made[index, adapter] = answer(output)
         step += 1
-    replay = Replay(bench)
+    replay = Replay(bench.model, bench.folders)
     for index, prompt in enumerate(PROMPTS):
         assert (made[index, 0].tokens, made[index, 0].logprobs) == bench.base[index]
         assert made[index, 0].versions == ((0, 0),)
@@ -155,15 +155,15 @@ def versions_of(made: Answer) -> list[int]:
 
 
 class Replay:
-    """The adapters in PEFT, over transformers' own model."""
+    """The adapters `a` and `b` in PEFT, over transformers' own model."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, model: Path, folders: dict[str, Path]) -> None:
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        plain = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.float32)
-        self.model = PeftModel.from_pretrained(plain, bench.folders["a"], adapter_name="a")
-        self.model.load_adapter(bench.folders["b"], adapter_name="b")
+        plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.model = PeftModel.from_pretrained(plain, folders["a"], adapter_name="a")
+        self.model.load_adapter(folders["b"], adapter_name="b")
 
     @torch.no_grad()
     def __call__(self, prompt: list[int], tokens: tuple[int, ...], names: list[str]) -> torch.Tensor:
@@ -282,3 +282,23 @@ def test_a_slot_that_vllm_has_given_away_is_noticed(bench: Bench) -> None:
     manager.lora_index_to_id[:] = table
     bench.swap("a")
     assert said(greedy(bench.engine, POLICY)) == bench.fresh["a"]
+
+
+@pytest.mark.slow
+def test_two_ranks_swap_to_what_peft_says(tmp_path: Path) -> None:
+    """Ranks are processes: each writes its slices into its slot, and both exchange slots at one step."""
+    model, folders = prepare("tiny"), {name: tmp_path / name for name in "ab"}
+    files = {name: write_adapter(model, folders[name], seed) for seed, name in enumerate("ab", start=1)}
+    engine, replay = start_adapters(model, ["policy"], tensor_parallel_size=2), Replay(model, folders)
+    try:
+        for version, name in enumerate("abab", start=1):
+            engine.collective_rpc("stage_weights", args=(str(files[name]), version, True, POLICY))
+            ranks = engine.llm_engine.commit_weights(version, POLICY)
+            assert len(ranks) == 2
+            assert not any("error" in rank for rank in ranks), ranks
+            for prompt, found in zip(PROMPTS, greedy(engine, POLICY), strict=True):
+                assert found.versions == ((0, version),)
+                expected = replay(prompt, found.tokens, [name] * LENGTH)
+                torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-5, rtol=0)
+    finally:
+        stop(engine)

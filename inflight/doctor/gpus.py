@@ -52,7 +52,7 @@ def checked() -> Iterator[Finding]:
         else:
             yield ok(f"GPU {index}", text)
     yield from _peers([device["peers"] for device in found])
-    yield from _ipc()
+    yield from _ipc(len(found))
 
 
 def _peers(peers: list[list[int]]) -> Iterator[Finding]:
@@ -69,14 +69,16 @@ def _peers(peers: list[list[int]]) -> Iterator[Finding]:
         yield ok("peer access", "every GPU can read GPU 0's memory")
 
 
-def _ipc() -> Iterator[Finding]:
+def _ipc(gpus: int) -> Iterator[Finding]:
+    """Without CUDA IPC weights can travel over NCCL, which does not join two processes of one GPU."""
+    serious, instead = (warn, "publish.transport=nccl") if gpus > 1 else (fail, "a second GPU, publish.transport=nccl")
     try:
         found = ask("ipc", timeout_s=IPC_S)
     except ProbeError as error:
-        yield fail("CUDA IPC", str(error), "publish.transport=nccl, with a GPU for each process")
+        yield serious("CUDA IPC", str(error), instead)
         return
     if found["failed"]:
         reasons = "; ".join(f"to GPU {index}: {reason}" for index, reason in found["failed"].items())
-        yield fail("CUDA IPC", reasons, "publish.transport=nccl; in a container: --ipc=host")
+        yield serious("CUDA IPC", reasons, f"{instead}; in a container: --ipc=host")
     else:
         yield ok("CUDA IPC", f"memory of GPU 0 was read by other processes on {found['devices']} GPUs")

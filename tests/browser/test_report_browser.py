@@ -142,6 +142,28 @@ def test_keys_choose_tokens_swaps_and_zoom(opened, files):
     assert spoken.inner_text() == ""
 
 
+def test_the_chosen_token_stays_in_sight_when_zoomed(opened, tmp_path):
+    run = make_run(tmp_path / "run", groups=90, size=2, length=40)
+    report.write([run], tmp_path / "one.html")
+    page = opened(tmp_path / "one.html")
+    page.locator("canvas").focus()
+    for _ in range(120):
+        page.keyboard.press("n")
+    inside = """() => {
+      const { bands } = inflight.views[0], { index, token } = bands.chosen, each = bands.rows[index];
+      const [x, y] = [bands.x(each.place(token, true)), bands.y(index)];
+      return [x >= bands.gutter && x <= bands.width, y >= 0 && y + bands.rowHeight <= bands.height - bands.axis + 0.01];
+    }"""
+    low = page.evaluate("inflight.views[0].bands.rowHeight")
+    for _ in range(8):
+        page.keyboard.press("+")
+        assert page.evaluate(inside) == [True, True]
+    assert page.evaluate("inflight.views[0].bands.rowHeight") > low
+    for _ in range(9):
+        page.keyboard.press("-")
+        assert page.evaluate(inside) == [True, True]
+
+
 def test_zoomed_in_each_cell_is_a_token_and_dragging_moves(opened, files):
     page = opened(files[0])
     for _ in range(6):

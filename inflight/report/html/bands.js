@@ -50,14 +50,30 @@ inflight.Bands = class {
     return inflight.clamp(460 / this.rows.length, 2.5, 14);
   }
 
-  /** Zooms by `factor` around a place on the horizontal axis. */
-  zoom(factor, around = (this.left + this.right) / 2) {
+  /** Zooms by `factor` around a place on the horizontal axis and a row, which keep their places on the screen. */
+  zoom(factor, around = (this.left + this.right) / 2, row = this.middle()) {
     const least = (this.whole[1] - this.whole[0]) / 20000;
     const span = inflight.clamp((this.right - this.left) / factor, least, this.whole[1] - this.whole[0]);
     const share = (around - this.left) / (this.right - this.left);
     this.left = around - share * span;
-    this.rowHeight = inflight.clamp(this.rowHeight * Math.sqrt(factor), this.lowest(), Math.max(this.rowHeight, 16));
+    this.heighten(inflight.clamp(this.rowHeight * Math.sqrt(factor), this.lowest(), Math.max(this.rowHeight, 16)), row);
     this.pan(0, 0, span);
+  }
+
+  middle() {
+    return this.top + this.visibleRows() / 2;
+  }
+
+  /** Sets the height of rows; `row` keeps its place on the screen. */
+  heighten(height, row = this.middle()) {
+    this.top = row - ((row - this.top) * this.rowHeight) / height;
+    this.rowHeight = height;
+    this.height = this.fullHeight();
+    this.pan(0, 0);
+  }
+
+  fullHeight() {
+    return inflight.clamp(this.rows.length * this.rowHeight, 60, 480) + this.axis;
   }
 
   pan(pixels, rows, span = this.right - this.left) {
@@ -93,7 +109,7 @@ inflight.Bands = class {
 
   draw() {
     this.width = this.canvas.clientWidth;
-    this.height = inflight.clamp(this.rows.length * this.rowHeight, 60, 480) + this.axis;
+    this.height = this.fullHeight();
     const ratio = window.devicePixelRatio || 1;
     this.canvas.style.height = `${this.height}px`;
     this.canvas.width = Math.round(this.width * ratio);

@@ -38,7 +38,7 @@ inflight.BandsView = class {
       choice("Colours", [["distinct", "distinct colours"], ["ordered", "ordered colours"]], (value) => { bands.paint(value); }),
       stretches.length > 1 ? choice("Part of the run", stretches.map((at) => [at, `part ${at + 1} of ${stretches.length}`]),
         (value) => { bands.chosen = null; bands.select(Number(value)); this.tell(); }) : null,
-      button("Zoom in", "+", () => bands.zoom(1.6)), button("Zoom out", "−", () => bands.zoom(1 / 1.6)),
+      button("Zoom in", "+", () => bands.zoom(1.6, this.centre(), this.row())), button("Zoom out", "−", () => bands.zoom(1 / 1.6, this.centre(), this.row())),
       button("Taller rows", "rows +", () => { this.heighten(1.4); }), button("Lower rows", "rows −", () => { this.heighten(1 / 1.4); }),
       button("Fit", "fit", () => bands.fit()));
   }
@@ -50,7 +50,7 @@ inflight.BandsView = class {
   }
 
   heighten(factor) {
-    this.bands.rowHeight = inflight.clamp(this.bands.rowHeight * factor, 2, 28);
+    this.bands.heighten(inflight.clamp(this.bands.rowHeight * factor, 2, 28), this.row());
   }
 
   draw() {
@@ -97,7 +97,8 @@ inflight.BandsView = class {
     this.canvas.addEventListener("wheel", (event) => {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
-      this.bands.zoom(event.deltaY < 0 ? 1.25 : 0.8, this.bands.placeAt(place(event)[0]));
+      const [x, y] = place(event);
+      this.bands.zoom(event.deltaY < 0 ? 1.25 : 0.8, this.bands.placeAt(x), this.bands.top + y / this.bands.rowHeight);
       this.draw();
     }, { passive: false });
     this.canvas.addEventListener("keydown", (event) => this.key(event));
@@ -106,7 +107,7 @@ inflight.BandsView = class {
   key(event) {
     const bands = this.bands;
     const acts = {
-      "+": () => bands.zoom(1.6, this.centre()), "=": () => bands.zoom(1.6, this.centre()), "-": () => bands.zoom(1 / 1.6, this.centre()),
+      "+": () => bands.zoom(1.6, this.centre(), this.row()), "=": () => bands.zoom(1.6, this.centre(), this.row()), "-": () => bands.zoom(1 / 1.6, this.centre(), this.row()),
       f: () => bands.fit(), Escape: () => { this.pinned = false; this.choose(null); },
       ArrowLeft: () => this.move(0, -1), ArrowRight: () => this.move(0, 1), ArrowUp: () => this.move(-1, 0), ArrowDown: () => this.move(1, 0),
       PageUp: () => this.move(-10, 0), PageDown: () => this.move(10, 0), Home: () => this.move(0, -1e9), End: () => this.move(0, 1e9),
@@ -121,6 +122,11 @@ inflight.BandsView = class {
   centre() {
     const { chosen, rows, byTime } = this.bands;
     return chosen === null ? undefined : rows[chosen.index].place(chosen.token, byTime);
+  }
+
+  /** The row of the chosen token, where there is one. */
+  row() {
+    return this.bands.chosen === null ? undefined : this.bands.chosen.index;
   }
 
   /** Chooses the token so many rows and tokens away; between rows, the one at the same place. */

@@ -59,6 +59,12 @@ def _doctor(arguments: list[str]) -> int:
     return command.main(arguments)
 
 
+def _eval(arguments: list[str]) -> int:
+    from inflight.launcher import evaluate
+
+    return evaluate.main(arguments)
+
+
 def _patch(arguments: list[str]) -> int:
     from inflight import patching
 
@@ -98,6 +104,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
     "audit": ("replay a run's rollouts and check every version tag", _audit),
     "report": ("the results of a run, and figures of its tokens by lag", _report),
+    "eval": ("answer a run's held-out questions with a checkpoint", _eval),
     "show": ("a run's rollouts, and which version sampled which token", _show),
     "doctor": ("check this machine, and say what to do", _doctor),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),

@@ -1,0 +1,88 @@
+"""`inflight eval`: which checkpoint and which settings are meant, and bad input in one line."""
+
+import json
+
+import pytest
+from rollout_samples import make_config
+
+from inflight import cli
+from inflight.config import ConfigError, save
+from inflight.launcher.evaluate import alone, find, overridden, table
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    save(make_config(folder))
+    return folder
+
+
+def checkpoint(folder):
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_of_a_run_the_best_checkpoint_is_meant_or_the_last(run_dir):
+    with pytest.raises(ConfigError, match="has no checkpoint"):
+        find(run_dir, None)
+    checkpoint(run_dir / "checkpoints" / "step-000003")
+    last = checkpoint(run_dir / "checkpoints" / "step-000006")
+    assert find(run_dir, None) == (run_dir, last)
+    best = checkpoint(run_dir / "best" / "step-000003")
+    assert find(run_dir, None) == (run_dir, best)
+
+
+def test_a_checkpoint_belongs_to_its_run_or_to_one_that_is_named(run_dir, tmp_path):
+    inside = checkpoint(run_dir / "checkpoints" / "step-000003")
+    assert find(inside, None) == (run_dir, inside)
+    outside = checkpoint(tmp_path / "elsewhere" / "exported")
+    assert find(outside, run_dir) == (run_dir, outside)
+    with pytest.raises(ConfigError, match="belongs to no run: name one"):
+        find(outside, None)
+    with pytest.raises(ConfigError, match="neither a run folder"):
+        find(tmp_path / "nothing", None)
+
+
+def test_one_generator_serves_the_checkpoint_under_its_step(run_dir, tmp_path):
+    config = overridden(make_config(run_dir), ["eval.sampling.samples=4", "eval.sampling.temperature=0.5"])
+    assert (config.eval.sampling.samples, config.eval.sampling.temperature) == (4, 0.5)
+    place = checkpoint(run_dir / "best" / "step-000012")
+    found = alone(config, place, str(tmp_path / "alone"))
+    assert (found.start_version, found.start_model, found.model.name) == (12, str(place), str(place))
+    assert (found.generator.count, found.publish.transport, found.run_dir) == (1, "gloo", str(tmp_path / "alone"))
+    assert found.model.served_name == config.model.name
+    other = alone(config, checkpoint(tmp_path / "exported"), str(tmp_path / "alone"))
+    assert (other.start_version, other.start_model) == (0, str(tmp_path / "exported"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["eval.sample=4"], "Key 'sample' not in 'EvalConfig'"),
+        (["eval.timeout_s=-1"], "eval.timeout_s=-1.0 is not allowed"),
+        (["samples"], "samples is not allowed: KEY=VALUE"),
+    ],
+)
+def test_values_that_can_not_be_set_are_refused_in_one_line(run_dir, capsys, overrides, says):
+    checkpoint(run_dir / "checkpoints" / "step-000003")
+    assert cli.main(["eval", str(run_dir), *overrides]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("inflight eval: ")
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_a_run_whose_task_holds_nothing_out_is_refused(run_dir, capsys):
+    checkpoint(run_dir / "checkpoints" / "step-000003")
+    assert cli.main(["eval", str(run_dir)]) == 2
+    assert "holds no question out" in capsys.readouterr().err
+
+
+def test_the_table_has_a_line_for_each_figure():
+    result = {"checkpoint": "x", "version": 3, "eval/reward": 0.123456, "eval/failed_by": {"mixed versions": 2}}
+    assert table(result).splitlines() == [
+        "checkpoint  x", "version     3", "reward      0.1235", "failed_by   mixed versions: 2"
+    ]  # fmt: skip
+    assert json.loads(json.dumps(result)) == result

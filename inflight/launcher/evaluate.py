@@ -1,7 +1,7 @@
 """`inflight eval CHECKPOINT|RUN`: answers a run's held-out questions with one checkpoint, without training.
 
-Starts one generator in a temporary run folder, sends it the checkpoint's weights as a version, which its answers are then
-tagged with, and scores the answers as an evaluation during training does.
+Starts one generator in a temporary run folder, sends it the checkpoint's weights as a version, by which its answers are
+tagged, and scores the answers as an evaluation during training does.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class EvaluationError(RuntimeError):
     """The checkpoint can't be evaluated; one line."""
 
 
+FAILURES = (EvaluationError, LaunchError, PublishError, BusError, ForeignError, Unpatched, ValueError, OSError)
+"""What may end an evaluation that was begun."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when all answers have come, 1 when not, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="inflight eval", description=__doc__.split("\n")[0])
@@ -59,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as eval.sampling.samples=8")
     parser.add_argument("--run", type=Path, help="the run whose configuration applies, for a checkpoint elsewhere")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         run_dir, checkpoint = find(arguments.target, arguments.run)
@@ -70,16 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, CheckpointError) as error:
         print(f"inflight eval: {error}", file=sys.stderr)
         return BAD_INPUT
-    except (
-        EvaluationError,
-        LaunchError,
-        PublishError,
-        BusError,
-        ForeignError,
-        Unpatched,
-        ValueError,
-        OSError,
-    ) as error:
+    except FAILURES as error:
         print(f"inflight eval: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
         return GIVEN_UP
     result = {"checkpoint": str(checkpoint), **result}

@@ -37,7 +37,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Command:
     """A process to start: its name, its kind, what to run and where to log.
 
-    Kinds: `trainer`, `rank` (a further rank of the trainer's), `generator`, `actor`.
+    Kinds: `trainer`, `rank` (a further rank of the trainer's), `generator`, `actor`, `evaluator`.
     """
 
     name: str

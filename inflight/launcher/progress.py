@@ -120,6 +120,8 @@ class Progress:
         if values.get("swaps"):
             gap = f", last gap {_number(values['gap_ms'])} ms" if "gap_ms" in values else ""
             parts.append(f"{values['swaps']} swaps{gap}")
+        if "eval_reward" in values:
+            parts.append(f"held-out {_number(values['eval_reward'])} (version {values['eval_step']})")
         return parts
 
     def _generator_text(self, name: str) -> str:

@@ -117,3 +117,9 @@ def test_a_warning_is_shown_once(progress, capsys):
     said = capsys.readouterr()
     assert said.err.splitlines() == ["inflight launch: trainer: the gate: 16", "inflight launch: trainer: the gate: 32"]
     assert "step 3/8" in said.out
+
+
+def test_the_newest_evaluation_is_shown_with_its_version(progress):
+    progress.update("trainer", {"step": 7, "reward": 0.5, "eval_reward": 0.25, "eval_step": 6})
+    assert "held-out 0.25 (version 6)" in progress.line()
+    assert "held-out 0.25 (version 6)" in rendered(progress)

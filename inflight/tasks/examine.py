@@ -12,7 +12,7 @@ from inflight.config import ConfigError, RunConfig
 from inflight.models import ModelError, prepare
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
-from inflight.tasks.check import require_columns
+from inflight.tasks.check import require_columns, require_held_out
 from inflight.tasks.data.fingerprint import of_text
 
 TRIED = 8
@@ -46,6 +46,8 @@ def examine(config: RunConfig, task: Task) -> Examined | None:
         raise ConfigError(f"model.name={model.name!r}: its tokenizer can't be loaded: {_one_line(error)}") from None
     limit = config.generator.max_model_len
     first = [_askable("", task.item, tokens, limit)]
+    if config.eval.every:
+        require_held_out(task, config.task.name)
     if isinstance(task, HeldOut) and task.held_out_size():
         first.append(_askable("held-out ", task.held_out_item, tokens, limit))
     for item in first if config.rewards else ():

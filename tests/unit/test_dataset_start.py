@@ -104,6 +104,12 @@ def test_a_column_that_a_reward_needs_must_be_there(tmp_path):
         examined(run(tmp_path, rows=chats(3), held_out_path=other))
 
 
+def test_an_evaluation_needs_questions_that_are_held_out(tmp_path):
+    with pytest.raises(ConfigError, match=r"eval\.every is set, and task\.name=dataset holds no question out"):
+        examined(run(tmp_path, "eval.every=2", rows=chats(3)))
+    examined(run(tmp_path, "eval.every=2", rows=chats(3), held_out=0.4))
+
+
 def test_questions_held_out_are_looked_at_too(tmp_path):
     other = lines(tmp_path / "other.jsonl", [{"question": "1"}])
     with pytest.raises(ConfigError, match=r"the only held-out question can't be asked.*other\.jsonl, line 1"):

@@ -90,6 +90,7 @@ def idle_with(idle):
         "gate.max_token_lag": {"trainer": {"synchronous": True}, "gate": {"max_lag": 0}},
         "generator.share_prefix_across_versions": {"generator": {"prefix_caching": False}},
         "trainer.micro_batch": {"trainer": {"micro_batch_tokens": 256}},
+        "eval.best_by": {"eval": {"every": 3, "keep_best": False}},
         "gate.stale_retries": {"gate": {"on_stale": "drop"}},
         "launch.restart_delay_s": {"launch": {"restarts": 0}},
     }

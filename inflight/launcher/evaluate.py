@@ -110,7 +110,12 @@ def overridden(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def alone(config: RunConfig, checkpoint: Path, folder: str) -> RunConfig:
-    """The configuration of one generator that serves the checkpoint, and of nobody else, in a folder of its own."""
+    """The configuration of one generator that serves the checkpoint, and of nobody else, in a folder of its own.
+
+    Raises ConfigError for a run of adapters, whose checkpoints are no whole model.
+    """
+    if config.trainer.adapter:
+        raise ConfigError("a checkpoint of adapters (trainer.lora) can't be evaluated alone: its run can (eval.every)")
     model, served = config.model, config.model.served_name or config.model.name
     return replace(
         config,

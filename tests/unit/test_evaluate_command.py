@@ -57,6 +57,12 @@ def test_one_generator_serves_the_checkpoint_under_its_step(run_dir, tmp_path):
     assert (other.start_version, other.start_model) == (0, str(tmp_path / "exported"))
 
 
+def test_a_checkpoint_of_adapters_is_refused(run_dir, tmp_path):
+    config = overridden(make_config(run_dir), ["trainer.lora.rank=4"])
+    with pytest.raises(ConfigError, match=r"a checkpoint of adapters \(trainer.lora\) can't be evaluated alone"):
+        alone(config, checkpoint(run_dir / "best" / "step-000012"), str(tmp_path / "alone"))
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -1,4 +1,5 @@
-"""A model hub on loopback, for the real huggingface_hub client: repositories whose revisions are folders here."""
+"""A hub of models and data sets on loopback, for the real huggingface_hub client: repositories whose revisions are
+folders here."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import hashlib
 import json
 import re
 import threading
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +32,7 @@ class HubServer:
     """What it has, and what it was asked for: `METHOD path`."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
+    """By `owner/name`, of data sets `datasets/owner/name`."""
     asked: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -76,30 +79,46 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self.body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self._answer()
+
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
         self.server_state.asked.append(f"{self.command} {path}")
         found = re.fullmatch(
-            r"/(api/models/)?(?P<id>[^/]+/[^/]+)/(?P<what>revision|tree|resolve|lfs)/(?P<at>[^/]+)(/(?P<file>.*))?",
+            r"/(api/(models/)?)?(?P<id>(datasets/)?[^/]+/[^/]+)"
+            r"(/(?P<what>revision|tree|paths-info|resolve|lfs)/(?P<at>[^/]+)(/(?P<file>.*))?)?",
             path,
         )
         repository = self.server_state.repositories.get(found["id"]) if found else None
         if found is None or repository is None:
             self._refuse(401, "RepoNotFound", "Invalid username or password.")  # as for whoever is not logged in
             return
-        commit = repository.branches.get(found["at"], found["at"])
+        at = found["at"] or "main"
+        commit = repository.branches.get(at, at)
         folder = repository.commits.get(commit)
         if folder is None:
             self._refuse(404, "RevisionNotFound", f"Invalid rev id: {found['at']}")
-        elif found["what"] == "revision":
+        elif found["what"] in ("revision", None):
             names = [{"rfilename": name} for name in _files(folder)]
             self._json({"id": found["id"], "sha": commit, "siblings": names, "gated": repository.gated})
         elif repository.gated:
             self._refuse(403, "GatedRepo", "Access to this model is restricted")
         elif found["what"] == "tree":
-            self._json([_entry(folder, name) for name in _files(folder)])
+            query = urllib.parse.parse_qs(self.path.partition("?")[2].lower())
+            self._json(_tree(folder, found["file"] or "", recursive=query.get("recursive") != ["false"]))
+        elif found["what"] == "paths-info":
+            asked = self._paths()
+            self._json([_entry(folder, name) for name in _files(folder) if name in asked])
         else:
             self._file(found, folder, commit)
+
+    def _paths(self) -> list[str]:
+        """Those that a request asks about, in a form or as JSON."""
+        if self.headers["Content-Type"].startswith("application/json"):
+            return list(json.loads(self.body)["paths"])
+        return urllib.parse.parse_qs(self.body).get("paths", [])
 
     def _file(self, found: re.Match[str], folder: Path, commit: str) -> None:
         path = folder / found["file"]
@@ -127,12 +146,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
 
 def _files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _tree(root: Path, under: str, *, recursive: bool) -> list[dict[str, object]]:
+    """Entries of a folder, in the folders below as well where that is asked for."""
+    found: list[dict[str, object]] = []
+    for path in sorted((root / under).iterdir()):
+        name = str(path.relative_to(root))
+        if path.is_file():
+            found.append(_entry(root, name))
+        else:
+            found.append({"type": "directory", "path": name, "size": 0, "oid": commit_of(name)})
+            found += _tree(root, name, recursive=True) if recursive else []
+    return found
 
 
 def _oid(path: Path) -> str:

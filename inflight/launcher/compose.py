@@ -56,6 +56,7 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
     require(not config.chosen, "chosen", config.chosen, "the launcher determines it")
+    require(not config.task.contents, "task.contents", config.task.contents, "the launcher determines it")
     return replace(config, run_dir=str(config.path.expanduser().resolve()), chosen=names)
 
 

@@ -26,7 +26,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import devices, environment
 from inflight.launcher.compose import compose
 from inflight.launcher.last_words import last_words
-from inflight.launcher.preflight import ready_to_start
+from inflight.launcher.preflight import ready_to_start, with_data
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
 from inflight.launcher.resume import resumed_config, set_anew
@@ -111,6 +111,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
     config = resumed_config(config)
     if commands is None:
         config = ready_to_start(config)
+    config = with_data(config)
     with RunFolder(config) as folder:
         config = folder.config
         if config.start_version >= config.trainer.steps:

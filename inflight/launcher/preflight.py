@@ -57,8 +57,7 @@ def ready_to_start(config: RunConfig) -> RunConfig:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
     require_server(config.generator.server, config.generator.extra)
-    config = replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
-    return _with_data(config)
+    return replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
 
 
 def _placed(model: ModelConfig) -> ModelConfig:
@@ -129,7 +128,7 @@ def _require_task(config: RunConfig) -> None:
         )
 
 
-def _with_data(config: RunConfig) -> RunConfig:
+def with_data(config: RunConfig) -> RunConfig:
     """The configuration of a task of files with what these hold, and with options that stay; any other one as it is.
     Raises ConfigError when the data can't be read, or hold no question that can be asked."""
     if config.task.name != "dataset" and ":" not in config.task.name:

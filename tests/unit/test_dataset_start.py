@@ -19,6 +19,7 @@ from inflight.launcher.compose import compose
 from inflight.launcher.resume import resumed_config
 from inflight.launcher.run_folder import RunFolder
 from inflight.models import prepare
+from inflight.resources import folder as shipped
 from inflight.tasks import make
 from inflight.tasks.examine import examine
 
@@ -31,13 +32,17 @@ def own_cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", folder)
 
 
+def template(folder):
+    (folder / "t.jinja").write_text(TEMPLATE)
+    return folder / "t.jinja"
+
+
 def run(folder, *more, rows=None, **options):
     """The configuration of a run on a file of chats, as the launcher composes it."""
     file = folder / "data.jsonl"
     if rows is not None:
         lines(file, rows)
-    (folder / "t.jinja").write_text(TEMPLATE)
-    given = {"path": file, "messages": "messages", "chat_template": folder / "t.jinja"} | options
+    given = {"path": file, "messages": "messages", "chat_template": template(folder)} | options
     return compose("tiny", [
         "task.name=dataset", "rewards=[{name: exact_match}]", f"run_dir={folder}/run", *more,
         *(f"+task.options.{name}={value}" for name, value in given.items() if value is not None),
@@ -57,13 +62,13 @@ def examined(config):
 def test_the_launcher_keeps_what_the_data_hold(tmp_path, monkeypatch):
     """In a process of its own, as at each start."""
     monkeypatch.chdir(tmp_path)
-    config = preflight._with_data(run(tmp_path, rows=chats(5), path="data.jsonl"))
+    config = preflight.with_data(run(tmp_path, rows=chats(5), path="data.jsonl"))
     assert config.task.options["path"] == str(tmp_path / "data.jsonl")
     assert set(config.task.contents) == {"task.options.path", "task.options.chat_template", "model.chat_template"}
     assert config == examined(config)
     configuration.save(config)
     assert configuration.load(config.run_dir).task == config.task
-    assert preflight._with_data(compose("tiny", [])).task.contents == {}, "a task without files has none"
+    assert preflight.with_data(compose("tiny", [])).task.contents == {}, "a task without files has none"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,7 @@ def test_data_without_a_question_that_can_be_asked_are_refused(tmp_path, rows, o
 def test_a_refusal_is_the_launchers_one_line(tmp_path):
     says = r"^task\.options\.path='.*/none\.jsonl' does not exist: no file has that name$"
     with pytest.raises(ConfigError, match=says):
-        preflight._with_data(run(tmp_path, path=tmp_path / "none.jsonl"))
+        preflight.with_data(run(tmp_path, path=tmp_path / "none.jsonl"))
 
 
 def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):
@@ -194,3 +199,18 @@ def test_a_process_of_the_run_does_not_take_data_that_have_changed_meanwhile(beg
     scoring = task.options | {"path": str(tmp_path / "gone.jsonl")}
     # Whoever only scores opens no data.
     host(MakeTask(name=task.name, options=scoring, seed=0, contents=task.contents, scores_only=True, limit_s=1.0))
+
+
+def test_the_copyable_configuration_is_one_that_a_folder_of_ones_own_can_hold(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(shipped("configs") / "dataset.yaml", tmp_path)
+    lines(tmp_path / "problems.jsonl", chats(40))
+    config = compose("dataset", ["model.name=tiny", f"+task.options.chat_template={template(tmp_path)}"], tmp_path)
+    found = examined(config)
+    assert set(found.task.contents) == {"task.options.path", "task.options.chat_template", "model.chat_template"}
+    assert (len(make(found.task, 0)), make(found.task, 0).held_out_size()) == (38, 2)
+
+
+def test_what_the_launcher_determines_is_not_for_the_user_to_set():
+    with pytest.raises(ConfigError, match=r"task\.contents=.* is not allowed: the launcher determines it"):
+        compose("tiny", ["+task.contents={a: b}"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ class HubRows:
         """Downloads what the cache does not have. Raises ConfigError when that can't be had."""
         datasets = quiet()
         try:
-            builder = datasets.load_dataset_builder(name, subset or None, revision=revision or None)
+            builder = _at(datasets.load_dataset_builder(name, subset or None, revision=revision or None), revision)
             builder.download_and_prepare()
             table = builder.as_dataset(split=split)
         except Exception as error:  # noqa: BLE001 - of many libraries
@@ -39,3 +40,17 @@ class HubRows:
     def place(self, index: int) -> str:
         """Data set, split and row."""
         return f"{self._name}, {self._split}, row {index + 1}"
+
+
+def _at(builder: Any, revision: str) -> Any:
+    """The builder of a commit. Without a network the library takes the newest commit that its cache has; this one is
+    then taken from the cache by its name, and is missed where its rows are read."""
+    if builder.hash == revision or not re.fullmatch("[0-9a-f]{40}", revision) or builder.base_path:
+        return builder
+    return type(builder)(
+        dataset_name=builder.dataset_name,
+        repo_id=builder.repo_id,
+        config_name=builder.config.name,
+        version=str(builder.config.version),
+        hash=revision,
+    )

@@ -47,7 +47,7 @@ def write(folder):
 def groups(run):
     """The prompt of each group that arrived, by the index of its question."""
     return {
-        index_of(group.group_id): (group.prompt_key, group.rollouts[0].prompt_ids)
+        index_of(group.group_id): (group.prompt_key, list(map(int, group.rollouts[0].prompt_ids)))
         for group in Reader(run.folder / "rollouts" / "rollouts.msgpack")
     }
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel
 
 from inflight.config import RunConfig, TrainerConfig
 from inflight.rollout.gate import GatedGroup
@@ -20,7 +18,7 @@ from inflight.trainer.advantage import advantage_of
 from inflight.trainer.baseline import Baseline
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.coordinator import Coordinator
-from inflight.trainer.logprobs import Scores, score_tokens
+from inflight.trainer.logprobs import Scores
 from inflight.trainer.loss import make_loss
 from inflight.trainer.optimizer import make_optimizer, make_schedule
 from inflight.trainer.policy import Policy
@@ -42,7 +40,7 @@ class Learner:
         policy: Policy,
         config: RunConfig,
         accelerator: Accelerator,
-        reference: PreTrainedModel | None = None,
+        reference: Policy | None = None,
         coordinator: Coordinator | None = None,
         *,
         step: int = 0,
@@ -182,7 +180,9 @@ class Learner:
             return self._score(self.policy.score_base, batch).logprobs
         if self._reference is None:
             return None
-        return self._score(functools.partial(score_tokens, self._reference), batch).logprobs
+        scores = self._score(self._reference.score, batch)
+        self._reference.reshard()
+        return scores.logprobs
 
     def step(self, *, last: bool = True) -> float:
         """Clips, steps and clears the gradient; returns its norm before clipping. No step is taken if that is not

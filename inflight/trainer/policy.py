@@ -113,6 +113,7 @@ def load_policy(
             torch.float32,
             device,
             bfloat16=bfloat16,
+            trained=True,
             attention=attention,
             trust_remote_code=trust_remote_code,
         )
@@ -127,17 +128,23 @@ def load_policy(
     return policy
 
 
-def reference(config: RunConfig, directory: Path, device: torch.device) -> PreTrainedModel | None:
-    """The model that the run started from, if the objective measures a KL divergence from it; it is not trained."""
+def reference(config: RunConfig, directory: Path, device: torch.device) -> Policy | None:
+    """The model that the run started from, if the objective measures a KL divergence from it; it is not trained, and
+    sharded as the policy is."""
     objective = config.trainer.objective
     if not objective.kl or objective.kl_reference != "start" or config.trainer.adapter:  # an adapter's is its own base
         return None
-    dtype, trusted = torch.bfloat16 if config.trainer.autocast else torch.float32, config.model.trust_remote_code
+    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
     attention = attention_for(device, dtype, packing=config.trainer.packing)
-    return load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted).requires_grad_(False)
+    place: dict[str, Any] = {"attention": attention, "trust_remote_code": config.model.trust_remote_code}
+    if config.trainer.processes > 1:
+        return _sharded(directory, dtype, device, bfloat16=False, trained=False, **place)
+    return Policy(load_model(directory, dtype, device, **place).requires_grad_(False))
 
 
-def _sharded(directory: Path, dtype: torch.dtype, device: torch.device, *, bfloat16: bool, **place: Any) -> Policy:
+def _sharded(
+    directory: Path, dtype: torch.dtype, device: torch.device, *, bfloat16: bool, trained: bool, **place: Any
+) -> Policy:
     """A model of which each rank holds a shard in `dtype`; with `bfloat16` it is gathered in that for computing."""
     from inflight.trainer.sharding import shard
 
@@ -146,6 +153,6 @@ def _sharded(directory: Path, dtype: torch.dtype, device: torch.device, *, bfloa
     fill: Callable[[nn.Module], None] = files.fill
     if not files.cover():  # the files have other names for it, or lack a tensor: only transformers knows
         model, fill = load_model(directory, dtype, torch.device("cpu"), **place), lambda _: None
-    policy = Policy(model)
+    policy = Policy(model.requires_grad_(trained))
     shard(policy.scorer, model, fill, bfloat16=bfloat16, device=device)
     return policy

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rollout_samples import make_config
 from test_trainer_packing import sequences
 
+from inflight.config import ObjectiveConfig, TrainerConfig
 from inflight.sampling import Sampling
 from inflight.trainer.checkpoint.snapshot import model_tensors
-from inflight.trainer.policy import Policy, load_policy
+from inflight.trainer.policy import Policy, load_policy, reference
 from inflight.trainer.sharding import form_group
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -53,6 +55,15 @@ def main(rank: int, store: str, out: Path, directories: list[Path]) -> None:
         for way, settings in WAYS.items():
             policy = load_policy(directory, device=cpu, sharded=True, **({"bfloat16": False} | settings))
             found[directory.name, way] = measured(policy, 3 * 17, settings.get("packing", False), 2, rank)
+    config = make_config(out)
+    settings = TrainerConfig(processes=2, autocast=False, objective=ObjectiveConfig(kl=0.1))
+    object.__setattr__(config, "trainer", settings)
+    start = reference(config, directories[0], cpu)
+    assert start is not None
+    with torch.no_grad():
+        found["reference"] = start.score(sequences((9, 2, 6, 1), kept=False), Sampling()).logprobs
+    start.reshard()
+    found["reference local"] = sum(each.to_local().numel() for each in start.master.parameters())
     torch.save(found, out / f"{rank}.pt")
     dist.destroy_process_group()
 

@@ -234,7 +234,8 @@ def test_learning_raises_the_probability_of_what_was_rewarded(tiny_model, tmp_pa
 
 def test_the_divergence_holds_the_policy_at_its_reference(tiny_model, tmp_path):
     """Its gradient is zero where the policy is the reference, and leads back to it from elsewhere."""
-    start = load_policy(tiny_model, bfloat16=False, device=torch.device("cpu")).master.requires_grad_(False)
+    start = load_policy(tiny_model, bfloat16=False, device=torch.device("cpu"))
+    start.master.requires_grad_(False)
     kept = ObjectiveConfig(name="reinforce", kl=1.0, kl_estimator="k2")
     learner = make_learner(tiny_model, tmp_path, reference=start, objective=kept, learning_rate=1e-4)
     batch = sequences((4, 4))

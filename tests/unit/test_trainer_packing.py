@@ -152,7 +152,8 @@ def test_a_learner_computes_the_same(tiny_model, tmp_path, settings):
         with torch.no_grad():
             for parameter in start.master.parameters():
                 parameter.mul_(1.01)
-        learner = Learner(policy, config, Accelerator(cpu=True), start.master.requires_grad_(False))
+        start.master.requires_grad_(False)
+        learner = Learner(policy, config, Accelerator(cpu=True), start)
         shapes = computed(policy.master.base_model, start.master.base_model)
         loss, stats = learner.backward(sequences(kept=False), lambda: False)
         models = 2 if "kl" in settings else 1

@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from sharded_ranks import WAYS, measured
+from test_trainer_packing import sequences
 from transformers import AutoModelForCausalLM
 
 from inflight.models import prepare
+from inflight.sampling import Sampling
 from inflight.trainer.loading import load_model
 from inflight.trainer.policy import load_policy
 from inflight.trainer.shards import WeightFiles, blank_model
@@ -74,6 +76,16 @@ def test_two_ranks_hold_and_compute_what_one_does(directories, ranks, number, wa
         assert error < (3e-2 if settings["bfloat16"] else 1e-5), name
     parameters = sum(each.numel() for each in policy.master.parameters())
     assert max(each["local"] for each in got) <= parameters // 2 + 17 * 128
+
+
+def test_the_reference_is_sharded_as_well(directories, ranks):
+    policy = load_policy(directories[0], bfloat16=False, device=CPU)
+    with torch.no_grad():
+        whole = policy.score(sequences((9, 2, 6, 1), kept=False), Sampling()).logprobs
+    parameters = sum(each.numel() for each in policy.master.parameters())
+    for each in ranks:
+        torch.testing.assert_close(each["reference"], whole, rtol=1e-5, atol=1e-6)
+        assert each["reference local"] <= parameters // 2 + 17 * 128
 
 
 def test_a_blank_model_has_no_values_and_is_the_same_otherwise(tiny_model):

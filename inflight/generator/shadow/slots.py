@@ -1,13 +1,13 @@
-"""The shadow of a LoRA adapter, on CPU and CUDA alike: the base stays, a swap exchanges two slot numbers.
+"""The shadow of a LoRA adapter, on CPU and CUDA: the base does not change, a swap exchanges two slot numbers.
 
-vLLM keeps the matrices of all adapters in stacks, `[slots, 1, rank, in]` and `[slots, 1, out, rank]` a layer, and a
-list that says which adapter's id lies in which slot. Before each step it looks the ids of the batch up in that list and
-writes slot numbers into buffers of fixed addresses, which is all that kernels and captured CUDA graphs read. So an
-adapter gets two slots under two ids, of which requests name the first; a version is written into the slot of the
-second, and a swap exchanges the two entries of the list. No weight moves, nothing is captured again.
+vLLM keeps the matrices of all adapters in stacks, `[slots, 1, rank, in]` and `[slots, 1, out, rank]` per layer, and a
+list of the adapter id in each slot. Before each step it looks the ids of the batch up in that list and writes slot
+numbers into buffers of fixed addresses, which is all that kernels and captured CUDA graphs read. So an adapter gets two
+slots under two ids, of which requests use the first; a version is written into the slot of the second, and a swap
+exchanges the two entries of the list. No weight moves, nothing is captured again.
 
-Which bytes go where is learnt from vLLM's own `set_lora`, run on shapes only (loader_trace.py): packed projections,
-tensor-parallel slices and ranks below the slots' own come out as vLLM has them.
+Which bytes go where is traced from vLLM's own `set_lora`, run on shapes only (loader_trace.py): packed projections,
+tensor-parallel slices and ranks below the slots' own are laid out as in vLLM.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inflight.weights.receive.shadow import TornWeights, Unfit
 from inflight.weights.source import WIRE_DTYPES
 
 SECOND = 1 << 19
-"""Added to an adapter's id: the id under which its second slot is held. No request names it."""
+"""Added to an adapter's id: the id of its second slot. No request uses it."""
 _NAME = re.compile(r"(.+)\.lora_([AB])\.weight")
 BASE = SECOND - 1 + (1 << 20)
 """The id under which the last slot is held at zero, where kernels take rows of the base, of slot -1, for rows of the
@@ -63,13 +63,13 @@ class SlotShadow:
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._swapped = torch.cuda.Event() if self._cuda else None
-        """Recorded behind the last step that read the slot to be written."""
+        """Recorded after the last step that read the slot to be written."""
         self._manifest: Manifest | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._copies: dict[int, Copies] = {}
-        """By slot, for the manifest that is agreed on."""
+        """Slot → copies for the current manifest."""
         self._written: dict[int, Manifest] = {}
-        """Slot → the manifest of what it holds; another one may leave other matrices zero."""
+        """Slot → the manifest of its content; another manifest may leave other matrices zero."""
         self._built = False
 
     @property
@@ -91,7 +91,7 @@ class SlotShadow:
         return self._buffer
 
     def build(self) -> None:
-        """Copies what was received into the slot that does not compute; returns when it is there."""
+        """Copies the received bytes into the slot that does not compute; returns when the copies are done."""
         assert self._manifest is not None
         _, slot = self.slots
         if self._stream is None:
@@ -121,7 +121,7 @@ class SlotShadow:
         return time.perf_counter() - started
 
     def discard(self) -> None:
-        """Forgets what was built and not swapped: every version writes all of its slot."""
+        """Discards a version that was built and not swapped: every version writes all of its slot."""
         self._built = False
 
     @torch.inference_mode()
@@ -150,7 +150,7 @@ class SlotShadow:
 
 
 def hold(manager: Any, adapter: int, slot: int) -> None:
-    """Has an adapter of zeros lie in a slot for good: it is never evicted."""
+    """Keeps an adapter of zeros in a slot permanently: it is never evicted."""
     from vllm.lora.lora_model import LoRAModel
 
     manager._registered_adapters[adapter] = LoRAModel(adapter, manager.lora_config.max_lora_rank, {})
@@ -169,7 +169,7 @@ def _free_slot(manager: Any) -> int:
 
 
 def _load(manager: Any, tensors: dict[str, torch.Tensor], rank: int, slot: int) -> None:
-    """What vLLM does to put an adapter's tensors into a slot; B is scaled already, so alpha is the rank."""
+    """Puts an adapter's tensors into a slot as vLLM does; B is scaled already, so alpha is the rank."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 

@@ -1,4 +1,4 @@
-"""Versions from files: what offline use, tests and benches give a shadow instead of a publisher's bytes."""
+"""Versions from files, for offline use, tests and benches: they replace a publisher's bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Staging:
     def __init__(self, shadow: Shadow) -> None:
         self._shadow = shadow
         self.version: int | None = None
-        """What is built and no commit has taken yet."""
+        """The version that is built and not committed yet."""
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -33,11 +33,11 @@ class Staging:
             try:
                 self._fill(path)
                 self.version = version
-            except BaseException as error:  # noqa: BLE001 - raised to whoever asks for the outcome
+            except BaseException as error:  # noqa: BLE001 - raised again by `staged`
                 self._shadow.discard()
                 self._error = error
 
-        # Always in a thread of its own, so that file and transport exercise the same threading.
+        # Always in a thread of its own, so that weights from a file are built by the same threading as received ones.
         self._thread = threading.Thread(target=stage, name="inflight stage", daemon=True)
         self._thread.start()
         if wait:

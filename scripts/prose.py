@@ -72,16 +72,11 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
     yield first, "\n".join(lines)
 
 
-def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """String literals, docstrings among them. Of an f-string, values that are put in count as `{}`."""
-    if isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
-        yield node.lineno, "".join(map(str, parts))
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield node.lineno, node.value
-    else:
-        for child in ast.iter_child_nodes(node):
-            yield from _strings(child)
+def _strings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """String literals, docstrings among them; of an f-string, the pieces between its values."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
 
 
 def found(text: str) -> Iterator[tuple[int, str, str]]:

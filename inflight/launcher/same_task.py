@@ -1,4 +1,4 @@
-"""Whether a run that goes on asks what it asked before."""
+"""Whether a resumed run has the same questions as before."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from inflight.config import ConfigError, RunConfig
 
 
 def require_same_task(before: RunConfig, now: RunConfig) -> None:
-    """Raises ConfigError naming what differs: the task, one of its options, or what a file holds.
+    """Raises ConfigError that names the difference: the task, one of its options, or the content of a file.
 
-    An option that names files is compared by what they hold (TaskConfig.contents), so that files may have moved.
+    An option that names files is compared by their content (TaskConfig.contents), so that files may have moved.
     """
     was, task = before.task, now.task
     began = f"the run in {now.path} began with"

@@ -40,7 +40,7 @@ class Census:
 
 
 def census(path: Path) -> Census:
-    """Reads the file once, a group at a time. What is damaged ends the census, and is told in `torn`."""
+    """Reads the file once, group by group. Damage ends the census, and is reported in `torn`."""
     counted = Census()
     if not path.is_file():
         return counted
@@ -106,8 +106,8 @@ def bands(path: Path, counted: Census, training: Training, texts: Texts | None) 
 
 
 class _Budget:
-    """What one of so many stretches may take. The first sequence that it does not suffice for ends the stretch: to go
-    on with shorter ones would show long sequences less often than they are."""
+    """The limit of one of several stretches. The first sequence that exceeds it ends the stretch: continuing with
+    shorter ones would show long sequences less often than they occur."""
 
     def __init__(self, stretches: int) -> None:
         self.spent = False

@@ -108,6 +108,8 @@ def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[st
         "return_tokens_as_token_ids": True,
         **({"stop": config.stop} if config.stop else {}),
         **({"model": model} if model else {}),
+        **({"stop_token_ids": config.stop_token_ids} if config.stop_token_ids else {}),
+        **({"ignore_eos": True} if config.ignore_eos else {}),
     }
 
 

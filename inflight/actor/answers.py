@@ -90,12 +90,12 @@ class Answers:
         """A new sample, before its first request."""
         return Answer(Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"]))
 
-    async def finish(self, answer: Answer, prompt_ids: list[int], seed: int) -> Turn:
+    async def finish(self, answer: Answer, prompt_ids: list[int], seed: int | None) -> Turn:
         """Sends requests until the sample is complete; returns the complete sequence.
 
         Raises Retry when ATTEMPTS in a row brought no token, Rejected, Unpatched or NoGenerator.
         """
-        request = self._request | {"prompt": prompt_ids, "seed": seed}
+        request = self._request | {"prompt": prompt_ids} | ({} if seed is None else {"seed": seed})
         avoid: list[str] = []
         fruitless = 0
         while True:

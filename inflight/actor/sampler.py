@@ -31,7 +31,7 @@ class Sampler:
     def __init__(
         self,
         config: RolloutConfig,
-        seed: int,
+        seed: int | None,
         foreign: Foreign,
         session: aiohttp.ClientSession,
         pool: Pool,
@@ -39,7 +39,8 @@ class Sampler:
         max_model_len: int,
         model: str = "",
     ) -> None:
-        """`max_model_len`: most tokens of prompt and completion that the generators accept."""
+        """Without a `seed` requests have none. `max_model_len`: most tokens of prompt and completion that the
+        generators accept."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
@@ -89,7 +90,7 @@ class Sampler:
             pieces=answer.pieces,
         )
 
-    async def _turn(self, answer: Answer, prompt_ids: list[int], seed: int) -> Turn:
+    async def _turn(self, answer: Answer, prompt_ids: list[int], seed: int | None) -> Turn:
         """The finished sample. Raises GroupLost or Unpatched."""
         try:
             return await self.answers.finish(answer, prompt_ids, seed)
@@ -118,6 +119,8 @@ class Sampler:
                     raise
                 await asyncio.sleep(pause)
 
-    def _seed_of(self, rollout_id: str) -> int:
+    def _seed_of(self, rollout_id: str) -> int | None:
         """A separate sampling seed for each sample, the same in every run with the same seed."""
+        if self._seed is None:
+            return None
         return int.from_bytes(blake2b(f"{self._seed}:{rollout_id}".encode(), digest_size=8).digest()) >> 1

@@ -9,6 +9,8 @@ from inflight.config.checks import MAX_PROCESSES, require, require_fields
 
 MAX_RETRIES = 1000
 """Largest `gate.stale_retries`."""
+MAX_TOKEN_ID = 1 << 24
+SEEDS = ("auto", "always", "never")
 MAX_GROUP = 4096
 """Largest group that a types.RolloutGroup can hold."""
 
@@ -69,6 +71,13 @@ class RolloutConfig(Sampling):
     the trainer computes its own set (docs/decisions/007-kept-sets.md)."""
     stop: list[str] = field(default_factory=list)
     """Texts that end a completion; the text is part of the completion."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Tokens that end a completion, beside the model's end tokens; the token is part of the completion."""
+    ignore_eos: bool = False
+    """Continue after the model's end tokens, up to `max_tokens`."""
+    seeds: str = "auto"
+    """Whether each request has a sampling seed of its own, which costs vLLM a Python loop per step. `auto`: if
+    `gate.on_stale` is `retry`, which samples a question again with the same seeds; `always`, `never`."""
     concurrency: int = 4
     """Most groups that an actor has in flight."""
     token_timeout_s: float = 300.0
@@ -99,6 +108,9 @@ class RolloutConfig(Sampling):
         fits = 2 <= self.group_size <= MAX_GROUP
         require(fits, "rollout.group_size", self.group_size, f"2 (advantages are relative) to {MAX_GROUP}")
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
+        fits = all(0 <= each < MAX_TOKEN_ID for each in self.stop_token_ids)
+        require(fits, "rollout.stop_token_ids", self.stop_token_ids, f"ids of tokens, 0 to {MAX_TOKEN_ID - 1}")
+        require(self.seeds in SEEDS, "rollout.seeds", self.seeds, ", ".join(SEEDS))
         require(all(self.stop), "rollout.stop", self.stop, "texts of at least one character")
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM raises lower values to this
         require_fields(self, "rollout", "token_timeout_s reward_timeout_s buffer_mib")

@@ -110,6 +110,13 @@ def worker_of(config: RunConfig, *, cpu: bool) -> str:
     return CPU_WORKER if cpu else CUDA_WORKER
 
 
+def _engine_seed(config: RunConfig, name: str) -> int:
+    """A different one for each generator: where requests have no seeds, two generators with the same seed would draw
+    the same samples for a group."""
+    names = config.generator_names()
+    return (config.seed + (names.index(name) if name in names else 0)) % (1 << 32)
+
+
 def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
     """vLLM's engine arguments for generator `name`; `generator.extra` overrides all but those of OWN."""
     generator = config.generator
@@ -136,7 +143,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         "dtype": config.model.dtype,
         "trust_remote_code": config.model.trust_remote_code,
         "load_format": "auto",  # not "dummy": random weights are not those of the start version
-        "seed": config.seed,
+        "seed": _engine_seed(config, name),
         "tensor_parallel_size": generator.tensor_parallel_size,
         "max_model_len": generator.max_model_len,
         "max_num_seqs": generator.max_num_seqs,

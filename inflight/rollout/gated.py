@@ -16,6 +16,7 @@ class SequenceDrop(StrEnum):
     STALE = "too few fresh tokens"
     OLDEST = "oldest token too old"
     MEAN = "too old on average"
+    TRUNCATED = "cut off by length"
 
 
 AGED = frozenset({SequenceDrop.STALE, SequenceDrop.OLDEST, SequenceDrop.MEAN})

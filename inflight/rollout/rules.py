@@ -21,6 +21,7 @@ RULES = {
     name: f"inflight.rollout.rules:{name}"
     for name in (
         "token_lag", "trained_share", "oldest_lag", "mean_lag", "whole_group", "smallest_group", "uniform_rewards",
+        "truncated",
     )
 }  # fmt: skip
 
@@ -66,6 +67,17 @@ def uniform_rewards(group: GatedGroup, *, tolerance: float = 0.0) -> GatedGroup:
     2503.14476)."""
     spread = max(group.rewards) - min(group.rewards)
     return drop_group(group, GroupDrop.UNIFORM) if spread <= tolerance else group
+
+
+def truncated(group: GatedGroup) -> GatedGroup:
+    """Masks all tokens of sequences that `rollout.max_tokens` or `generator.max_model_len` cut off, and drops these;
+    their rewards count for the baseline (overlong filtering of DAPO, arXiv 2503.14476, section 3.4)."""
+
+    def cut_off(member: GatedRollout) -> bool:
+        return member.rollout.turn.finish_reason == "length"
+
+    masked = mask_tokens(group, lambda member: [not cut_off(member)] * len(member.mask), SequenceDrop.TRUNCATED)
+    return drop_members(masked, cut_off, SequenceDrop.TRUNCATED)
 
 
 # --- what rules are made of --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The gate: masks by lag alone, drops with a reason, loses no member."""
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,6 +157,23 @@ def test_and_by_the_share_that_is_masked():
     assert kept(gated) == ["g/0", "g/2"]
     assert gated.masked == {"too old": 2}, "masked before the member was dropped"
     assert kept(gate(members(FRESH, MIXED, OLD), 9, rules[0])) == ["g/0", "g/1", "g/2"]
+
+
+def test_sequences_that_were_cut_off_by_length_are_left_out_and_counted():
+    """For no reason of age: the group is not sampled again for it. Their rewards count for the baseline."""
+    group = members(FRESH, MIXED, FRESH)
+    first = group.rollouts[0]
+    cut = msgspec.structs.replace(first, turn=msgspec.structs.replace(first.turn, finish_reason="length"))
+    group = msgspec.structs.replace(group, rollouts=[cut, *group.rollouts[1:]])
+    gated = gate(group, 9, {"name": "truncated"})
+    assert kept(gated) == ["g/1", "g/2"]
+    assert gated.masked == {"cut off by length": 4}
+    assert gated.members_dropped == {"cut off by length": 1}
+    assert gated.rewards == [0.0, 1.0, 2.0]
+    both = msgspec.structs.replace(group, rollouts=[cut, msgspec.structs.replace(cut, rollout_id="g/1")])
+    gated = gate(both, 9, {"name": "truncated"})
+    assert gated.dropped == "fewer than 2 usable rollouts"
+    assert not gated.stale
 
 
 def test_what_is_masked_stays_masked():

@@ -159,6 +159,7 @@ def test_numeric_match():
     assert value(plain, "no idea", answer=42) == 0.0
     assert value(plain, "42", answer=None) is None
     assert value(reward("numeric_match", tolerance=0.01), "3.14", answer=math.pi) == 1.0
+    assert value(reward("numeric_match", tolerance=0.01), "3.18", answer=math.pi) == 0.0
     assert value(plain, "3.14", answer=math.pi) == 0.0
     assert value(reward("numeric_match", pattern=r"answer: (\S+)"), "answer: 7, of 9", answer=7) == 1.0
     with pytest.raises(ValueError, match="column answer holds no number: 'abc'"):

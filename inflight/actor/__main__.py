@@ -52,7 +52,8 @@ async def work(config: RunConfig, name: str) -> bool:
             async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
                 room = config.generator.max_model_len
                 named = config.trainer.adapter
-                sampler = Sampler(config.rollout, config.request_seed, code, session, pool, max_model_len=room, model=named)
+                seed = config.rollout.request_seed(config.seed, config.gate.on_stale)
+                sampler = Sampler(config.rollout, seed, code, session, pool, max_model_len=room, model=named)
                 actor = Actor(
                     name,
                     link,

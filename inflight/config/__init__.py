@@ -202,12 +202,6 @@ class RunConfig:
         """Groups that may be in flight or buffered at once, computed from `max_lag` and the step size."""
         return (self.gate.max_lag + 1) * self.trainer.groups_per_step
 
-    @property
-    def request_seed(self) -> int | None:
-        """What the sampling seeds of requests are derived from; None: requests have no seed (`rollout.seeds`)."""
-        needed = self.rollout.seeds == "always" or (self.rollout.seeds == "auto" and self.gate.on_stale == "retry")
-        return self.seed if needed else None
-
     def generator_names(self) -> list[str]:
         """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""
         return [f"g{i}" for i in range(self.generator.count)]

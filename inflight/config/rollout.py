@@ -133,6 +133,11 @@ class RolloutConfig(Sampling):
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, name) <= 2, f"rollout.{name}", getattr(self, name), "-2 to 2")
 
+    def request_seed(self, seed: int, on_stale: str) -> int | None:
+        """What the sampling seeds of requests are derived from, given the run's `seed` and `gate.on_stale`; None:
+        requests have no seed."""
+        return seed if self.seeds == "always" or (self.seeds == "auto" and on_stale == "retry") else None
+
 
 @dataclass(frozen=True)
 class GateConfig:

@@ -70,7 +70,7 @@ class Room:
                 link = stack.enter_context(Link(self.config.endpoint("rollouts"), "a0", self.config.bus))
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
                 room = self.config.generator.max_model_len
-                seed = self.config.request_seed
+                seed = self.config.rollout.request_seed(0, self.config.gate.on_stale)
                 self.sampler = Sampler(self.config.rollout, seed, self.code, session, self.pool, max_model_len=room)
                 self.actor = Actor(
                     "a0",

@@ -37,8 +37,8 @@ def test_bounds(options, says):
     ("seeds", "on_stale", "wanted"),
     [("auto", "retry", 0), ("auto", "drop", None), ("always", "drop", 0), ("never", "retry", None)],
 )
-def test_seeds_are_for_questions_that_are_sampled_again(tmp_path, seeds, on_stale, wanted):
-    assert make_config(tmp_path, on_stale=on_stale, seeds=seeds).request_seed == wanted
+def test_seeds_are_for_questions_that_are_sampled_again(seeds, on_stale, wanted):
+    assert RolloutConfig(seeds=seeds).request_seed(0, on_stale) == wanted
 
 
 @pytest.mark.parametrize(("seeds", "has"), [("never", False), ("always", True)])

@@ -148,9 +148,9 @@ def _row(group: Asked, answer: Answer, count: int, stretch: int) -> dict[str, An
         "finished": number(rollout.finished),
         "count": len(turn.token_ids),
         "spans": [] if answer.versions is None else [[s.start, s.version] for s in turn.token_versions],
-        "ids": turn.token_ids[:count],
+        "ids": [int(each) for each in turn.token_ids[:count]],
         "texts": None if answer.texts is None else answer.texts[:count],
-        "logprobs": [round(each, 3) if math.isfinite(each) else None for each in turn.logprobs[:count]],
+        "logprobs": [round(float(each), 3) if math.isfinite(each) else None for each in turn.logprobs[:count]],
     }
 
 

@@ -109,7 +109,7 @@ def test_a_schedule_that_no_run_can_have_is_refused(name):
 @pytest.mark.parametrize("override", ["trainer.schedule.name=cosine", "+trainer.schedule.options.num_cycles=2"])
 def test_the_launcher_has_a_schedule_looked_at_before_a_run_begins(monkeypatch, override):
     looked = []
-    monkeypatch.setattr(preflight, "_look", lambda *asked: looked.append(asked) or preflight._Looked(2, ["no"]))
+    monkeypatch.setattr(preflight, "_look", lambda *asked: looked.append(asked) or preflight._Looked(2, ["no"], None))
     with pytest.raises(ConfigError, match="no"):
         preflight._require_named(compose("tiny", [override]))
     preflight._require_named(compose("tiny", ["trainer.warmup_steps=3"]))

@@ -23,7 +23,7 @@ from inflight.launcher import preflight
 from inflight.launcher.compose import compose
 from inflight.prompts import Chat
 from inflight.rollout.gate import gate_group
-from inflight.tasks.check import usable_task
+from inflight.tasks.check import require_columns, usable_task
 from inflight.trainer.report import rewards_and_lags
 from inflight.types import PrefillSpan, Turn, VersionSpan
 
@@ -153,12 +153,18 @@ def test_a_task_without_a_score_and_a_column_that_is_not_there_are_refused(tmp_p
         usable_task(config)
     with pytest.raises(ConfigError, match=r"'dataset' has no score"):
         usable_task(replace(config, rewards=[RewardConfig("task")]))
+    wrong, right = (
+        replace(config, rewards=[RewardConfig("exact_match", options=each)]) for each in ({}, {"column": "gold"})
+    )
     with pytest.raises(ConfigError, match=r"needs the column answer, which task dataset does not have: gold"):
-        usable_task(replace(config, rewards=[RewardConfig("exact_match")]))
-    usable_task(replace(config, rewards=[RewardConfig("exact_match", options={"column": "gold"})]))
+        require_columns(wrong, usable_task(wrong).item(0))
+    require_columns(right, usable_task(right).item(0))
+    with pytest.raises(ConfigError, match="needs the column gold, which task addition does not have: answer"):
+        usable_task(replace(right, task=TaskConfig("addition")))
     data.write_text('{"q": "1", "prompts": 1}\n')
+    taken = replace(config, rewards=[RewardConfig("reward_samples:soon")])
     with pytest.raises(ConfigError, match="has a column prompts, a name that rewards are given something else by"):
-        usable_task(replace(config, rewards=[RewardConfig("reward_samples:soon")]))
+        require_columns(taken, usable_task(taken).item(0))
 
 
 def test_what_needs_the_tasks_own_score_is_refused_with_rewards_that_leave_it_out(tmp_path):

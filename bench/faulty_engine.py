@@ -162,7 +162,7 @@ def late_tags(engine: FaultyEngine) -> Iterator[None]:
         return output
 
     with (
-        mock.patch.object(scheduler, "set_weight_version", waiting.append),
+        mock.patch.object(scheduler, "set_weight_version", lambda version, *_: waiting.append(version)),
         mock.patch.object(scheduler, "schedule", schedule_then_stamp),
     ):
         yield

@@ -173,8 +173,7 @@ def _load(manager: Any, tensors: dict[str, torch.Tensor], rank: int, slot: int) 
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    mapper = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    mapper = names_of_adapters(getattr(manager.model, "hf_to_vllm_mapper", None))
     helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
     adapter = LoRAModel.from_lora_tensors(_TRACED, tensors, helper, device="meta", weights_mapper=mapper)
     manager._create_merged_loras_inplace(adapter)
@@ -182,6 +181,20 @@ def _load(manager: Any, tensors: dict[str, torch.Tensor], rank: int, slot: int) 
         weights = manager._get_lora_layer_weights(adapter, name)
         if weights is not None:
             module.set_lora(slot, weights.lora_a, weights.lora_b)
+
+
+def names_of_adapters(mapper: Any) -> Any:
+    """The part of a model's WeightsMapper that renames modules. Without the part that stacks them: an adapter's q, k
+    and v stay apart until vLLM has packed them. None stays None.
+
+    Raises AdapterUnfit for a mapper of a vLLM that has neither of the known methods.
+    """
+    if mapper is None:
+        return None
+    for method in ("get_rename_mapper", "get_unstacked_mapper"):  # since 0.32; in 0.26
+        if hasattr(mapper, method):
+            return getattr(mapper, method)()
+    raise AdapterUnfit(f"this vLLM maps names by {type(mapper).__name__}, which can't be asked for renamings alone")
 
 
 def _rank_of(manifest: Manifest) -> int:

@@ -70,7 +70,7 @@ def _peers(peers: list[list[int]]) -> Iterator[Finding]:
 
 
 def _ipc(gpus: int) -> Iterator[Finding]:
-    """Without CUDA IPC weights can travel over NCCL, which does not join two processes of one GPU."""
+    """Without CUDA IPC weights can be sent over NCCL, which does not join two processes of one GPU."""
     serious, instead = (warn, "publish.transport=nccl") if gpus > 1 else (fail, "a second GPU, publish.transport=nccl")
     try:
         found = ask("ipc", timeout_s=IPC_S)

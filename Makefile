@@ -37,7 +37,7 @@ demo: $(READY)
 # Two worker processes: tests wait for engines and timeouts more than they compute. A file stays in one worker, since
 # its tests share an engine.
 test: $(READY)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(READY)
 	$(PY) -m pytest -m slow $(ARGS)

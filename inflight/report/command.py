@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
             return 0
         target = _target(given.run_dirs, given.html)
         page.write(given.run_dirs, target)
+    except BrokenPipeError:
+        raise  # the reader of the output has enough: cli.py
     except (ValueError, OSError) as error:
         print(f"inflight report: {error}", file=sys.stderr)
         return 2

@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     selection = Selection(name=given.name, reward=given.reward, lag=given.lag, version=given.version)
     try:
         return _show(given.run_dir, selection, limit=given.limit or None, last=given.last, as_json=given.json)
+    except BrokenPipeError:
+        raise  # the reader of the output has enough: cli.py
     except (ValueError, OSError) as error:
         print(f"inflight show: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

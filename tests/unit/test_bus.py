@@ -15,7 +15,7 @@ import zmq
 from inflight.bus import BusError, Link, Listener, Lost, PeerLost, Received
 from inflight.bus.endpoint import HIGH_WATER
 from inflight.config import BusConfig
-from inflight.messages import Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
+from inflight.messages import SCHEMA, Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
 
 QUICK = BusConfig(heartbeat_s=0.05, dead_after_s=0.6)
 
@@ -265,7 +265,7 @@ def test_closing_delivers_what_was_queued(endpoint):
     "frame, reason",
     [
         (b"", "0 bytes"),
-        (bytes([7]) + encode(Commit(version=1))[1:], "schema 7"),
+        (bytes([SCHEMA + 1]) + encode(Commit(version=1))[1:], f"schema {SCHEMA + 1}"),
         (encode(Commit(version=1))[:1] + b"\x82\xa4type\xa5Evil!\xa7version\x01", "not a message"),
         (encode(Abort(version=1, attempt=1, reason="x"))[:-3], "not a message"),
     ],

@@ -11,6 +11,7 @@ import pytest
 from inflight import config as configuration
 from inflight.config import AdvantageConfig, ConfigError
 from inflight.config.effect import IDLE, require_effect
+from inflight.config.lora import LoraConfig
 from inflight.config.pairings import LEARNS_LITTLE, require_sound, warnings
 from inflight.launcher import launch as launching
 from inflight.launcher.compose import compose
@@ -89,6 +90,7 @@ def idle_with(idle):
     other = {
         "gate.max_token_lag": {"trainer": {"synchronous": True}, "gate": {"max_lag": 0}},
         "generator.share_prefix_across_versions": {"generator": {"prefix_caching": False}},
+        "generator.swap": {"trainer": {"lora": LoraConfig(rank=8)}},
         "trainer.micro_batch": {"trainer": {"micro_batch_tokens": 256}},
         "eval.best_by": {"eval": {"every": 3, "keep_best": False}},
         "gate.stale_retries": {"gate": {"on_stale": "drop"}},

@@ -86,7 +86,7 @@ def test_an_unknown_configuration_is_reported_in_one_line():
 
 def test_a_users_configurations_are_listed_too(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults:\n  - tiny\n")
-    with pytest.raises(ConfigError, match=r"'mien'; the configurations are: demo, demo_gpu, mine, tiny$"):
+    with pytest.raises(ConfigError, match=r"'mien'; the configurations are: dataset, demo, demo_gpu, mine, tiny$"):
         compose("mien", [], tmp_path)
 
 

@@ -118,7 +118,7 @@ def test_a_setting_that_brings_it_is_refused_by_name_before_anything_starts(name
 
 @pytest.mark.vllm
 def test_a_setting_that_brings_nothing_of_it_is_taken() -> None:
-    require_extra({"kv_cache_dtype": "auto", "enable_lora": False, "kv_offloading_size": None, "data_parallel_size": 1})
+    require_extra({"kv_cache_dtype": "auto", "kv_offloading_size": None, "data_parallel_size": 1})
 
 
 @pytest.mark.vllm

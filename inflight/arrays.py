@@ -4,7 +4,7 @@ The arrays behave as immutable lists: they have a length, are iterated, indexed 
 of the same numbers. `values` is the numpy array behind them, for code that handles many tokens.
 
 In msgpack an array is its bytes, little endian; a `Sets` is two of them. Encoders take `to_msgpack` as `enc_hook`,
-decoders `from_msgpack` as `dec_hook`; JSON encoders take `to_list`.
+decoders `from_msgpack` as `dec_hook`.
 """
 
 from __future__ import annotations
@@ -54,13 +54,10 @@ class Array(Sequence[Any]):
 
     @classmethod
     def of_bytes(cls, data: Any) -> Self:
-        """The array that `bytes(array)` has made. Raises ValueError for anything else."""
+        """The array whose bytes `to_msgpack` has made. Raises ValueError for anything else."""
         if not isinstance(data, bytes | memoryview) or len(data) % cls.dtype.itemsize:
             raise ValueError(f"not the bytes of {cls.dtype} values")
         return cls(np.frombuffer(data, cls.dtype))
-
-    def __bytes__(self) -> bytes:
-        return self.values.tobytes()
 
     def __len__(self) -> int:
         return len(self.values)
@@ -200,13 +197,6 @@ def to_msgpack(value: Any) -> Any:
         return value.values.view(np.uint8).data
     if isinstance(value, Sets):
         return [value.counts.view(np.uint8).data, value.ids.view(np.uint8).data]
-    raise TypeError(f"objects of type {type(value).__name__} can't be encoded")
-
-
-def to_list(value: Any) -> Any:
-    """The `enc_hook` of JSON. Raises TypeError for any other type."""
-    if isinstance(value, Array | Sets):
-        return value.tolist()
     raise TypeError(f"objects of type {type(value).__name__} can't be encoded")
 
 

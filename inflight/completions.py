@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from inflight.arrays import from_msgpack, to_msgpack
 from inflight.config import RolloutConfig
+from inflight.http_body import bounded_body
 from inflight.types import Count, PrefillSpan, RoutedExperts, Turn, VersionSpan, versions_of_tokens
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -226,9 +227,10 @@ async def complete(
     Raises Retry, Rejected or Unpatched.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
+    too_large = Retry("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
     try:
         async with session.post(f"{url}/v1/completions", json=request, timeout=timeout) as response:
-            status, body = response.status, await _read(response, generator)
+            status, body = response.status, await bounded_body(response, MAX_ANSWER_BYTES, too_large)
     except TimeoutError:
         raise Retry("request timeout", detail=f"{generator}: no answer within {timeout_s:.0f} s") from None
     except (aiohttp.ClientError, OSError) as error:
@@ -254,16 +256,6 @@ def refused(status: int, body: bytes, generator: str) -> Retry | Rejected:
         return Retry(f"http {status}", down=status == 503, detail=detail)
     known = {"context length": TOO_LONG, _NO_JSON: NOT_FINITE}
     return Rejected(next((reason for says, reason in known.items() if says in text), f"http {status}"), detail)
-
-
-async def _read(response: aiohttp.ClientResponse, generator: str) -> bytes:
-    """The body, up to a size limit."""
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise Retry("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(body)
 
 
 async def healthy(session: aiohttp.ClientSession, url: str, timeout_s: float) -> bool:

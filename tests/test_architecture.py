@@ -21,6 +21,7 @@ MAX_FUNCTION_LINES = 60
 # What each part of inflight/ may import of the others. Parts not named may import all (they start things).
 MAY_IMPORT = {
     "arrays": set(),
+    "http_body": set(),
     "types": {"arrays"},
     "config": set(),
     "named": {"config"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "vocabulary": set(),
     "resources": set(),
     "metrics": set(),
-    "completions": {"arrays", "types", "config"},
+    "completions": {"arrays", "http_body", "types", "config"},
     "surroundings": set(),
     "lifeline": set(),
     "processes": {"lifeline", "surroundings"},
@@ -44,8 +45,8 @@ MAY_IMPORT = {
     "bus": {"config", "messages"},
     "patching": {"resources"},
     "prompts": {"models", "vocabulary"},
-    "tasks": {"config", "models", "prompts", "rewards", "types"},
-    "rewards": {"config"},
+    "tasks": {"config", "http_body", "models", "prompts", "rewards", "types"},
+    "rewards": {"config", "http_body"},
     "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
     "rollout": {"arrays", "types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.

@@ -12,15 +12,13 @@ import contextlib
 import logging
 import secrets
 import statistics
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from inflight.actor.foreign import ForeignError, GroupLost
 from inflight.actor.sampler import Sampler
 from inflight.actor.streak import Streak
-from inflight.bus import BusError, Link
+from inflight.bus import BusError, Link, pumped
 from inflight.completions import Unpatched
 from inflight.groups import group_id
 from inflight.messages import (
@@ -102,7 +100,7 @@ class Actor:
         Raises ActorError when the buffer is lost or refuses this actor, when a generator does not tag its tokens, when
         foreign code can't be run any more, or when items have failed for `give_up_after_s` without one success.
         """
-        with self._pump():
+        with pumped(self._link, self._events.put_nowait, "actor link"):
             ticking = asyncio.create_task(self._tick(), name="actor tick")
             try:
                 self._say_hello()
@@ -265,32 +263,6 @@ class Actor:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- from the link's thread and the clock into the queue ---------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _pump(self) -> Iterator[None]:
-        """Runs a thread that moves received messages into the queue; it ends with the context or with the link."""
-        loop, ended = asyncio.get_running_loop(), threading.Event()
-
-        def put(event: Event) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the actor has ended
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        def pump() -> None:
-            while not ended.is_set():
-                try:
-                    message = self._link.receive(_POLL_S)
-                except BusError as error:
-                    put(error)
-                    return
-                if message is not None:
-                    put(message)
-
-        thread = threading.Thread(target=pump, name="actor link", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
 
     async def _tick(self) -> None:
         while True:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inflight.audit.replay import KeptVersions, TransformersReplayer
 from inflight.config.lora import LoraConfig
@@ -27,11 +28,17 @@ class AdapterReplayer(TransformersReplayer):
         device: str = "cpu",
     ) -> None:
         """`settings` are the run's. Raises as TransformersReplayer does, and ConfigError without PEFT."""
+        self._settings = settings
         super().__init__(model_dir, kept, sampling, dtype=dtype, token_by_token=token_by_token, device=device)
-        base = type(self._model).from_pretrained(model_dir, dtype=dtype, attn_implementation="eager")
-        with_adapter(base, settings.rank, settings.target_modules)
-        self._model = base.eval().to(self._device)
-        self._matrices = dict(matrices_of(base))
+        self._matrices = dict(matrices_of(self._model))
+
+    def _make_model(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+        """The base with its weights, and an adapter whose matrices come with each version."""
+        base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=dtype, attn_implementation="eager"
+        )
+        with_adapter(base, self._settings.rank, self._settings.target_modules)
+        return base
 
     def _use(self, state: dict[str, torch.Tensor]) -> None:
         if strange := sorted(state.keys() ^ self._matrices.keys()):

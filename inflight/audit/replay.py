@@ -195,12 +195,16 @@ class TransformersReplayer(Replayer):
         super().__init__(model_dir, kept, sampling)
         self._device = _usable(device)
         self.token_by_token = token_by_token
-        self._model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            self.config, dtype=dtype, attn_implementation="eager"
-        ).to(self._device)
-        self._model.eval()
+        self._model = self._make_model(model_dir, dtype).eval().to(self._device)
         self._caches: dict[int, DynamicCache] = {}
         """KV by job (its identity), as long as the job has segments left."""
+
+    def _make_model(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+        """On the CPU; its weights come with each version."""
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            self.config, dtype=dtype, attn_implementation="eager"
+        )
+        return model
 
     def _use(self, state: dict[str, torch.Tensor]) -> None:
         self._model.load_state_dict(state, strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 
+from inflight.actor.called import all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign, GroupLost
 from inflight.completions import TOO_LONG, Rejected, Retry, complete
@@ -69,15 +70,7 @@ class Asking:
             settled(answered)
             return answered
 
-        tasks = [
-            asyncio.ensure_future(one(index, sample)) for index in range(len(self._asked)) for sample in range(samples)
-        ]
-        try:
-            return await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return await all_of([one(index, sample) for index in range(len(self._asked)) for sample in range(samples)])
 
     async def _question(self, index: int) -> _Asked:
         try:

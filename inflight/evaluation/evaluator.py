@@ -6,11 +6,9 @@ import asyncio
 import contextlib
 import logging
 import secrets
-import threading
-from collections.abc import Iterator
 
 from inflight.actor.foreign import ForeignError
-from inflight.bus import BusError, Link
+from inflight.bus import BusError, Link, pumped
 from inflight.completions import Unpatched
 from inflight.config import EvalConfig
 from inflight.evaluation.answer import Answered
@@ -53,7 +51,7 @@ class Evaluator:
         Raises EvaluatorError when the trainer is gone or refuses this process, when a generator does not tag its
         tokens, and when the task's code can't be run any more.
         """
-        with self._pump():
+        with pumped(self._link, self._events.put_nowait, "evaluator link"):
             greeting = asyncio.create_task(self._greet(), name="evaluator hello")
             try:
                 while (event := await self._events.get()) is not None:
@@ -128,29 +126,3 @@ class Evaluator:
         while True:
             self._send(self._hello)
             await asyncio.sleep(HELLO_EVERY_S)
-
-    @contextlib.contextmanager
-    def _pump(self) -> Iterator[None]:
-        """A thread moves what the link receives into the queue; it ends with the context or with the link."""
-        loop, ended = asyncio.get_running_loop(), threading.Event()
-
-        def put(event: AnyMessage | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
-                loop.call_soon_threadsafe(self._events.put_nowait, event)
-
-        def pump() -> None:
-            while not ended.is_set():
-                try:
-                    message = self._link.receive(_POLL_S)
-                except BusError as error:
-                    put(error)
-                    return
-                if message is not None:
-                    put(message)
-
-        thread = threading.Thread(target=pump, name="evaluator link", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()

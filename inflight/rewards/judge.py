@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from inflight.config import ConfigError, require
+from inflight.http_body import bounded_body
 from inflight.rewards.base import text_of
 from inflight.rewards.match import compiled, last_match
 
@@ -116,12 +117,13 @@ class Judge:
         key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        too_large = JudgeError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
                 session.post(f"{self.url.rstrip('/')}/chat/completions", json=body, allow_redirects=False) as answer,
             ):
-                said = await _read(answer)
+                said = await bounded_body(answer, MAX_ANSWER_BYTES, too_large)
                 if answer.status != 200:
                     raise JudgeError(_without(key, f"http {answer.status}: {said[:200].decode('utf-8', 'replace')}"))
         except TimeoutError:
@@ -132,16 +134,6 @@ class Judge:
             return msgspec.json.decode(said, type=_Answer).choices[0].message.content or ""
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as error:
             raise JudgeError(f"not an answer of a chat endpoint: {type(error).__name__}") from None
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body, bounded."""
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise JudgeError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(body)
 
 
 def _fields(template: str) -> list[str]:

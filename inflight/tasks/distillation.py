@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from inflight.config import ConfigError, TaskConfig
+from inflight.http_body import bounded_body
 from inflight.models import ModelError, prepare
 from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
 from inflight.types import Turn
@@ -79,12 +80,13 @@ class Distillation:
             return await asyncio.to_thread(self._local.logprobs, ids, start)
         body = {"prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         request = body | ({"model": self.model} if self.model else {})
+        too_large = TeacherError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
         try:
             async with (
                 aiohttp.ClientSession() as session,
                 session.post(f"{self.teacher.rstrip('/')}/v1/completions", json=request) as answer,
             ):
-                text = await _read(answer)
+                text = await bounded_body(answer, MAX_ANSWER_BYTES, too_large)
                 if answer.status != 200:
                     raise TeacherError(f"{self.teacher}: http {answer.status}: {text[:200]!r}")
         except (aiohttp.ClientError, OSError) as error:
@@ -102,16 +104,6 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body, up to MAX_ANSWER_BYTES."""
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise TeacherError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
-    return bytes(body)
 
 
 def _parse(body: bytes, ids: list[int], start: int) -> list[float]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from inflight.arrays import Array
 from inflight.rollout.gate import GatedGroup, GatedRollout
 from inflight.trainer.advantage import Advantage
 from inflight.trainer.side_data import kept_sets, routed_experts, teacher_logprobs
@@ -183,16 +182,11 @@ def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float
     if not prompt:
         raise ValueError(f"{gated.rollout.rollout_id} has no prompt: its first token has no context")
     start, end = len(prompt), len(prompt) + len(turn.token_ids)
-    batch.input_ids[row, :start] = _tensor(prompt)
-    batch.input_ids[row, start:end] = _tensor(turn.token_ids)
+    ids = batch.input_ids.numpy()[row]
+    ids[:start], ids[start:end] = prompt.values, turn.token_ids.values
     batch.completion_mask[row, start:end] = True
-    batch.trained_mask[row, start:end] = _tensor(gated.mask)
-    batch.behaviour_logprobs[row, start:end] = _tensor(turn.logprobs)
-    batch.versions[row, start:end] = torch.from_numpy(version_array(turn.token_versions, len(turn.token_ids)))
-    batch.lags[row, start:end] = _tensor(gated.lags)
+    batch.trained_mask.numpy()[row, start:end] = gated.mask.values
+    batch.behaviour_logprobs.numpy()[row, start:end] = turn.logprobs.values
+    batch.versions.numpy()[row, start:end] = version_array(turn.token_versions, len(turn.token_ids))
+    batch.lags.numpy()[row, start:end] = gated.lags.values
     batch.advantages[row, start:end] = torch.tensor(worth, dtype=torch.float32)
-
-
-def _tensor(array: Array) -> torch.Tensor:
-    """The numbers as a tensor of their dtype, copied: arrays that came over the wire are read-only."""
-    return torch.from_numpy(array.values.copy())

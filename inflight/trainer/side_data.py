@@ -21,7 +21,7 @@ def teacher_logprobs(members: Sequence[GatedRollout], length: int) -> torch.Tens
         if scored is None:
             return None
         start = len(each.rollout.prompt_ids)
-        filled[row, start : start + len(scored)] = torch.from_numpy(scored.values.copy())
+        filled.numpy()[row, start : start + len(scored)] = scored.values
     return filled
 
 

@@ -113,7 +113,7 @@ def test_a_row_that_is_none_costs_itself_and_is_named_with_its_line(tmp_path, ca
                 else:
                     with pytest.raises(kind, match=f"^{file}, line {index + 1}: [^\n]*$"):
                         task.item(index)
-    assert len(caplog.records) == 9, "each is told once"
+    assert len(caplog.records) == 9, "each is logged once"
     with pytest.raises(NoColumn, match="there is no column 'prompt'; there are: promt"):
         task.item(5)
     with pytest.raises(BadPrompt, match=r"a list of dict.*messages are named as task\.options\.messages"):

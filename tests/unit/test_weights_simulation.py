@@ -8,7 +8,7 @@ ranks fail in each phase; versions are published all the while. Whatever happens
 * a rank's live weights are one version, whole, and are the version that it claims;
 * an engine commits a version only when all its ranks hold it, and stamps none that they don't hold;
 * nothing is claimed for a generator, nor routed to it, that is not so;
-* a generator whose version is pinned is told to commit no other one, and may be sent newer ones;
+* a generator whose version is pinned gets no Commit of another one, and may be sent newer ones;
 * no transition but the legal ones happens (both sides raise AssertionError);
 * each version has an outcome at each generator, and once the network behaves all generators get the newest.
 """

@@ -1,0 +1,154 @@
+"""The configuration of one run: its sections, what must fit together, and what follows from it: names, addresses,
+files."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from inflight.config.checks import ConfigError, require
+from inflight.config.evaluation import EvalConfig
+from inflight.config.generator import GeneratorConfig
+from inflight.config.model import ModelConfig
+from inflight.config.processes import BusConfig, LaunchConfig
+from inflight.config.publish import PublishConfig
+from inflight.config.rewards import RewardConfig, require_rewards
+from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
+from inflight.config.trackers import require_known
+from inflight.config.trainer import TrainerConfig
+
+SERVICES = ("weights", "rollouts", "status", "ranks", "eval")
+"""Control sockets, in the order of their ports."""
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """What the run stores for `inflight audit`."""
+
+    keep_versions: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: the configuration that the launcher gives to its processes (as resolved YAML in the run folder)."""
+
+    model: ModelConfig
+    task: TaskConfig
+    run_dir: str
+    seed: int = 0
+    resume: bool = False
+    """Resume the run in `run_dir` from its newest checkpoint."""
+    checkpoint: str = ""
+    """The checkpoint from which this start of the run resumes; set by the launcher, empty: from the beginning."""
+    chosen: list[str] | None = None
+    """Dotted names of the values that the user has set, on the command line or in a configuration file; all others are
+    defaults. Set by the launcher (launcher/chosen.py); None: unknown, as in a configuration made in Python."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    rewards: list[RewardConfig] = field(default_factory=list)
+    """How completions are scored: a weighted sum; empty: by the task's own score alone (docs/rewards.md)."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    gate: GateConfig = field(default_factory=GateConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    bus: BusConfig = field(default_factory=BusConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    trackers: list[str] = field(default_factory=list)
+    """Where figures are shown, too: `tensorboard`, `wandb`, `mlflow` (docs/metrics.md)."""
+    tracker_project: str = "inflight"
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+    def __post_init__(self) -> None:
+        require(bool(self.run_dir.strip()), "run_dir", self.run_dir, "a folder; leave it out for a new one in runs")
+        require(0 <= self.seed < 1 << 32, "seed", self.seed, "0 to 4294967295, as numpy's generator takes it")
+        limit = self.generator.max_model_len - 1  # a prompt has at least one token
+        if self.trainer.synchronous:
+            require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
+        fits = self.rollout.max_tokens <= limit
+        require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
+        budget = self.trainer.micro_batch_tokens
+        allowed = f"0, or {limit + 1} (generator.max_model_len) or more: a sequence has to fit"
+        require(not 0 < budget <= limit, "trainer.micro_batch_tokens", budget, allowed)
+        require_rewards(self.rewards)
+        self._require_scores()
+        require_known(self.trackers)
+        self.eval.require_fits(limit, self.generator.count, self.trainer)
+        sequences = self.trainer.groups_per_step * self.rollout.group_size
+        ranks, parts = self.trainer.processes, self.trainer.updates_per_batch
+        require(ranks <= sequences, "trainer.processes", ranks, f"a step has {sequences} sequences to share out")
+        allowed = f"a step has {sequences} sequences, and each of {ranks} trainer processes needs one for each update"
+        require(parts * ranks <= sequences, "trainer.updates_per_batch", parts, allowed)
+
+    def _require_scores(self) -> None:
+        """A failed score that counts as 0 is only a reward; some of the trainer's settings need more."""
+        needs = {
+            "trainer.advantage.name=distillation": self.trainer.advantage.name == "distillation",
+            "trainer.advantage.name=process": self.trainer.advantage.name == "process",
+            "trainer.objective.kl_reference=teacher": self.trainer.objective.kl_reference == "teacher",
+        }
+        needing = next((name for name, needed in needs.items() if needed), None)
+        fits = self.rollout.on_reward_failure != "zero" or needing is None
+        require(
+            fits, "rollout.on_reward_failure", "zero", f"drop or retry with {needing}, which needs more than a reward"
+        )
+
+    @property
+    def path(self) -> Path:
+        """The run folder."""
+        return Path(self.run_dir)
+
+    @property
+    def start_version(self) -> int:
+        """The version that all processes start with: 0, or the step of the checkpoint from which the run resumes."""
+        return int(Path(self.checkpoint).name.removeprefix("step-")) if self.checkpoint else 0
+
+    @property
+    def start_model(self) -> str:
+        """The weights of `start_version`: a name or a directory for `models.prepare`."""
+        return self.model.name if self.trainer.adapter else self.checkpoint or self.model.name
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be in flight or buffered at once, computed from `max_lag` and the step size."""
+        return (self.gate.max_lag + 1) * self.trainer.groups_per_step
+
+    def generator_names(self) -> list[str]:
+        """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""
+        return [f"g{i}" for i in range(self.generator.count)]
+
+    def rank_names(self) -> list[str]:
+        """`trainer` and its further processes `trainer.1`, `trainer.2`, …"""
+        return ["trainer", *(f"trainer.{rank}" for rank in range(1, self.trainer.processes))]
+
+    def endpoint(self, service: str) -> str:
+        """Address of a control socket: `weights`, `rollouts`, `ranks`, `eval` or `status`. Kept short: the path of a
+        Unix socket has at most 107 bytes."""
+        if self.bus.address:
+            return f"tcp://{self.bus.address}:{self.bus.port + SERVICES.index(service)}"
+        return f"ipc://{(self.path / 'bus').resolve() / service}"
+
+    @property
+    def api_key_file(self) -> Path:
+        """The secret of this start of the run, which generators require in requests."""
+        return self.path / "bus" / "api.key"
+
+    def api_key(self) -> str:
+        """That secret; empty if no launcher made one, and then none is required. Raises ConfigError for a damaged
+        file."""
+        try:
+            key = self.api_key_file.read_bytes().removesuffix(b"\n")
+        except FileNotFoundError:
+            return ""
+        if re.fullmatch(rb"[A-Za-z0-9_-]{32,128}", key) is None:  # it goes into an HTTP header
+            raise ConfigError(f"{self.api_key_file} holds no key as the launcher makes them: damaged")
+        return key.decode()
+
+    def version_file(self, version: int) -> Path:
+        """File with the weights of a version in their wire dtype (audit.keep_versions)."""
+        return self.path / "versions" / f"{version:06d}.safetensors"
+
+    @property
+    def routes_file(self) -> Path:
+        """Which generators get requests, and their URLs: types.Routes as JSON, replaced atomically."""
+        return self.path / "bus" / "routes.json"

@@ -1,6 +1,7 @@
 """How much does an update of a LoRA adapter disturb the sequences that decode with it, as a client sees it?
 
     python -m bench.adapters                        one GPU for both sides, 7B shape, r = 32 on all linear layers
+    python -m bench.adapters --trainer-device cuda:1
     python -m bench.adapters --updates 50 --shape 1.5b
     python -m bench.adapters --shape tiny --device cpu --updates 20 --batch 4
 
@@ -30,6 +31,7 @@ from bench.gpu_gaps import Timeline, percentile
 from bench.gpu_shapes import save_adapter, write_config
 from bench.gpu_strategies import TrainerProcess
 from inflight.generator.settings import FIRST_ADAPTER, NO_VERSION, Settings
+from inflight.weights.publish.events import PHASES
 
 WORKERS = {
     "cuda": "inflight.generator.worker.adapter_cuda.InflightCUDAAdapterWorker",
@@ -75,7 +77,10 @@ class Cell:
         arguments, client = self._arguments, self._client
         quiet = self._round(0, lambda _: None, 0)
         a_round = max(1, int(arguments.round_s / arguments.interval))
-        extra, control, took, kept = [], [], [], []
+        extra: list[float] = []
+        control: list[float] = []
+        took: list[float] = []
+        kept: list[float] = []
         while len(took) < updates:
             count = min(a_round, updates - len(took))
             timeline, began, moments = self._round(count, change, first + len(took))
@@ -124,7 +129,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     endpoint = f"ipc://{folder / 'weights'}"
     trainer = TrainerProcess(
         {
-            "shape": arguments.shape, "device": "cuda:0" if cuda else "cpu", "endpoint": endpoint,
+            "shape": arguments.shape, "device": arguments.trainer_device if cuda else "cpu", "endpoint": endpoint,
             "transport": "ipc" if cuda else "gloo", "bucket_mb": 64, "ranks": arguments.tensor_parallel_size,
             "checksum": arguments.checksum, "transfer_timeout_s": WAIT_S, "adapter_rank": arguments.rank,
         },
@@ -136,6 +141,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
             "max_model_len": 8192 if cuda else 512, "max_num_seqs": max(8, arguments.batch), "enable_lora": True,
             "max_loras": 2, "max_lora_rank": arguments.rank, "tensor_parallel_size": arguments.tensor_parallel_size,
             **(ON_CUDA if cuda else ON_CPU),
+            **({"kv_cache_memory_bytes": int(arguments.kv_cache_gib * 2**30)} if arguments.kv_cache_gib else {}),
             **({"enforce_eager": True} if arguments.eager else {}),
         }  # fmt: skip
         settings = Settings(endpoint=endpoint, generator="g0", version=NO_VERSION, adapters=["policy"])
@@ -147,11 +153,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         agent = Agent(client, endpoint, arguments.tensor_parallel_size, patched=True, adapter=FIRST_ADAPTER)
         trainer.ask("join")
 
+        packed: list[float] = []
+
         def publish(version: int) -> None:
-            trainer.ask("publish", version=version)
+            report = trainer.ask("publish", version=version)
+            packed.append(report["pack_s"])
             agent.wait(version, WAIT_S)
 
-        cells = [Cell(client, arguments).run("slots", arguments.updates, publish, 1)]
+        slots = Cell(client, arguments).run("slots", arguments.updates, publish, 1)
+        cells = [{**slots, "phases_ms": phases(packed, trainer.ask("swaps")["swaps"])}]
         show(cells[-1])
         own = save_adapter(arguments.shape, arguments.rank, folder / "own", arguments.device)
         client.lora = LoRARequest("own", OWN, str(own))
@@ -165,6 +175,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         return cells
     finally:
         trainer.close()
+
+
+def phases(packed: list[float], swaps: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of a version's phases in milliseconds: publish/events.py says what they are."""
+    named = {name: [swap[name] for swap in swaps] for name in PHASES}
+    return {name: round(1e3 * statistics.median(values), 3) for name, values in {"pack_s": packed, **named}.items()}
 
 
 def show(cell: dict[str, Any]) -> None:
@@ -189,6 +205,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="7b")
     parser.add_argument("--device", default="cuda", choices=list(WORKERS))
+    parser.add_argument("--trainer-device", default="cuda:0", help="cuda:1: a GPU for each side")
+    parser.add_argument("--kv-cache-gib", type=float, default=0.0, help="0: what is left of 75 %% of the memory")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--updates", type=int, default=600)

@@ -1,11 +1,12 @@
 """The trainer of the interruption bench: a process that owns random weights and sends them when it is told to.
 
 Speaks JSON lines over stdin and stdout; everything else goes to stderr. Orders: `join`, `publish`, `native_init`,
-`native`, `randomize`, `quit`.
+`native`, `randomize`, `swaps`, `quit`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -17,6 +18,7 @@ import torch
 from bench.gpu_shapes import random_adapter, random_model, randomize
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
+from inflight.weights.publish.events import Swap
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 
@@ -51,6 +53,10 @@ class Trainer:
         """One version; what the trainer waited for."""
         report = self._publisher.publish(order["version"])
         return {"version": order["version"], "wait_s": report.wait_s, "pack_s": report.pack_s}
+
+    def swaps(self, _: dict[str, Any]) -> dict[str, Any]:
+        """How long each version's phases took, in seconds."""
+        return {"swaps": [dataclasses.asdict(each) for each in self._publisher.events if isinstance(each, Swap)]}
 
     def randomize(self, order: dict[str, Any]) -> dict[str, Any]:
         """Other weights."""

@@ -45,6 +45,8 @@ _ENGINE = (
     "client_count=1, client_index=0"
 )
 _PLAIN = ("self",)
+_NUMBERS = ("self, token_lora_mapping",)
+_BASE_NUMBERS = ("self, mapping, lora_index_to_id, max_loras, vocab_size",)
 _MANAGER = ("lora/model_manager.py",)
 _WORKERS = (("Worker", "v1/worker/gpu_worker.py"), ("CPUWorker", "v1/worker/cpu_worker.py"))
 
@@ -89,6 +91,8 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
         Hook("LRUCacheLoRAModelManager.activate_adapter", _MANAGER, ("self, lora_id",)),
         Hook("LRUCacheLoRAModelManager.pin_adapter", _MANAGER, ("self, lora_id",)),
         Hook("LoRAModelManager.set_adapter_mapping", _MANAGER, ("self, mapping",)),
+        Hook("LoRAKernelMeta.prepare_tensors", ("lora/ops/triton_ops/lora_kernel_metadata.py",), _NUMBERS),
+        Hook("PunicaWrapperBase._update_base_metadata", ("lora/punica_wrapper/punica_base.py",), _BASE_NUMBERS),
         Hook("LoRAModelManager._create_merged_loras_inplace", _MANAGER, ("self, lora_model",)),
         Hook("LoRAModelManager._get_lora_layer_weights", _MANAGER, ("self, lora_model, module_name",)),
         Hook("BaseLinearLayerWithLoRA.set_lora", ("lora/layers/base_linear.py",), ("self, index, lora_a, lora_b",)),

@@ -4,7 +4,8 @@ vLLM keeps the matrices of all adapters in stacks, `[slots, 1, rank, in]` and `[
 list of the adapter id in each slot. Before each step it looks the ids of the batch up in that list and writes slot
 numbers into buffers of fixed addresses, which is all that kernels and captured CUDA graphs read. So an adapter gets two
 slots under two ids, of which requests use the first; a version is written into the slot of the second, and a swap
-exchanges the two entries of the list. No weight moves, nothing is captured again.
+exchanges the two entries of the list, and on CUDA the numbers in those buffers too (slot_numbers.py). No weight moves,
+nothing is captured again.
 
 Which bytes go where is traced from vLLM's own `set_lora`, run on shapes only (loader_trace.py): packed projections,
 tensor-parallel slices and ranks below the slots' own are laid out as in vLLM.
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 
 from inflight.generator.shadow.loader_trace import LoaderTrace, storage_of
+from inflight.generator.shadow.slot_numbers import SlotNumbers
 from inflight.messages import Manifest, Slot
 from inflight.weights.receive.shadow import TornWeights, Unfit
 from inflight.weights.source import WIRE_DTYPES
@@ -62,8 +64,9 @@ class SlotShadow:
         }
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
-        self._swapped = torch.cuda.Event() if self._cuda else None
+        self._swapped = torch.cuda.Event(blocking=True) if self._cuda else None
         """Recorded after the last step that read the slot to be written."""
+        self._numbers = SlotNumbers(manager, self.slots, device) if self._cuda else None
         self._manifest: Manifest | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._copies: dict[int, Copies] = {}
@@ -99,14 +102,15 @@ class SlotShadow:
         else:
             assert self._swapped is not None
             self._swapped.synchronize()
-            torch.cuda.current_stream(self._device).synchronize()  # a transport's, which has filled the buffer
+            _wait(torch.cuda.current_stream(self._device))  # a transport's, which has filled the buffer
             with torch.cuda.stream(self._stream):
                 self._write(slot)
-            self._stream.synchronize()
+            _wait(self._stream)
         self._built = True
 
     def swap(self) -> float:
-        """Exchanges the slots. vLLM notices that its table differs and looks the batch's ids up anew at the next step.
+        """Exchanges the slots. On CPU vLLM notices that its table differs, and looks the batch's ids up again at the
+        next step.
 
         Raises RuntimeError when nothing is built.
         """
@@ -114,7 +118,10 @@ class SlotShadow:
             raise RuntimeError("swap without build")
         started = time.perf_counter()
         table, (live, shadow) = self._manager.lora_index_to_id, self.slots
+        before = tuple(table)
         table[live], table[shadow] = table[shadow], table[live]
+        if self._numbers is not None:
+            self._numbers.exchange(before)
         if self._swapped is not None:
             self._swapped.record(torch.cuda.current_stream(self._device))
         self._built = False
@@ -147,6 +154,14 @@ class SlotShadow:
         if unread := [each.meta.name for each in manifest.slots if each.meta.name not in notes.read]:
             raise AdapterUnfit(f"the engine has no place for {', '.join(unread[:5])}")
         return notes.targets, notes.sources
+
+
+def _wait(stream: torch.cuda.Stream) -> None:
+    """Returns when the work queued on `stream` is done. Sleeps: synchronising a stream would keep the driver's lock
+    busy, which the step loop needs."""
+    done = torch.cuda.Event(blocking=True)
+    done.record(stream)
+    done.synchronize()
 
 
 def hold(manager: Any, adapter: int, slot: int) -> None:

@@ -18,15 +18,19 @@ class NotFinite(ValueError):
 def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> None:
     """Raises NotFinite when a parameter in the send buffer holds NaN or Inf.
 
-    One pass: a sum in float32 is finite only if its terms are. A sum may overflow though all terms are finite, so a
-    suspect parameter is checked again, element by element. On CUDA it uses a stream of its own, so that it does not
-    wait for the training step in progress.
+    One pass: a sum of magnitudes in float32 is finite only if its terms are. A sum may overflow though all terms are
+    finite, so a suspect parameter is checked again, element by element. On CUDA a few kernels sum all parameters, on a
+    stream of their own, so that they do not wait for the training step in progress.
     """
     views = unpack(manifest, buffer)
     with _own_stream(buffer):
-        sums = torch.stack([view.sum(dtype=torch.float32) for view in views.values()])
-        finite = torch.isfinite(sums).tolist()
-        suspects = [name for name, ok in zip(views, finite, strict=True) if not ok]
+        sums: dict[str, torch.Tensor] = {}
+        for dtype in {view.dtype for view in views.values()}:
+            names = [name for name, view in views.items() if view.dtype is dtype]
+            norms = torch._foreach_norm([views[name] for name in names], 1.0, torch.float32)
+            sums.update(zip(names, norms, strict=True))
+        finite = torch.isfinite(torch.stack(list(sums.values()))).tolist()
+        suspects = [name for name, ok in zip(sums, finite, strict=True) if not ok]
         bad = [name for name in suspects if not torch.isfinite(views[name]).all().item()]
         if bad:
             view = views[bad[0]]

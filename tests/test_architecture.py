@@ -43,11 +43,12 @@ MAY_IMPORT = {
     "groups": {"arrays", "types"},
     "messages": {"arrays", "types"},
     "bus": {"config", "messages"},
+    "listening": {"config"},
     "patching": {"resources"},
     "prompts": {"models", "vocabulary"},
     "tasks": {"config", "http_body", "models", "prompts", "rewards", "types"},
     "rewards": {"config", "http_body"},
-    "weights": {"types", "config", "messages", "bus", "completions", "agreement"},
+    "weights": {"types", "config", "messages", "bus", "completions", "agreement", "listening"},
     "rollout": {"arrays", "types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.
     "actor": {
@@ -76,6 +77,7 @@ MAY_IMPORT = {
         "completions",
         "exits",
         "lifeline",
+        "listening",
         "messages",
         "bus",
         "models",
@@ -91,6 +93,7 @@ MAY_IMPORT = {
         "exits",
         "completions",
         "groups",
+        "listening",
         "messages",
         "bus",
         "metrics",
@@ -144,7 +147,7 @@ BELONGS_TO = {
     "vllm": r"generator\..*|doctor\.probes",
     "huggingface_hub": r"hub",
     "hydra": r"launcher\.(compose|chosen)",
-    "psutil": r"processes|descendants|launcher\.run_lock|generator\..*",
+    "psutil": r"processes|descendants|listening|launcher\.run_lock|generator\..*",
 }
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}

@@ -44,13 +44,14 @@ class PeerLost(BusError):
 class Endpoint:
     """The common part of Link and Listener: the thread, the outgoing and incoming queues, and waking the thread."""
 
-    def __init__(self, kind: int, name: str, config: BusConfig) -> None:
+    def __init__(self, kind: int, name: str, config: BusConfig, endpoint: str) -> None:
         self._config = config
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.set_hwm(HIGH_WATER)
+        self._socket.setsockopt(zmq.IPV6, int(endpoint.startswith("tcp://[")))
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)

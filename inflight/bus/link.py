@@ -23,7 +23,7 @@ class Link(Endpoint):
 
     def __init__(self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S):
         """Connects in the background. Raises BusError for an invalid identity or address."""
-        super().__init__(zmq.DEALER, identity, config)
+        super().__init__(zmq.DEALER, identity, config, endpoint)
         self._endpoint = endpoint
         self._next_beat = 0.0
         self._leaving = False

@@ -58,7 +58,7 @@ class Listener(Endpoint):
     def __init__(self, endpoint: str, config: BusConfig) -> None:
         """Raises BusError when the address can't be bound, another process listens on it, or other hosts can reach it
         and there are no keys."""
-        super().__init__(zmq.ROUTER, endpoint, config)
+        super().__init__(zmq.ROUTER, endpoint, config, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a Link that reconnects after its connection broke
         self._peers: dict[str, _Peer] = {}

@@ -10,6 +10,7 @@ from inflight.config.evaluation import EvalConfig, EvalSampling
 from inflight.config.file import load, save, schema
 from inflight.config.generator import SWAPS, GeneratorConfig
 from inflight.config.model import ModelConfig
+from inflight.config.network import NetworkConfig
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
 from inflight.config.release import CONFIG_FILE
@@ -32,6 +33,7 @@ __all__ = [
     "GeneratorConfig",
     "LaunchConfig",
     "ModelConfig",
+    "NetworkConfig",
     "ObjectiveConfig",
     "PublishConfig",
     "RewardConfig",

@@ -40,7 +40,8 @@ IDLE = (
          "eval.every is 0"),
     Idle("eval.best_by", lambda run: not run.eval.keep_best, "eval.keep_best is false"),
     Idle("tracker_project", lambda run: not run.trackers, "trackers is empty"),
-    Idle("bus.port", lambda run: not run.bus.address, "without bus.address all sockets are files"),
+    Idle("bus.port", lambda run: not run.over_tcp,
+         "without network.bind and bus.address all sockets are files"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )  # fmt: skip
 

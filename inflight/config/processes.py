@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 
 from inflight.config.checks import require, require_fields
+from inflight.config.network import is_address
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class BusConfig:
 
     def __post_init__(self) -> None:
         require(1024 <= self.port <= 65531, "bus.port", self.port, "1024 to 65531")
-        require(not self.address or _is_address(self.address), "bus.address", self.address, "an IP address, or empty")
+        require(not self.address or is_address(self.address), "bus.address", self.address, "an IP address, or empty")
         require_fields(self, "bus", "heartbeat_s dead_after_s")
         fits = self.heartbeat_s < self.dead_after_s
         require(fits, "bus.heartbeat_s", self.heartbeat_s, "below bus.dead_after_s")
@@ -52,11 +52,3 @@ class LaunchConfig:
         require_fields(self, "launch", "line_every_s")
         require_fields(self, "launch", "restart_delay_s", least=0)
         require_fields(self, "launch", "restarts", least=0, most=1000)
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ipaddress.ip_address(text)
-    except ValueError:
-        return False
-    return not ipaddress.ip_address(text).is_unspecified

@@ -11,6 +11,7 @@ from inflight.config.checks import ConfigError, require
 from inflight.config.evaluation import EvalConfig
 from inflight.config.generator import GeneratorConfig
 from inflight.config.model import ModelConfig
+from inflight.config.network import NetworkConfig, joined
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
 from inflight.config.rewards import RewardConfig, require_rewards
@@ -52,6 +53,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     publish: PublishConfig = field(default_factory=PublishConfig)
     bus: BusConfig = field(default_factory=BusConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trackers: list[str] = field(default_factory=list)
@@ -122,11 +124,22 @@ class RunConfig:
         return ["trainer", *(f"trainer.{rank}" for rank in range(1, self.trainer.processes))]
 
     def endpoint(self, service: str) -> str:
-        """Address of a control socket: `weights`, `rollouts`, `ranks`, `eval` or `status`. Kept short: the path of a
+        """Where processes connect for `weights`, `rollouts`, `ranks`, `eval` or `status`. Kept short: the path of a
         Unix socket has at most 107 bytes."""
-        if self.bus.address:
-            return f"tcp://{self.bus.address}:{self.bus.port + SERVICES.index(service)}"
+        if host := self.bus.address or (self.network.bind and self.network.reached):
+            return f"tcp://{joined(host, self.bus.port + SERVICES.index(service))}"
         return f"ipc://{(self.path / 'bus').resolve() / service}"
+
+    def listening(self, service: str) -> str:
+        """Where the process that has this control socket listens."""
+        if self.network.bind:
+            return f"tcp://{joined(self.network.bind, self.bus.port + SERVICES.index(service))}"
+        return self.endpoint(service)
+
+    @property
+    def over_tcp(self) -> bool:
+        """Whether control sockets are of TCP: other hosts can reach them or, on loopback, other users."""
+        return bool(self.bus.address or self.network.bind)
 
     @property
     def api_key_file(self) -> Path:

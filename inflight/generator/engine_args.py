@@ -12,9 +12,11 @@ from types import MappingProxyType
 from typing import Any
 
 from inflight.config import ConfigError, RunConfig
+from inflight.config.network import LOOPBACK
 from inflight.generator.server_args import server_values
 from inflight.generator.settings import NO_VERSION, Settings
 from inflight.generator.shadow.limits import refuse_arguments
+from inflight.listening import nccl_settings
 from inflight.models import prepare
 
 CPU_WORKER = "inflight.generator.worker.cpu.InflightCPUWorker"
@@ -23,7 +25,6 @@ CPU_ADAPTER_WORKER = "inflight.generator.worker.adapter_cpu.InflightCPUAdapterWo
 CUDA_ADAPTER_WORKER = "inflight.generator.worker.adapter_cuda.InflightCUDAAdapterWorker"
 ON_CPU = (CPU_WORKER, CPU_ADAPTER_WORKER)
 ENGINE_ARGS = ("EngineArgs", "AsyncEngineArgs")
-LOOPBACK = "127.0.0.1"
 PLUGIN = "inflight"
 """The name of plugin.py among vLLM's plugins."""
 ON_CUDA: dict[str, Any] = {
@@ -94,6 +95,7 @@ def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_SERVER_DEV_MODE": "0",  # dev mode lets any HTTP client call any method of a worker
         **({"VLLM_API_KEY": key} if (key := config.api_key()) else {}),
+        **nccl_settings(config.network, given),
         **({"VLLM_PLUGINS": f"{plugins},{PLUGIN}"} if plugins is not None else {}),  # the user's plugins and ours
     }
 
@@ -128,6 +130,7 @@ def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:
         heartbeat_s=config.bus.heartbeat_s,
         dead_after_s=config.bus.dead_after_s,
         keys=config.bus.keys,
+        network=config.network,
         share_prefix_across_versions=generator.share_prefix_across_versions,
         swap=generator.swap,
         adapters=adapters_of(config),

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server, on loopback, that commits new weights between the steps of running requests.
+"""vLLM's OpenAI-compatible server that commits new weights between the steps of running requests.
 
 AsyncLLM lives in this process; the engine core and the workers are its children. The EngineAgent (see agent.py) and the
 status reports run beside the HTTP server. Whichever of them ends first ends the generator.
@@ -24,11 +24,12 @@ import psutil
 
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
+from inflight.config.network import joined
 from inflight.generator import hooks
 from inflight.generator.accepting import AcceptErrors
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
 from inflight.generator.api_key import ApiKey
-from inflight.generator.engine_args import LOOPBACK, engine_values, server_arguments, worker_of
+from inflight.generator.engine_args import engine_values, server_arguments, worker_of
 from inflight.generator.first_version import FirstVersion
 from inflight.generator.plugin import INCARNATION, hand_over_often
 from inflight.generator.served_adapters import add_adapters
@@ -37,6 +38,7 @@ from inflight.generator.settings import Settings
 from inflight.generator.shadow.limits import refuse
 from inflight.generator.warmup import warm_up
 from inflight.generator.worker.adapters import require_patch
+from inflight.listening import listen
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
 from inflight.vocabulary import decode_every_id
@@ -82,9 +84,10 @@ async def serve(config: RunConfig, name: str) -> bool:
     parser = vllm["make_arg_parser"](FlexibleArgumentParser())
     arguments = server_arguments(parser, engine_values(config, name, worker), config.generator.server)
     check_parsers(arguments, hooks.locate("make_arg_parser"))
-    with socket.socket() as listening:
-        listening.bind((LOOPBACK, 0))
-        url = f"http://{LOOPBACK}:{listening.getsockname()[1]}"
+    require_key(config)
+    with listen(config.network) as listening:
+        port = listening.getsockname()[1]
+        url, own = (f"http://{joined(host, port)}" for host in (config.network.reached, config.network.address))
         async with _engine(arguments) as engine:
             if (tokenizer := engine.output_processor.tokenizer) is not None:
                 decode_every_id(tokenizer)  # an id that it cannot decode would kill the engine
@@ -94,10 +97,16 @@ async def serve(config: RunConfig, name: str) -> bool:
             add_adapters(app.state.openai_serving_models, config)
             opening = FirstVersion(app)
             async with _http(app, opening, listening, config.api_key()) as http:
-                await _until_healthy(url, http)
+                await _until_healthy(own, http)
                 with opening.warming_up():
-                    await warm_up(config, url, engine.model_config.get_vocab_size())
+                    await warm_up(config, own, engine.model_config.get_vocab_size())
                 return await _work(config, name, engine, url, http, opening)
+
+
+def require_key(config: RunConfig) -> None:
+    """Raises ConfigError when other hosts could send requests without a key."""
+    if config.network.bind and not config.api_key():
+        raise ConfigError(f"network.bind={config.network.bind} is not allowed: {config.api_key_file} holds no key")
 
 
 def _entrypoints() -> dict[str, Any]:
@@ -155,7 +164,7 @@ async def _http(
 
 
 async def _until_healthy(url: str, http: asyncio.Task[None]) -> None:
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not reach this loopback
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy would not reach this host
 
     def ask() -> bool:
         with contextlib.suppress(OSError), direct.open(f"{url}/health", timeout=5) as reply:

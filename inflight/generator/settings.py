@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import BusConfig
+from inflight.config.network import NetworkConfig
 
 KEY = "inflight"
 FIRST_ADAPTER = 1 << 20
@@ -27,6 +28,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     dead_after_s: float = 30.0
     keys: str = ""
     """Folder of the CURVE keys, if the sockets use them."""
+    network: NetworkConfig = NetworkConfig()
+    """The address of this process's transports."""
     share_prefix_across_versions: bool = False
     """Read by the patched prefix cache."""
     swap: str = "auto"

@@ -146,8 +146,8 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     """
     with (
         RunFolder(config) as folder,
-        Listener(config.endpoint("status"), config.bus),
-        Listener(config.endpoint("weights"), config.bus) as weights,
+        Listener(config.listening("status"), config.bus),
+        Listener(config.listening("weights"), config.bus) as weights,
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
     ):
         configuration.save(config)

@@ -118,7 +118,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             print(f"{config.run_dir}: all {config.trainer.steps} steps are done; more: trainer.steps=…", flush=True)
             return DONE
         commands = usual_commands(config) if commands is None else commands  # may refuse, before the run begins
-        with Listener(config.endpoint("status"), config.bus) as listener:  # may refuse, before the run begins
+        with Listener(config.listening("status"), config.bus) as listener:  # may refuse, before the run begins
             anew = set_anew(config)
             configuration.save(config)
             environment.write(config.path, os.environ)

@@ -142,7 +142,7 @@ class RunFolder:
         file = os.open(self.config.api_key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(file, "w") as key:
             key.write(secrets.token_urlsafe(32) + "\n")
-        if self.config.bus.address:  # other hosts can reach it or, on loopback, other users
+        if self.config.over_tcp:
             folder = self.path / "keys"
             shutil.rmtree(folder, ignore_errors=True)
             make_keys(folder, ["trainer", "a0", "evaluator", *self.config.generator_names()])

@@ -33,6 +33,7 @@ from inflight.messages.weights import EngineHello as EngineHello
 from inflight.messages.weights import Enquire as Enquire
 from inflight.messages.weights import Failed as Failed
 from inflight.messages.weights import Manifest as Manifest
+from inflight.messages.weights import Place as Place
 from inflight.messages.weights import Prepare as Prepare
 from inflight.messages.weights import RankHello as RankHello
 from inflight.messages.weights import Ready as Ready
@@ -40,7 +41,7 @@ from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
 from inflight.types import Name
 
-SCHEMA = 7
+SCHEMA = 8
 MAX_FRAME_BYTES = 64 << 20
 """Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 

@@ -39,6 +39,19 @@ class Manifest(Message):
     checksum: Annotated[str, Meta(pattern="^(crc32|sum64|none)$")]
 
 
+class Place(Message):
+    """Where a process runs and with which software, as it says itself; empty: unknown."""
+
+    host: Annotated[str, Meta(max_length=256)]
+    """Equal for processes that share memory, also that of GPUs."""
+    device: Annotated[str, Meta(pattern="^(cpu|cuda)$")]
+    gpus: Annotated[list[Name], Meta(max_length=64)]
+    """UUIDs of the GPUs that it sees."""
+    inflight: Annotated[str, Meta(max_length=64)]
+    torch: Annotated[str, Meta(max_length=64)]
+    vllm: Annotated[str, Meta(max_length=64)]
+
+
 class RankHello(Message, tag=True):
     """A worker rank asks to join; may be repeated. It holds `version` of `publisher`; None: it has received no version.
 
@@ -51,6 +64,8 @@ class RankHello(Message, tag=True):
     version: Version | None = None
     publisher: Incarnation = ""
     incarnation: Incarnation = ""
+    place: Place | None = None
+    """By which the transport to it is chosen; None: it is a process of the trainer's host."""
 
 
 class EngineHello(Message, tag=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load, require
 from inflight.config.pairings import require_sound
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
+from inflight.listening import nccl_settings
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
 from inflight.rollout.gate import rules_of
@@ -63,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RunConfig) -> int:
+    os.environ.update(nccl_settings(config.network, os.environ))
     import torch  # before anything else of torch, so that the pools have the configured size
 
     torch.set_num_threads(config.trainer.threads)
@@ -93,11 +96,11 @@ def _run(config: RunConfig) -> int:
         start_model = prepare(config.start_model, revision=config.model.revision)
         policy = policy_of(config, start_model, accelerator.device)
         source = source_of(config, policy.master, coordinator)
-        weights = stack.enter_context(Listener(config.endpoint("weights"), config.bus))
+        weights = stack.enter_context(Listener(config.listening("weights"), config.bus))
         fence = ReadFence(source.device)
         publisher = _publisher(config, source, weights, fence, begun.step)
         stack.callback(publisher.close)
-        rollouts = stack.enter_context(Listener(config.endpoint("rollouts"), config.bus))
+        rollouts = stack.enter_context(Listener(config.listening("rollouts"), config.bus))
         vocabulary = policy.master.config.get_text_config().vocab_size
         buffer = stack.enter_context(
             Buffer(rollouts, config, begun.books, waiting, vocabulary=vocabulary, warn=reporter.warn)
@@ -159,8 +162,10 @@ def _publisher(
 ) -> Publisher:
     from inflight.weights.publish.publisher import Publisher
 
-    ranks, routes = _ranks(config), config.routes_file
-    return Publisher(source, listener, config.publish, version=version, ranks=ranks, fence=fence, routes_file=routes)
+    return Publisher(
+        source, listener, config.publish, version=version, ranks=_ranks(config), fence=fence,
+        routes_file=config.routes_file, network=config.network,
+    )  # fmt: skip
 
 
 def _accelerator(config: RunConfig, reporter: Reporter, stack: contextlib.ExitStack) -> Accelerator:
@@ -188,7 +193,7 @@ def _evaluations(
 
     if not config.eval.every:
         return None
-    listener = stack.enter_context(Listener(config.endpoint("eval"), config.bus))
+    listener = stack.enter_context(Listener(config.listening("eval"), config.bus))
     best = Best(config.path, config.eval.best_by) if config.eval.keep_best else None
     evaluations = Evaluations(
         config.eval, listener, publisher, best,

@@ -53,7 +53,7 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Coordinator]:
     if settings.processes == 1:
         yield Coordinator(None, config)
         return
-    with Listener(config.endpoint("ranks"), config.bus) as listener:
+    with Listener(config.listening("ranks"), config.bus) as listener:
         coordinator, store = Coordinator(listener, config), KeyValueStore("", settings.rank_timeout_s)
         coordinator.wait_joined(config.publish.join_timeout_s, store.address)
         try:

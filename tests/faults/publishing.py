@@ -133,7 +133,7 @@ class Trainer:
 
 def main(run: str, version: str, transport: str) -> None:
     make = ChannelSource.make_sender
-    ChannelSource.make_sender = lambda self, name, world_size: Halting(make(self, name, world_size), name)
+    ChannelSource.make_sender = lambda self, name, size, kind: Halting(make(self, name, size, kind), name)
     trainer = Trainer(run, int(version), transport)
     say(ready=True)
     for line in sys.stdin:

@@ -252,8 +252,8 @@ def harm_buckets(harmed, kind) -> list[str]:
     done: list[str] = ["not yet"]
     channels = harmed.publisher._loop.session.channels
     make = channels.make_sender
-    channels.make_sender = lambda name, world_size: (
-        HarmedSender(make(name, world_size), kind, done) if name == "g1" else make(name, world_size)
+    channels.make_sender = lambda name, world_size, of: (
+        HarmedSender(make(name, world_size, of), kind, done) if name == "g1" else make(name, world_size, of)
     )
     harmed.start("g0")
     harmed.start("g1")

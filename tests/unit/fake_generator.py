@@ -70,7 +70,7 @@ class FakeGenerator:
 
     def __init__(
         self, endpoint, name="g0", world_size=1, version=None, publisher="", connect=make_receiver, bus=BUS,
-        url="http://127.0.0.1:1",
+        url="http://127.0.0.1:1", place=None,
     ):  # fmt: skip
         """`version` of `publisher` is what it holds; None: none of anyone's."""
         self.url = url
@@ -82,7 +82,7 @@ class FakeGenerator:
                 Link(endpoint, f"{name}.r{rank}", bus), shadow,
                 RankHello(
                     generator=name, rank=rank, world_size=world_size, version=version, publisher=publisher,
-                    incarnation=incarnation,
+                    incarnation=incarnation, place=place,
                 ),
                 connect=connect,
             )

@@ -35,7 +35,7 @@ def worker(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.requested_memory = 70 * GIB
     made.init_snapshot = SimpleNamespace(free_memory=70 * GIB)
     made.model_runner = SimpleNamespace(model_memory_usage=11 * GIB)
-    made.vllm_config = None
+    made.vllm_config = SimpleNamespace(additional_config=None)
     # In use 20, a second set 10, the KV cache 37, MARGIN_BYTES 2, GRAPHS_BYTES 1.
     made.get_kv_cache_spec = lambda: {"layer": SimpleNamespace(max_memory_usage_bytes=lambda _: made.kv)}
     made.kv = 37 * GIB
@@ -241,7 +241,7 @@ def test_what_a_first_version_would_wait_for_is_done_when_the_rank_joins(
         communicator, "load_kernels", lambda *args: done.append("NCCL" if args == (worker.device, 7.0) else "other")
     )
     monkeypatch.setattr(module, "warm_up", lambda _: done.append("sums"))
-    monkeypatch.setattr(module, "make_receiver", lambda _: done.append("joined"))
+    monkeypatch.setattr(importlib.import_module("inflight.weights.transport"), "make_receiver", lambda *_: done.append("joined"))
     worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), accept=lambda receiver: receiver)
     worker.connect(SimpleNamespace(transport=transport, manifest=SimpleNamespace(checksum=checksum), timeout_s=7.0))
     assert done == ["planned", *warmed, "joined"]

@@ -38,10 +38,12 @@ from inflight.weights.publish.session import Session
 from inflight.weights.receive.rank_state import State
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.choice import Choice
 
 MANIFEST = plan([ParamMeta(name="w", shape=(40,), dtype="float32")], {}, 100, "crc32")
 CONFIG = PublishConfig(transfer_timeout_s=10, commit_timeout_s=5, supersede_after_s=2, retry_after_s=1, max_behind=2)
 RANKS = {"g0": 2, "g1": 1}
+GLOO = Choice("gloo", torch.device("cpu"))
 DEAD_AFTER_S = 8.0
 
 
@@ -126,12 +128,10 @@ class Channel:
 class Channels:
     """Opens them."""
 
-    kind = "gloo"
-
     def __init__(self, world):
         self.world = world
 
-    def open(self, generator, world_size):
+    def open(self, generator, world_size, kind):
         self.world.wires.append(Wire(len(self.world.wires)))
         return Channel(self.world.wires[-1], self.world.jobs)
 
@@ -266,7 +266,7 @@ class World:
         self.jobs, self.net.to_publisher, self.began = [], [], version
         for wire in self.wires:
             wire.closed = True
-        self.session = Session(CONFIG, MANIFEST, Outbox(self.net), Channels(self), clock=lambda: self.now)
+        self.session = Session(CONFIG, MANIFEST, Outbox(self.net), Channels(self), GLOO, clock=lambda: self.now)
         self.logs.append(self.session.events)
         self.publishers.append(self.session.publisher)
         self.protocol = PublishProtocol(self.session, RANKS, self._offer(version))

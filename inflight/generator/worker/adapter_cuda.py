@@ -7,7 +7,6 @@ from vllm.v1.worker.gpu_worker import Worker
 from inflight.generator.worker.adapters import AdapterWorkerMixin
 from inflight.generator.worker.cuda import prepare
 from inflight.messages import Welcome
-from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver
 
 
@@ -19,4 +18,4 @@ class InflightCUDAAdapterWorker(AdapterWorkerMixin, Worker):
     def connect(self, welcome: Welcome) -> Receiver:
         """A transport that fills the receive buffer, which is small: the slots are filled from there."""
         prepare(welcome, self.device)
-        return make_receiver(welcome)
+        return super().connect(welcome)

@@ -46,6 +46,7 @@ class InflightWorkerMixin:
         vllm_config: Any
         rank: int
         model_runner: Any
+        device: Any
 
     def make_shadow(self) -> Shadow:
         """Makes the shadow of the model that was just loaded. Raises ValueError with one line when it cannot."""
@@ -64,6 +65,7 @@ class InflightWorkerMixin:
         from inflight.bus import Link
         from inflight.messages import RankHello
         from inflight.weights.receive.receiver import WeightReceiver
+        from inflight.weights.transport.place import place_of
 
         link = Link(settings.endpoint, f"{settings.generator}.r{self.rank}", settings.bus)
         hello = RankHello(
@@ -71,6 +73,7 @@ class InflightWorkerMixin:
             rank=self.rank,
             world_size=self.vllm_config.parallel_config.world_size,
             incarnation=os.environ.get(INCARNATION, ""),
+            place=place_of(self.device),
         )
         receiver = WeightReceiver(link, self.inflight_shadow, hello, connect=self.connect)
         receiver.start()
@@ -80,7 +83,7 @@ class InflightWorkerMixin:
         """This rank's side of the transport that the publisher names."""
         from inflight.weights.transport import make_receiver
 
-        return make_receiver(welcome)
+        return make_receiver(welcome, Settings.of(self.vllm_config).network)
 
     def commit_weights(self, version: int) -> dict[str, Any]:
         """RPC: makes `version` live. Returns `gap_s`, the seconds for which this rank's step loop stalled, or `error`,

@@ -30,7 +30,6 @@ from inflight.generator.shadow.limits import refuse
 from inflight.generator.shadow.remap import RemapShadow
 from inflight.generator.worker.base import InflightWorkerMixin
 from inflight.messages import Welcome
-from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver
 from inflight.weights.transport.sums import warm_up
 
@@ -206,7 +205,7 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         except PlanError as error:
             logger.error("inflight: %s", error)
         prepare(welcome, self.device)
-        return self.inflight_shadow.accept(make_receiver(welcome))
+        return self.inflight_shadow.accept(super().connect(welcome))
 
     def commit_weights(self, version: int) -> dict[str, Any]:
         """As the mixin's. A remap is done after the answer, at the next forward pass, so `gap_s` is at least that of

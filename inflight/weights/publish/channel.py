@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Protocol
 
+from inflight.config.network import NetworkConfig
 from inflight.weights.publish.offer import Offer
 from inflight.weights.transport import make_sender
 from inflight.weights.transport.base import Sender, TransportError
@@ -71,20 +72,21 @@ class Channel:
 class ChannelSource:
     """Opens a channel for each generator, and tracks closed ones that are still in a transfer."""
 
-    def __init__(self, kind: str, timeout_s: float) -> None:
-        """`kind` is gloo, nccl or ipc; `timeout_s` bounds each wait of a transfer."""
-        self.kind, self._timeout_s = kind, timeout_s
+    def __init__(self, timeout_s: float, network: NetworkConfig) -> None:
+        """`timeout_s` bounds each wait of a transfer; ranks find their senders on `network`."""
+        self._timeout_s, self._network = timeout_s, network
         self.buffer_sums = BufferSums()
         """Checksums of the send buffer that all channels read."""
         self._abandoned: list[Channel] = []
 
-    def open(self, generator: str, world_size: int) -> Channel:
-        """A channel to the ranks of a generator. Raises TransportError when its transport can't be opened."""
-        return Channel(generator, self.make_sender(generator, world_size))
+    def open(self, generator: str, world_size: int, kind: str) -> Channel:
+        """A channel to the ranks of a generator over gloo, nccl or ipc. Raises TransportError when its transport can't
+        be opened."""
+        return Channel(generator, self.make_sender(generator, world_size, kind))
 
-    def make_sender(self, generator: str, world_size: int) -> Sender:
+    def make_sender(self, generator: str, world_size: int, kind: str) -> Sender:
         """The transport beneath; the publisher is its rank 0."""
-        return make_sender(self.kind, world_size + 1, self._timeout_s, sums=self.buffer_sums)
+        return make_sender(kind, world_size + 1, self._timeout_s, self.buffer_sums, self._network)
 
     def close(self, channel: Channel) -> None:
         """Closes a channel."""

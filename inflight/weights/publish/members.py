@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.messages import EngineHello, RankHello
+from inflight.messages import EngineHello, Place, RankHello
 
 Hello = RankHello | EngineHello
 
@@ -23,6 +23,7 @@ class Members:
         self.held: dict[str, int | None] = {}
         """Peer → the version of this publisher that it holds, None: it holds none. Only members that said hello and are
         not lost."""
+        self._places: dict[str, Place | None] = {}
         self._replaced: set[str] = set()
         """Incarnations whose messages are ignored because another start has replaced them."""
 
@@ -30,6 +31,11 @@ class Members:
     def missing(self) -> list[str]:
         """Members that have not said hello or were lost."""
         return [peer for peer in self.all if peer not in self.held]
+
+    @property
+    def places(self) -> dict[str, Place | None]:
+        """Where each rank runs, in the order of the ranks."""
+        return {rank: self._places.get(rank) for rank in self.ranks}
 
     @property
     def version(self) -> int | None:
@@ -65,6 +71,8 @@ class Members:
         self.held[peer] = held
         if isinstance(hello, EngineHello):
             self.url = hello.url
+        else:
+            self._places[peer] = hello.place
 
     def commit(self, version: int) -> None:
         """Records the engine's report that all members hold `version`."""

@@ -49,7 +49,7 @@ class Membership:
         if hello.incarnation != members.incarnation:
             self._replace(replica, peer, hello.incarnation)
         held = hello.version if hello.publisher == self._session.publisher else None
-        if mismatch := members.mismatch(hello, newest):
+        if mismatch := members.mismatch(hello, newest) or self._objection(hello):
             self._refuse(peer, hello, mismatch)
             replica.give_up("absent", f"{peer}: {mismatch}", end=True)
         elif replica.state is State.INCOMPATIBLE:
@@ -59,6 +59,11 @@ class Membership:
             self._admit(replica, newest)
         else:
             self._repeated(replica, peer, hello, held)
+
+    def _objection(self, hello: Hello) -> str:
+        """Why no transport leads to a rank; empty when one does."""
+        place = hello.place if isinstance(hello, RankHello) else None
+        return self._session.choice.objection(place, self._session.manifest.checksum)
 
     def _refuse(self, peer: str, hello: Hello, reason: str) -> None:
         self._session.outbox.ignore(peer, hello, reason)

@@ -87,7 +87,7 @@ class Presence:
         """A new transport, and a Welcome to it for every rank. False, leaving ABSENT, when it can't be opened."""
         self._drop_channel()
         try:
-            self.channel = self._session.connect(self.generator, self.members.ranks)
+            self.channel = self._session.connect(self.generator, self.members.places)
         except TransportError as error:
             self.leave(str(error))
         return self.channel is not None

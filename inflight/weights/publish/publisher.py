@@ -10,6 +10,7 @@ from pathlib import Path
 
 from inflight.bus import Listener
 from inflight.config import PublishConfig
+from inflight.config.network import NetworkConfig
 from inflight.messages import Manifest
 from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
@@ -26,7 +27,9 @@ from inflight.weights.publish.served import Served
 from inflight.weights.publish.session import Session
 from inflight.weights.publish.states import State
 from inflight.weights.source import WeightSource
-from inflight.weights.transport import checksum_of, make_buffer, resolve
+from inflight.weights.transport import checksum_of, make_buffer
+from inflight.weights.transport.choice import Choice
+from inflight.weights.transport.rendezvous import HERE
 from inflight.weights.transport.sums import warm_up
 
 GRACE_S = 30.0
@@ -89,29 +92,31 @@ class Publisher(Served):
         ranks: dict[str, int],
         fence: ReadFence | None = None,
         routes_file: Path | None = None,
+        network: NetworkConfig = HERE,
     ) -> None:
         """Begins to listen. `version` is that of the module's current weights, `ranks` generator name → world size.
 
         With a `fence` that holds the optimizer, packing on CUDA overlaps with the trainer's next forward and backward
         pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
-        may get requests. The caller closes the listener, after the publisher.
+        may get requests; ranks find their transports on `network`. The caller closes the listener, after the publisher.
 
         Raises NotFinite when the module holds NaN or Inf already, in the wire dtypes.
         """
         self._source, self._config, self._listener = source, config, listener
         self._fence = fence or ReadFence(source.device)
-        self.transport = resolve(config.transport, source.device)
-        """gloo, nccl or ipc."""
+        choice = Choice(config.transport, source.device)
+        self.transport = choice.usual
+        """gloo, nccl or ipc, to generators on this host; to others: transport/choice.py."""
         checksum = checksum_of(self.transport, config.checksum)
         self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
         if checksum == "sum64":
             warm_up(source.device)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)
         self._packer = Packer(self.manifest, self._buffer)
-        self._channels = ChannelSource(self.transport, config.transfer_timeout_s)
+        self._channels = ChannelSource(config.transfer_timeout_s, network)
         self._offer = self._pack(version)  # loads kernels that the first packing needs, before any step
         self.require_sound()
-        session = Session(config, self.manifest, Outbox(listener), self._channels)
+        session = Session(config, self.manifest, Outbox(listener), self._channels, choice)
         routes = RoutesFile(routes_file) if routes_file is not None else None
         self._loop = PublisherLoop(listener, session, ranks, self._offer, routes)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from inflight.config import PublishConfig
-from inflight.messages import Manifest, Welcome
+from inflight.messages import Manifest, Place, Welcome
 from inflight.weights import plan
 from inflight.weights.publish.channel import Channel, ChannelSource
 from inflight.weights.publish.events import EventLog
 from inflight.weights.publish.outbox import Outbox
+from inflight.weights.transport.choice import Choice
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Session:
     manifest: Manifest
     outbox: Outbox
     channels: ChannelSource
+    choice: Choice
     clock: Callable[[], float] = time.monotonic
     """Seconds; only differences matter."""
     events: EventLog = field(default_factory=EventLog)
@@ -36,17 +38,19 @@ class Session:
     def __post_init__(self) -> None:
         self.manifest_digest = plan.digest(self.manifest)
 
-    def connect(self, generator: str, ranks: Sequence[str]) -> Channel:
+    def connect(self, generator: str, places: Mapping[str, Place | None]) -> Channel:
         """A channel to a generator, and a Welcome to it for each of its ranks; the publisher is the transport's rank 0.
+        `places`: its ranks in order, and where each is.
 
         Raises TransportError when the transport can't be opened.
         """
-        channel = self.channels.open(generator, len(ranks))
+        kind, ranks = self.choice.of(list(places.values())), list(places)
+        channel = self.channels.open(generator, len(ranks), kind)
         for number, rank in enumerate(ranks, start=1):
             welcome = Welcome(
                 manifest=self.manifest,
                 manifest_digest=self.manifest_digest,
-                transport=self.channels.kind,
+                transport=kind,
                 rendezvous=channel.rendezvous,
                 transport_rank=number,
                 transport_size=len(ranks) + 1,

@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 import torch
 
+from inflight.config.network import NetworkConfig
 from inflight.config.publish import ON_HOST, TRANSPORTS
 from inflight.messages import Welcome
 from inflight.weights.transport.base import Receiver, Sender, TransportError
+from inflight.weights.transport.rendezvous import HERE
 from inflight.weights.transport.sums import BufferSums
 
 log = logging.getLogger(__name__)
@@ -56,33 +58,35 @@ def checksum_of(kind: str, asked: str) -> str:
     return "crc32" if kind in ON_HOST else "sum64"
 
 
-def make_sender(kind: str, size: int, timeout_s: float, sums: BufferSums | None = None) -> Sender:
-    """The trainer's side, rank 0 of `size`; `sums` are common to all senders of one buffer.
+def make_sender(
+    kind: str, size: int, timeout_s: float, sums: BufferSums | None = None, network: NetworkConfig = HERE
+) -> Sender:
+    """The trainer's side, rank 0 of `size`, which listens on `network`; `sums` are common to all senders of one buffer.
 
     Raises TransportError for an unknown kind or when it can't be opened.
     """
     if kind == "gloo":
         from inflight.weights.transport.gloo import GlooSender
 
-        return GlooSender(size, timeout_s)
+        return GlooSender(size, timeout_s, network)
     if kind == "nccl":
         from inflight.weights.transport.nccl import NcclSender
 
-        return NcclSender(size, timeout_s, sums)
+        return NcclSender(size, timeout_s, sums, network)
     if kind == "ipc":
         from inflight.weights.transport.ipc import IpcSender
 
-        return IpcSender(size, timeout_s, sums)
+        return IpcSender(size, timeout_s, sums, network)
     raise TransportError(f"open: no transport is named {kind!r}: {', '.join(TRANSPORTS)} are")
 
 
-def make_receiver(welcome: Welcome) -> Receiver:
+def make_receiver(welcome: Welcome, network: NetworkConfig = HERE) -> Receiver:
     """A rank's side, for the publisher's Welcome. Raises TransportError when it can't be made."""
     place = (welcome.rendezvous, welcome.transport_rank, welcome.transport_size, welcome.timeout_s)
     if welcome.transport == "gloo":
         from inflight.weights.transport.gloo import GlooReceiver
 
-        return GlooReceiver(*place)
+        return GlooReceiver(*place, network)
     if welcome.transport == "nccl":
         from inflight.weights.transport.nccl import NcclReceiver
 

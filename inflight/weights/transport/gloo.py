@@ -1,8 +1,8 @@
 """Bytes on CPU: gloo broadcasts of one bucket after another, from rank 0 (the trainer) to the ranks of one generator.
 
 The group is this transport's own: the default group, which belongs to the engine, is neither needed nor touched. It is
-formed at the first transfer, so making either side never waits. Its members meet at a store on a loopback port of the
-trainer's process, one for all groups: the store outlives the groups, so that a late rank finds its group closed instead
+formed at the first transfer, so making either side never waits. Its members meet at a store of the trainer's process, one
+for all groups: the store outlives the groups, so that a late rank finds its group closed instead
 of no store (torch's client retries a missing store for longer than its timeout).
 
 An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
@@ -25,9 +25,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.config.network import NetworkConfig
 from inflight.messages import BucketMeta
 from inflight.weights.transport.base import TransportError, first_line, from_trainer
-from inflight.weights.transport.rendezvous import LOOPBACK, hosted, joined
+from inflight.weights.transport.rendezvous import HERE, connected, hosted, split
 from inflight.weights.transport.timeout import within
 
 _BACKSTOP_S = 5.0
@@ -40,8 +41,10 @@ _CLOSED, _GO = "closed", "go"
 class _Group:
     """The process group of one side: formed late, dropped on the first error, closable from any thread."""
 
-    def __init__(self, rank: int, size: int, timeout_s: float, store: Callable[[], dist.Store]) -> None:
-        self._rank, self._size, self._timeout_s = rank, size, timeout_s
+    def __init__(
+        self, rank: int, size: int, timeout_s: float, store: Callable[[], dist.Store], network: NetworkConfig
+    ) -> None:
+        self._rank, self._size, self._timeout_s, self._network = rank, size, timeout_s, network
         self._store: Callable[[], dist.Store] | None = store
         self._group: Any = None
         self._closed = threading.Event()
@@ -60,7 +63,10 @@ class _Group:
                 for index, bucket in enumerate(buckets):
                     step = f"bucket {index} of {len(buckets)}"
                     self._require_open()
-                    work = group.broadcast([buffer[bucket.offset : bucket.offset + bucket.nbytes]], from_trainer())
+                    piece = buffer[bucket.offset : bucket.offset + bucket.nbytes]
+                    if self._rank == 0:
+                        piece = piece.cpu()  # a sender's buffer is on a GPU where other generators have theirs
+                    work = group.broadcast([piece], from_trainer())
                     work.wait(timedelta(seconds=self._timeout_s + _BACKSTOP_S))
             except (RuntimeError, OSError) as error:  # also DistStoreError and DistNetworkError
                 self._closed.set()
@@ -97,7 +103,7 @@ class _Group:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()  # the constructor without options would select a network device by host name
         options._timeout = timedelta(seconds=self._timeout_s)
-        options._devices = [gloo.create_device(hostname=LOOPBACK)]
+        options._devices = [gloo.create_device(hostname=self._network.address)]
         options._threads = 1
         return gloo(store, self._rank, self._size, options)
 
@@ -122,13 +128,13 @@ class _Group:
 class GlooSender:
     """Trainer side, rank 0 of `size`; see transport.base.Sender."""
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, network: NetworkConfig = HERE) -> None:
         """Raises TransportError when this process can't host a store."""
-        port, token = _store_of_this_process()[0], secrets.token_hex(8)
-        self.rendezvous = f"{LOOPBACK}:{port}/{token}"
+        place, token = _store_of_this_process(network)[0], secrets.token_hex(8)
+        self.rendezvous = f"{place}/{token}"
         """Address of the store, and the prefix of this group's keys in it."""
         # A connection of its own: a group that waits blocks its connection, which must not block the others.
-        self._group = _Group(0, size, timeout_s, functools.partial(_connect, port, token, timeout_s))
+        self._group = _Group(0, size, timeout_s, functools.partial(_connect, place, token, timeout_s), network)
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Broadcasts bucket by bucket; the first call waits for all receivers to join."""
@@ -142,14 +148,15 @@ class GlooSender:
 class GlooReceiver:
     """Rank side; see transport.base.Receiver."""
 
-    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float) -> None:
+    def __init__(
+        self, rendezvous: str, rank: int, size: int, timeout_s: float, network: NetworkConfig = HERE
+    ) -> None:
         """Raises TransportError for a rendezvous that can't be read; connects at the first `receive`."""
-        address, _, token = rendezvous.partition("/")
-        host, _, port = address.rpartition(":")
-        if host != LOOPBACK or not port.isdecimal() or not token:
-            raise TransportError(f"connect: rendezvous {rendezvous!r} is not {LOOPBACK}:port/token")
-
-        self._group = _Group(rank, size, timeout_s, functools.partial(_connect, int(port), token, timeout_s))
+        try:
+            place, token = split(rendezvous)
+        except ValueError as error:
+            raise TransportError(f"connect: rendezvous: {error}") from None
+        self._group = _Group(rank, size, timeout_s, functools.partial(_connect, place, token, timeout_s), network)
 
     def receive(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Fills `buffer` bucket by bucket. After an error nothing writes into it any more."""
@@ -161,17 +168,18 @@ class GlooReceiver:
 
 
 @functools.cache
-def _store_of_this_process() -> tuple[int, dist.Store]:
-    """(port, store): made with the first sender, kept until exit. Raises TransportError when it can't be opened."""
+def _store_of_this_process(network: NetworkConfig) -> tuple[str, dist.Store]:
+    """(HOST:PORT, store): made with the first sender, kept until exit. Raises TransportError when it can't be opened.
+    """
     try:
-        return hosted()
+        return hosted(network)
     except (OSError, RuntimeError) as error:
-        raise TransportError(f"open: no store on {LOOPBACK}: {_what(error)}") from None
+        raise TransportError(f"open: no store on {network.address}: {_what(error)}") from None
 
 
-def _connect(port: int, token: str, timeout_s: float) -> dist.Store:
+def _connect(place: str, token: str, timeout_s: float) -> dist.Store:
     """A connection to the trainer's store, which exists as long as the trainer; it sees one group's keys."""
-    return dist.PrefixStore(token, joined(LOOPBACK, port, timeout_s))
+    return dist.PrefixStore(token, connected(place, timeout_s))
 
 
 def _what(error: Exception) -> str:

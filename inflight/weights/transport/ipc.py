@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from cuda.bindings import driver
 
+from inflight.config.network import NetworkConfig
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.rendezvous import HERE, KeyValueStore
 from inflight.weights.transport.scatter import CopyRegion, ScatterTarget, split
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
@@ -34,9 +35,11 @@ _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 class IpcSender:
     """Trainer side. The buffer must be complete on the device when `send` is called."""
 
-    def __init__(self, size: int, timeout_s: float, sums: BufferSums | None = None) -> None:
+    def __init__(
+        self, size: int, timeout_s: float, sums: BufferSums | None = None, network: NetworkConfig = HERE
+    ) -> None:
         self._size = size
-        self._store = KeyValueStore("", timeout_s)
+        self._store = KeyValueStore("", timeout_s, network)
         self._sums = SenderSums(self._store, size, sums)
         self._stream: torch.cuda.Stream | None = None
         self._sent = 0

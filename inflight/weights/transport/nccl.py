@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from inflight.config.network import NetworkConfig
 from inflight.messages import BucketMeta
 from inflight.weights.transport import cuda
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.communicator import POLL_S, Communicator
-from inflight.weights.transport.rendezvous import KeyValueStore
+from inflight.weights.transport.rendezvous import HERE, KeyValueStore
 from inflight.weights.transport.scatter import CopyRegion, ScatterTarget, by_bucket, from_buffer
 from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
@@ -25,8 +26,10 @@ _unfinished: list[list[torch.Tensor]] = []
 class NcclSender:
     """Trainer side, rank 0. The buffer must be complete on the device when `send` is called."""
 
-    def __init__(self, size: int, timeout_s: float, sums: BufferSums | None = None) -> None:
-        self._store = KeyValueStore("", timeout_s)
+    def __init__(
+        self, size: int, timeout_s: float, sums: BufferSums | None = None, network: NetworkConfig = HERE
+    ) -> None:
+        self._store = KeyValueStore("", timeout_s, network)
         self._group = Communicator(self._store, 0, size)
         self._sums = SenderSums(self._store, size, sums)
         self._sent = 0

@@ -1,11 +1,14 @@
-"""The small side channel of the CUDA transports: counters and handles in a TCP store on the sender's host.
+"""The small side channel of the CUDA transports: counters and handles in a TCP store of the sender's process.
 
-No weights are sent over it. Every wait has a timeout, and an error names the peer that did not answer.
+No weights are sent over it. Every wait has a timeout, and an error names the peer that did not answer. torch's stores know
+no keys: one listens on the process's own address alone (config/network.py), and the keys of each sender have a random
+prefix, which the ranks get over the control socket.
 """
 
 from __future__ import annotations
 
 import functools
+import secrets
 import socket
 import threading
 import time
@@ -13,13 +16,16 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import TCPStore
+from torch.distributed import PrefixStore, TCPStore
 
+from inflight.config.network import NetworkConfig, joined, parted
+from inflight.listening import listen
 from inflight.weights.transport.base import TransportError, first_line
 from inflight.weights.transport.timeout import within
 
 T = TypeVar("T")
-LOOPBACK = "127.0.0.1"
+HERE = NetworkConfig()
+"""Loopback alone."""
 _POLL_S = 0.0005
 _GRACE_S = 0.5
 """Additional seconds for the end of a wait that has a timeout of its own."""
@@ -28,17 +34,22 @@ _GRACE_S = 0.5
 class KeyValueStore:
     """Keys and values shared by the sender (which hosts them) and the receivers."""
 
-    def __init__(self, address: str, timeout_s: float) -> None:
-        """`address`: that of the sender's store; empty to host one on a free loopback port."""
+    def __init__(self, address: str, timeout_s: float, network: NetworkConfig = HERE) -> None:
+        """`address`: that of the sender's store, HOST:PORT/PREFIX; empty to host one on this process's `network`.
+
+        Raises TransportError when there is none, or when none can be opened.
+        """
         self.timeout_s = timeout_s
         self._closed = threading.Event()
         try:
             if address:
-                name, _, port = address.rpartition(":")
-                self.tcp = within(timeout_s, functools.partial(joined, name, int(port), timeout_s))
+                place, prefix = split(address)
+                tcp = within(timeout_s, functools.partial(connected, place, timeout_s))
             else:
-                number, self.tcp = hosted(timeout_s)
-                address = f"{LOOPBACK}:{number}"
+                place, tcp = hosted(network, timeout_s)
+                prefix = secrets.token_hex(8)
+                address = f"{place}/{prefix}"
+            self.tcp = PrefixStore(prefix, tcp)
         except (OSError, RuntimeError, ValueError) as error:
             raise TransportError(f"connect: no rendezvous at {address!r}: {first_line(error)}") from None
         self.address = address
@@ -102,19 +113,32 @@ class KeyValueStore:
             raise TransportError(f"{phase}{who} is gone: {first_line(error)}") from None
 
 
-def hosted(timeout_s: float = 300.0) -> tuple[int, TCPStore]:
-    """A store of this process on a loopback port: (port, store). Raises OSError or RuntimeError when that fails."""
-    listening = socket.create_server((LOOPBACK, 0))
+def split(address: str) -> tuple[str, str]:
+    """HOST:PORT and the prefix of a rendezvous. Raises ValueError for any other text."""
+    place, _, prefix = address.partition("/")
+    parted(place)
+    if not prefix.isalnum():
+        raise ValueError(f"{address!r} has no prefix")
+    return place, prefix
+
+
+def hosted(network: NetworkConfig = HERE, timeout_s: float = 300.0) -> tuple[str, TCPStore]:
+    """A store of this process on a port of its own: (HOST:PORT by which others reach it, store). Raises OSError or
+    RuntimeError when that fails."""
+    listening = listen(network)
     port = listening.getsockname()[1]
     # By its own socket: given a host name, the store would listen on every interface.
-    return port, TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+    store = TCPStore(
+        network.address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening.detach(),
     )  # fmt: skip
+    return joined(network.reached, port), store
 
 
-def joined(name: str, port: int, timeout_s: float) -> TCPStore:
-    """A connection to another process's store; has no timeout if that is suspended. Raises OSError or RuntimeError."""
+def connected(place: str, timeout_s: float) -> TCPStore:
+    """A connection to another process's store at HOST:PORT; has no timeout if that process is suspended. Raises OSError
+    or RuntimeError."""
+    host, port = parted(place)
     # The store exists before its address is sent: refused means gone. TCPStore's client would retry until its timeout.
-    socket.create_connection((name, port), timeout=timeout_s).close()
-    return TCPStore(name, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    socket.create_connection((host, port), timeout=timeout_s).close()
+    return TCPStore(host, port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))

@@ -241,7 +241,9 @@ def test_what_a_first_version_would_wait_for_is_done_when_the_rank_joins(
         communicator, "load_kernels", lambda *args: done.append("NCCL" if args == (worker.device, 7.0) else "other")
     )
     monkeypatch.setattr(module, "warm_up", lambda _: done.append("sums"))
-    monkeypatch.setattr(importlib.import_module("inflight.weights.transport"), "make_receiver", lambda *_: done.append("joined"))
+    monkeypatch.setattr(
+        importlib.import_module("inflight.weights.transport"), "make_receiver", lambda *_: done.append("joined")
+    )
     worker.inflight_shadow = SimpleNamespace(agree=lambda _: done.append("planned"), accept=lambda receiver: receiver)
     worker.connect(SimpleNamespace(transport=transport, manifest=SimpleNamespace(checksum=checksum), timeout_s=7.0))
     assert done == ["planned", *warmed, "joined"]

@@ -53,7 +53,9 @@ def test_an_address_with_its_port_is_read_as_it_was_written(host: str) -> None:
     assert parted(joined(host, 5700)) == (host, 5700)
 
 
-@pytest.mark.parametrize("text", ["", "10.0.0.2", ":5700", "::1:5700", "[10.0.0.2]:1", "a.b:1", "10.0.0.2:x", "[::1]:0"])
+@pytest.mark.parametrize(
+    "text", ["", "10.0.0.2", ":5700", "::1:5700", "[10.0.0.2]:1", "a.b:1", "10.0.0.2:x", "[::1]:0"]
+)
 def test_what_is_no_address_with_a_port_is_not_read(text: str) -> None:
     with pytest.raises(ValueError, match="no IP address with a port"):
         parted(text)
@@ -67,7 +69,9 @@ def test_one_listens_on_the_own_address_in_the_range_and_says_when_it_is_full() 
         assert {each.getsockname() for each in (one, other)} == {("127.0.0.2", first), ("127.0.0.2", first + 1)}
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", first), timeout=LIMIT_S)
-        with pytest.raises(OSError, match=rf"no free port on 127\.0\.0\.2 among {first}-{first + 1} \(network\.ports\)"):
+        with pytest.raises(
+            OSError, match=rf"no free port on 127\.0\.0\.2 among {first}-{first + 1} \(network\.ports\)"
+        ):
             listen(network)
     with pytest.raises(OSError, match=r"can't listen on 192\.0\.2\.1"):
         listen(NetworkConfig(bind="192.0.2.1"))

@@ -1,9 +1,9 @@
 """Bytes on CPU: gloo broadcasts of one bucket after another, from rank 0 (the trainer) to the ranks of one generator.
 
 The group is this transport's own: the default group, which belongs to the engine, is neither needed nor touched. It is
-formed at the first transfer, so making either side never waits. Its members meet at a store of the trainer's process, one
-for all groups: the store outlives the groups, so that a late rank finds its group closed instead
-of no store (torch's client retries a missing store for longer than its timeout).
+formed at the first transfer, so making either side never waits. Its members meet at a store of the trainer's process,
+for all groups: it outlives them, so that a late rank finds its group closed instead of no store (torch's client retries
+a missing store for longer than its timeout).
 
 An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
 or died (at once: its sockets close), or by the timeout. So a rank that can't take part must close its receiver.
@@ -148,9 +148,7 @@ class GlooSender:
 class GlooReceiver:
     """Rank side; see transport.base.Receiver."""
 
-    def __init__(
-        self, rendezvous: str, rank: int, size: int, timeout_s: float, network: NetworkConfig = HERE
-    ) -> None:
+    def __init__(self, rendezvous: str, rank: int, size: int, timeout_s: float, network: NetworkConfig = HERE) -> None:
         """Raises TransportError for a rendezvous that can't be read; connects at the first `receive`."""
         try:
             place, token = split(rendezvous)
@@ -169,8 +167,7 @@ class GlooReceiver:
 
 @functools.cache
 def _store_of_this_process(network: NetworkConfig) -> tuple[str, dist.Store]:
-    """(HOST:PORT, store): made with the first sender, kept until exit. Raises TransportError when it can't be opened.
-    """
+    """(HOST:PORT, store): made with the first sender, kept until exit. Raises TransportError if it can't be opened."""
     try:
         return hosted(network)
     except (OSError, RuntimeError) as error:

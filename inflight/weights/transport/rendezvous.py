@@ -1,8 +1,8 @@
 """The small side channel of the CUDA transports: counters and handles in a TCP store of the sender's process.
 
-No weights are sent over it. Every wait has a timeout, and an error names the peer that did not answer. torch's stores know
-no keys: one listens on the process's own address alone (config/network.py), and the keys of each sender have a random
-prefix, which the ranks get over the control socket.
+No weights are sent over it. Every wait has a timeout, and an error names the peer that did not answer. torch's stores
+don't authenticate: one listens on the process's own address alone (config/network.py), and the keys of each sender have
+a random prefix, which the ranks get over the control socket.
 """
 
 from __future__ import annotations

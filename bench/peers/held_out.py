@@ -1,0 +1,60 @@
+"""How well the engine's live weights answer held-out questions, greedily, while nothing else runs."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from inflight.completions import complete
+from inflight.config import RunConfig
+from inflight.prompts import ModelTokens
+from inflight.tasks import Item, make
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The mean score and the tokens of each answer."""
+
+    reward: float
+    token_ids: list[list[int]]
+
+
+class HeldOut:
+    """The held-out questions of a seed's task."""
+
+    def __init__(self, config: RunConfig, tokens: ModelTokens) -> None:
+        self._task: Any = make(config.task, config.seed)
+        self._tokens = tokens
+        self._items: list[Item] = [self._task.held_out_item(index) for index in range(self._task.held_out_size())]
+        self._prompts = [[int(each) for each in tokens.encode(item.prompt)] for item in self._items]
+        self._request = {
+            "n": 1, "stream": False, "max_tokens": config.rollout.max_tokens, "temperature": 0.0, "logprobs": 0,
+            "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+
+    def ask(self, url: str, version: int) -> Answers:
+        """All of them at once. Raises RuntimeError when an answer is not of `version`, and what `complete` raises."""
+        return asyncio.run(self._ask(url, version))
+
+    async def _ask(self, url: str, version: int) -> Answers:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+            turns = await asyncio.gather(
+                *(
+                    complete(session, "the generator", url, {**self._request, "prompt": prompt}, TIMEOUT_S)
+                    for prompt in self._prompts
+                )
+            )
+        found = {span.version for turn in turns for span in turn.token_versions}
+        if found != {version}:
+            raise RuntimeError(f"the held-out questions were answered under versions {sorted(found)}, not {version}")
+        token_ids = [[int(token) for token in turn.token_ids] for turn in turns]
+        scores = [
+            await self._task.score(item, self._tokens.decode(ids))
+            for item, ids in zip(self._items, token_ids, strict=True)
+        ]
+        return Answers(float(sum(scores) / len(scores)), token_ids)

@@ -23,15 +23,15 @@ def test_every_arm_trains_and_delivers_the_trainers_weights(tmp_path):
     arms = {arm["arm"]: arm for arm in json.loads((tmp_path / "results.json").read_text())["arms"]}
     assert list(arms) == ARMS
     for name, arm in arms.items():
-        agreed, judged = arm["lag_0_agrees"]
-        assert arm["steps"] >= 3, name
-        assert agreed == judged, f"{name}: tokens of lag 0 differ from the trainer's"
+        compared = [each["g0"] for each in arm["compared"]]
+        assert arm["steps"] >= 2, name
+        assert [each["agrees"] for each in compared] == [True, True], f"{name}: the engine holds other weights"
+        assert compared[1]["version"] == compared[0]["version"] + 1, "of which its own way has delivered the second"
         assert arm["delivered_equal_share"] == 1.0, f"{name}: inflight's transfer of the same weights answers otherwise"
-        assert arm["failed"] == {}, name
+        assert set(arm["failed"]) <= {"run finished"}, name
         assert arm["to_target_s"] is not None
     assert arms["synchronous"]["lag_mean"] == 0.0
     assert arms["inflight"]["generator_paused_share"] == 0.0
     assert arms["abort_resume"]["generator_paused_share"] > 0.0
-    assert sum(arm["lag_0_agrees"][1] for arm in arms.values()) > 0, "no arm was judged"
     table = (tmp_path / "table.md").read_text()
     assert all(f"| {name} | 1 |" in table for name in ARMS)

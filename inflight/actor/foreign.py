@@ -184,4 +184,4 @@ def _make_tokenizer(model: ModelConfig) -> MakeTokenizer:
 
 
 def _workers(config: RolloutConfig) -> int:
-    return config.reward_workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+    return config.reward_workers or max(1, min(MAX_WORKERS, len(os.sched_getaffinity(0)) // config.actors))

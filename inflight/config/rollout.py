@@ -78,6 +78,9 @@ class RolloutConfig(Sampling):
     seeds: str = "auto"
     """Whether each request has a sampling seed of its own, which costs vLLM a Python loop per step. `auto`: if
     `gate.on_stale` is `retry`, which samples a question again with the same seeds; `always`, `never`."""
+    actors: int = 1
+    """Processes that request and score answers. Each question goes to the actor that has the fewest in flight; a run
+    may resume with another number of them."""
     concurrency: int = 4
     """Most groups that an actor has in flight."""
     token_timeout_s: float = 300.0
@@ -89,7 +92,8 @@ class RolloutConfig(Sampling):
     """What happens when a score fails, is late or is no number: `drop` gives the question up, `zero` uses reward 0,
     `retry` scores again, three times within 42 seconds, and then gives the question up."""
     reward_workers: int = 0
-    """Processes for scoring; 0: one per CPU core, at most 8. Questions and text have one more process each."""
+    """Processes of an actor for scoring; 0: one per CPU core, shared by the actors, at most 8. Questions and text have
+    one more process each."""
     reward_concurrency: int = 32
     """Asynchronous scores that one process runs at once; blocking ones run one after the other."""
     reward_memory_mib: int = 4096
@@ -118,6 +122,7 @@ class RolloutConfig(Sampling):
         failures = ("drop", "zero", "retry")
         fits = self.on_reward_failure in failures
         require(fits, "rollout.on_reward_failure", self.on_reward_failure, ", ".join(failures))
+        require_fields(self, "rollout", "actors", least=1, most=MAX_PROCESSES)
         require_fields(self, "rollout", "reward_workers", least=0, most=MAX_PROCESSES)
         require_fields(self, "rollout", "reward_concurrency", least=1, most=4096)
         require(
@@ -132,6 +137,10 @@ class RolloutConfig(Sampling):
         require_fields(self, "rollout", "repetition_penalty")
         for name in ("presence_penalty", "frequency_penalty"):
             require(-2 <= getattr(self, name) <= 2, f"rollout.{name}", getattr(self, name), "-2 to 2")
+
+    def actor_names(self) -> list[str]:
+        """`a0`, `a1`, …: the names of actors in messages and logs."""
+        return [f"a{index}" for index in range(self.actors)]
 
     def request_seed(self, seed: int, on_stale: str) -> int | None:
         """What the sampling seeds of requests are derived from, given the run's `seed` and `gate.on_stale`; None:

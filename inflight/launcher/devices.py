@@ -98,7 +98,8 @@ def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
 def require_cores(config: RunConfig) -> None:
     """Raises ConfigError when `cores` names a core that this machine does not have, or an unknown process."""
     allowed = os.sched_getaffinity(0)
-    known = {"generator", "actor", "a0", *config.rank_names(), *config.generator_names()}
+    several = (*config.rank_names(), *config.generator_names(), *config.rollout.actor_names())
+    known = {"generator", "actor", *several}
     for name, cores in config.launch.affinity.items():
         place = f"launch.affinity.{name}"
         require(name in known, place, list(cores), f"the names are {', '.join(sorted(known))}")

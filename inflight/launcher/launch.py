@@ -153,7 +153,7 @@ def _run(
 
 
 def usual_commands(config: RunConfig) -> list[Command]:
-    """The trainer's ranks, the generators, an actor and, where versions are evaluated, an evaluator: with their logs,
+    """The trainer's ranks, the generators, the actors and, where versions are evaluated, an evaluator: with their logs,
     threads, cores and GPUs.
 
     Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
@@ -181,7 +181,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
         command("trainer", "trainer", ["trainer"], trainer),
         *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
         *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
-        command("a0", "actor", ["actor", "--name", "a0"], 1),
+        *(command(name, "actor", ["actor", "--name", name], 1) for name in config.rollout.actor_names()),
         *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
     ]
 

@@ -33,7 +33,7 @@ class Restarts:
     def __init__(self, config: RunConfig) -> None:
         self._limit, self._delay_s = config.launch.restarts, config.launch.restart_delay_s
         step = config.trainer.groups_per_step * config.rollout.group_size * config.rollout.max_tokens
-        self._enough = {"actor": step, "generator": step / config.generator.count}
+        self._enough = {"actor": step / config.rollout.actors, "generator": step / config.generator.count}
         self._records: dict[str, _Record] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._due: dict[str, tuple[float, Command]] = {}

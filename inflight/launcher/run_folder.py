@@ -145,7 +145,8 @@ class RunFolder:
         if self.config.over_tcp:
             folder = self.path / "keys"
             shutil.rmtree(folder, ignore_errors=True)
-            make_keys(folder, ["trainer", "a0", "evaluator", *self.config.generator_names()])
+            own = [*self.config.rollout.actor_names(), *self.config.generator_names()]
+            make_keys(folder, ["trainer", "evaluator", *own])
             self.config = replace(self.config, bus=replace(self.config.bus, keys=str(folder)))
 
     def _remove_sockets(self) -> None:

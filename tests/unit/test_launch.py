@@ -307,13 +307,15 @@ def test_a_launch_on_a_full_disk_is_one_line_and_leaves_no_run(tmp_path, room, c
 
 
 def test_the_usual_processes(tmp_path):
-    config = compose("tiny", [f"run_dir={tmp_path}", "generator.count=2", "launch.affinity={generator: [0], g1: [1]}"])
+    affinity = "launch.affinity={generator: [0], g1: [1], actor: [0], a1: [1]}"
+    config = compose("tiny", [f"run_dir={tmp_path}", "generator.count=2", "rollout.actors=2", affinity])
     commands = {each.name: each for each in usual_commands(config)}
-    assert list(commands) == ["trainer", "g0", "g1", "a0"]
+    assert list(commands) == ["trainer", "g0", "g1", "a0", "a1"]
     assert commands["g1"].argv[1:] == ["-m", "inflight.generator", "--run-dir", config.run_dir, "--name", "g1"]
     assert commands["trainer"].argv[1:] == ["-m", "inflight.trainer", "--run-dir", config.run_dir]
-    assert commands["a0"].argv[1:] == ["-m", "inflight.actor", "--run-dir", config.run_dir, "--name", "a0"]
-    assert [commands[name].cores for name in ("trainer", "g0", "g1")] == [(), (0,), (1,)]
+    for name in ("a0", "a1"):
+        assert commands[name].argv[1:] == ["-m", "inflight.actor", "--run-dir", config.run_dir, "--name", name]
+    assert [commands[name].cores for name in ("trainer", "g0", "g1", "a0", "a1")] == [(), (0,), (1,), (0,), (1,)]
     assert commands["g0"].environment["OMP_NUM_THREADS"] == "1"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from inflight.audit.counts import Census
 from inflight.audit.replay import AuditError
-from inflight.rollout.stream import Reader
+from inflight.rollout.stream import Reader, recorded
 from inflight.types import Rollout
 
 
@@ -29,7 +29,7 @@ def read(path: Path, limit: int | None) -> Record:
 
     Raises AuditError when there is no file, StreamError when it is damaged before its end.
     """
-    if not path.is_file():
+    if not recorded(path):
         raise AuditError(f"{path} does not exist: the run must be started with rollout.keep=true")
     reader, census = Reader(path), Census()
     rollouts: list[Rollout] = []

@@ -32,6 +32,7 @@ IDLE = (
     Idle("trainer.rank_timeout_s", lambda run: run.trainer.processes == 1, "trainer.processes is 1"),
     Idle("rollout.kept_tokens", lambda run: not run.rollout.cuts,
          "rollout.top_p, top_k and min_p exclude no tokens"),
+    Idle("rollout.file_mib", lambda run: not run.rollout.keep, "rollout.keep is false"),
     Idle("gate.max_token_lag", lambda run: run.trainer.synchronous, "with trainer.synchronous no token is stale"),
     Idle("gate.stale_retries", lambda run: run.gate.on_stale == "drop", "gate.on_stale is drop"),
     Idle("generator.share_prefix_across_versions", lambda run: not run.generator.prefix_caching,

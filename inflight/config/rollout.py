@@ -107,6 +107,8 @@ class RolloutConfig(Sampling):
     expected to fit, given the size of the last ones, but at least those of one step."""
     keep: bool = True
     """Write every rollout to the run folder (needed by the audit)."""
+    file_mib: float = 1024.0
+    """Size in MiB from which on the next rollouts are written to another file."""
 
     def __post_init__(self) -> None:
         fits = 2 <= self.group_size <= MAX_GROUP
@@ -117,7 +119,7 @@ class RolloutConfig(Sampling):
         require(self.seeds in SEEDS, "rollout.seeds", self.seeds, ", ".join(SEEDS))
         require(all(self.stop), "rollout.stop", self.stop, "texts of at least one character")
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM raises lower values to this
-        require_fields(self, "rollout", "token_timeout_s reward_timeout_s buffer_mib")
+        require_fields(self, "rollout", "token_timeout_s reward_timeout_s buffer_mib file_mib")
         require_fields(self, "rollout", "task_start_timeout_s give_up_after_s")
         failures = ("drop", "zero", "retry")
         fits = self.on_reward_failure in failures

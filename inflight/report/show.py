@@ -19,7 +19,7 @@ from inflight.report.answers import Asked, Texts, Training, asked
 from inflight.report.selection import Range, Selection, range_of
 from inflight.report.token_text import TokenTexts
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import Reader
+from inflight.rollout.stream import Reader, recorded
 from inflight.types import RolloutGroup
 
 SHOWN = 5
@@ -106,7 +106,7 @@ def _file(run_dir: Path) -> Path:
     if not run_dir.is_dir():
         raise ValueError(f"there is no folder {run_dir}")
     path = run_dir / ROLLOUTS_FILE
-    if not path.is_file():
+    if not recorded(path):
         raise ValueError(f"{run_dir} has no {ROLLOUTS_FILE}: no group has come yet, or the run has rollout.keep=false")
     return path
 

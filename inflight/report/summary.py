@@ -21,7 +21,7 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import staleness
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import Reader
+from inflight.rollout.stream import Reader, recorded
 from inflight.types import Rollout
 
 SUMMARY_FILE = "summary.json"
@@ -235,7 +235,7 @@ class _Tally:
 
 
 def _tally(path: Path) -> tuple[_Tally | None, str | None]:
-    if not path.is_file():
+    if not recorded(path):
         return None, None
     tally, reader = _Tally(), Reader(path)
     for group in reader:

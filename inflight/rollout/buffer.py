@@ -73,7 +73,8 @@ class Buffer:
         """
         self._listener = listener
         self._gate, self._warn = config.gate, warn
-        self._writer = Writer(config.path / ROLLOUTS_FILE) if config.rollout.keep else None
+        size = int(config.rollout.file_mib * (1 << 20))
+        self._writer = Writer(config.path / ROLLOUTS_FILE, size) if config.rollout.keep else None
         self._ledger = Ledger(config, books, groups, vocabulary=vocabulary)
         self._changed = threading.Condition()
         self._taking = threading.Lock()

@@ -44,7 +44,8 @@ from inflight.messages import (
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import summary
 from inflight.rollout.books import NO_BOOKS
-from inflight.rollout.stream import MAGIC, Reader, StreamError, encode_frame
+from inflight.rollout.part import start_of
+from inflight.rollout.stream import Reader, StreamError, encode_frame
 from inflight.trainer.checkpoint import index, rng
 from inflight.trainer.checkpoint.index import CheckpointError, Saved
 from inflight.trainer.checkpoint.io import (
@@ -81,10 +82,9 @@ def _stream(data: bytes) -> None:
     path.write_bytes(data)
     reader = Reader(path)
     groups = list(reader)
-    frames = MAGIC + b"".join(map(encode_frame, groups))
+    frames = start_of(bytes(16), 0) + b"".join(map(encode_frame, groups))
     path.write_bytes(frames)
     assert list(Reader(path)) == groups
-    assert reader.good_bytes <= len(data)
 
 
 def _turn(data: bytes) -> None:
@@ -224,7 +224,7 @@ TARGETS = {
     "rollouts": Target(
         _stream,
         (StreamError,),
-        [MAGIC + encode_frame(make_group("q1")) + encode_frame(make_group("q2", spans=[(0, 3)]))],
+        [start_of(bytes(16), 0) + encode_frame(make_group("q1")) + encode_frame(make_group("q2", spans=[(0, 3)]))],
     ),
     "completions": Target(_turn, (Retry, Unpatched), [json.dumps(ANSWER).encode()]),
     "checkpoint": Target(

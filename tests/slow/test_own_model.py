@@ -1,9 +1,10 @@
-"""What docs/own_model.md says, done: a model of the hub and chats of one's own are trained on for two epochs, evaluated,
-killed, resumed, exported, and served by vLLM."""
+"""What docs/own_model.md says: chats of one's own and a model of the hub, which is trained for two epochs, evaluated,
+killed, resumed, exported and served by vLLM."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -82,7 +83,11 @@ def test_the_page_from_a_file_of_problems_to_a_served_model(model, tmp_path, mon
     assert configuration.load(run_dir).model.revision == COMMIT
     require_questions(run_dir, undone)
     require_figures(run_dir)
-    for command in ("inflight report runs/mine", "inflight show runs/mine --last", "inflight export runs/mine exported"):
+    for command in (
+        "inflight report runs/mine",
+        "inflight show runs/mine --last",
+        "inflight export runs/mine exported",
+    ):
         done = train.run(next(each for each in commands() if each.startswith(command)))
         assert done.returncode == 0, done.stdout + done.stderr
     with served(train) as url:
@@ -134,9 +139,7 @@ def write_files(folder: Path) -> None:
     (shown,) = blocks("json")
     row = json.loads(shown)
     sums = [(n % 10, n // 10) for n in range(ROWS)]
-    rows = [
-        row | {"messages": [row["messages"][0] | {"content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in sums
-    ]
+    rows = [row | {"messages": [row["messages"][0] | {"content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in sums]
     (folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     (reward,) = blocks("python")
     (folder / "my_rewards.py").write_text(reward)
@@ -227,12 +230,13 @@ def logs(run_dir: Path) -> str:
 
 @contextlib.contextmanager
 def served(commands_of: Commands) -> Iterator[str]:
-    """The page's last command, until the end of the context; its URL."""
+    """One of the page's last two commands, until the end of the context; its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     small = ("--enforce-eager", "--max-model-len", "96", "--kv-cache-memory-bytes", str(1 << 26), "--dtype", "float32")
-    command = next(each for each in commands() if each.startswith("vllm serve"))
+    begins = "vllm serve" if "vllm" in importlib.metadata.packages_distributions()["vllm"] else "python -m vllm"
+    command = next(each for each in commands() if each.startswith(begins))
     process = commands_of.start(command, "--host", "127.0.0.1", "--port", str(port), *small)
     try:
         wait_for(f"http://127.0.0.1:{port}/health", process)

@@ -37,7 +37,7 @@ from inflight.audit.report import Outcome
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import ModelConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import MAGIC
+from inflight.rollout.stream import START_BYTES
 from inflight.types import PrefillSpan, VersionSpan
 
 
@@ -292,7 +292,7 @@ def test_a_rollout_file_that_is_damaged_before_its_end_is_not_audited(tmp_path, 
     generator = Generator(tiny_model)
     folder = write(tmp_path, tiny_model, generator, generate(generator))
     data = bytearray((folder / ROLLOUTS_FILE).read_bytes())
-    data[len(MAGIC) + 20] ^= 1
+    data[START_BYTES + 20] ^= 1
     (folder / ROLLOUTS_FILE).write_bytes(data)
     assert main([str(folder)]) == 2
     assert "is damaged: frame of " in capsys.readouterr().err

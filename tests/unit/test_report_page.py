@@ -267,10 +267,10 @@ def test_when_generators_were_busy():
 
 def test_a_group_is_read_where_it_is(run):
     counted = bands.census(run / ROLLOUTS_FILE)
-    names = [read_group(run / ROLLOUTS_FILE, at).group_id for at in counted.offsets]
+    names = [read_group(run / ROLLOUTS_FILE, counted.place(index)).group_id for index in range(len(counted.sizes))]
     assert names == ["q0", "q1", "q2", "q3"]
     with pytest.raises(StreamError):
-        read_group(run / ROLLOUTS_FILE, counted.offsets[1] + 1)
+        read_group(run / ROLLOUTS_FILE, counted.place(1)._replace(byte=counted.offsets[1] + 1))
 
 
 def test_the_command_writes_a_page_of_one_run_or_of_two(tmp_path, capsys):

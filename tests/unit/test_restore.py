@@ -1,16 +1,19 @@
 """Which rollouts a run that goes on still believes."""
 
 import msgspec
+import pytest
 from rollout_samples import make_group
 
+from inflight.rollout import restore as restoring
 from inflight.rollout.books import NO_BOOKS
+from inflight.rollout.part import part_path, start_of
 from inflight.rollout.restore import newest_version, restore
-from inflight.rollout.stream import MAGIC, Reader, Writer
+from inflight.rollout.stream import Reader, Writer
 from inflight.types import PrefillSpan
 
 
-def write(path, *groups):
-    with Writer(path) as writer:
+def write(path, *groups, size=None):
+    with Writer(path, size) as writer:
         for group in groups:
             writer.append(group)
 
@@ -44,9 +47,34 @@ def test_of_several_answers_to_a_question_the_newest_waits(tmp_path):
     assert [group.group_id for group in Reader(path)] == ["q3", "q0", "q1", "q2", "q0.1", "q3.1"]
 
 
+def test_of_several_files_each_is_rewritten_and_an_interrupted_start_is_repeated(tmp_path, monkeypatch):
+    path = tmp_path / "rollouts.msgpack"
+    groups = [make_group(f"q{index}", spans=[(0, 5 if index % 2 else 1)]) for index in range(6)]
+    write(path, *groups, groups[0], size=1)
+    books = msgspec.structs.replace(NO_BOOKS, settled_below=1)
+    real, calls = restoring.os.replace, []
+
+    def killed(*names):
+        calls.append(names)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        real(*names)
+
+    monkeypatch.setattr(restoring.os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        restore(path, books, 4)
+    assert [group.group_id for group in Reader(path)] == ["q0", "q2", "q3", "q4", "q5", "q0"]
+    assert [stored.name for stored in restore(path, books, 4)] == ["q2", "q4"]
+    assert [group.group_id for group in Reader(path)] == ["q0", "q2", "q4"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [part_path(path, n).name for n in range(7)]
+    with Writer(path, 1) as writer:
+        writer.append(groups[1])
+    assert [group.group_id for group in Reader(path)] == ["q0", "q2", "q4", "q1"]
+
+
 def test_a_run_that_wrote_none(tmp_path):
     assert restore(tmp_path / "rollouts.msgpack", NO_BOOKS, 0) == []
-    (tmp_path / "rollouts.msgpack").write_bytes(MAGIC)
+    (tmp_path / "rollouts.msgpack").write_bytes(start_of(bytes(16), 0))
     assert restore(tmp_path / "rollouts.msgpack", NO_BOOKS, 0) == []
 
 

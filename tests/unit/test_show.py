@@ -279,6 +279,11 @@ def test_the_documented_lines_read_the_file_without_inflight(tmp_path):
 
     first = found()
     assert first == plain(groups)
+    with Writer(tmp_path / "parts", 1) as writer:
+        for group in groups:
+            writer.append(group)
+    files = sorted(tmp_path.glob("parts*"))
+    assert [group for file in files for group in read["groups"](file.open("rb"))] == first
     turn = first[0]["rollouts"][0]["turn"]
     assert np.frombuffer(turn["token_ids"], "<i4").tolist() == everything.turn.token_ids.tolist()
     assert np.frombuffer(turn["logprobs"], "<f4").tolist() == everything.turn.logprobs.tolist()

@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.report.answers import Answer, Asked, Texts, Training, asked
 from inflight.report.html.series import number
-from inflight.rollout.stream import MAGIC, Reader, StreamError, read_group
+from inflight.rollout.stream import Place, Reader, StreamError, read_group, recorded
 from inflight.types import RolloutGroup
 
 MOST_SEQUENCES = 400
@@ -29,6 +29,7 @@ MOST_PROMPT = 2_000
 class Census:
     """All groups of a file, one number each: where they are, and when their sequences ran."""
 
+    parts: array[int] = field(default_factory=lambda: array("i"))
     offsets: array[int] = field(default_factory=lambda: array("q"))
     sequences: int = 0
     tokens: int = 0
@@ -38,19 +39,22 @@ class Census:
     """Sequences of each group."""
     torn: str | None = None
 
+    def place(self, index: int) -> Place:
+        """Where a group begins."""
+        return Place(self.parts[index], self.offsets[index])
+
 
 def census(path: Path) -> Census:
-    """Reads the file once, group by group. Damage ends the census, and is reported in `torn`."""
+    """Reads the files once, group by group. Damage ends the census, and is reported in `torn`."""
     counted = Census()
-    if not path.is_file():
-        return counted
     reader = Reader(path)
     try:
-        start = len(MAGIC)
+        if not recorded(path):
+            return counted
         for group in reader:
-            counted.offsets.append(start)
+            counted.parts.append(reader.place.part)
+            counted.offsets.append(reader.place.byte)
             counted.sizes.append(len(group.rollouts))
-            start = reader.good_bytes
             _count(counted, group)
         counted.torn = reader.torn
     except StreamError as error:
@@ -90,7 +94,7 @@ def bands(path: Path, counted: Census, training: Training, texts: Texts | None) 
     for stretch, indices in enumerate(picked):
         budget = _Budget(len(picked))
         for index in indices:
-            group = read_group(path, counted.offsets[index])
+            group = read_group(path, counted.place(index))
             rows += _rows(asked(group, training, texts), stretch, budget)
             if budget.spent:
                 note = "more sequences would make this file too large"
@@ -201,4 +205,3 @@ def _idle(spans: Sequence[tuple[float, float]], start: float, end: float) -> flo
         idle += max(began - reached, 0.0)
         reached = max(reached, ended)
     return idle + max(end - reached, 0.0)
-

@@ -107,11 +107,15 @@ def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[st
         "logprobs": min(config.kept_tokens + 1, vocabulary) if config.cuts and config.kept_tokens else 0,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-        **({"stop": config.stop} if config.stop else {}),
         **({"model": model} if model else {}),
-        **({"stop_token_ids": config.stop_token_ids} if config.stop_token_ids else {}),
-        **({"ignore_eos": True} if config.ignore_eos else {}),
+        **endings(config),
     }
+
+
+def endings(config: RolloutConfig) -> dict[str, Any]:
+    """The part of a request that says how a completion ends, beside its number of tokens."""
+    given = {"stop": config.stop, "stop_token_ids": config.stop_token_ids, "ignore_eos": config.ignore_eos}
+    return {name: value for name, value in given.items() if value}
 
 
 def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:

@@ -50,10 +50,10 @@ async def work(config: RunConfig, name: str) -> bool:
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
             async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
-                room = config.generator.max_model_len
+                longest = config.longest_prompt
                 named = config.trainer.adapter
                 seed = config.rollout.request_seed(config.seed, config.gate.on_stale)
-                sampler = Sampler(config.rollout, seed, code, session, pool, max_model_len=room, model=named)
+                sampler = Sampler(config.rollout, seed, code, session, pool, longest_prompt=longest, model=named)
                 actor = Actor(
                     name,
                     link,

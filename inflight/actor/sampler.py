@@ -36,15 +36,14 @@ class Sampler:
         session: aiohttp.ClientSession,
         pool: Pool,
         *,
-        max_model_len: int,
+        longest_prompt: int,
         model: str = "",
     ) -> None:
-        """Without a `seed` requests have none. `max_model_len`: most tokens of prompt and completion that the
-        generators accept."""
+        """Without a `seed` requests have none. `longest_prompt`: most tokens of a prompt; `model`: a named adapter."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
-        self._max_model_len = max_model_len
+        self._longest_prompt = longest_prompt
         request = sampling(config, foreign.vocabulary, model)
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
@@ -52,9 +51,9 @@ class Sampler:
         """All samples of the task's question `index`, scored. Raises GroupLost or Unpatched."""
         question = await self._foreign.question(index)
         prompt_ids = await self._foreign.encode(question)
-        if len(prompt_ids) >= self._max_model_len:
-            detail = f"{question.key}: {len(prompt_ids)} tokens, and generator.max_model_len={self._max_model_len}"
-            raise GroupLost(TOO_LONG, f"{detail} leaves room for one token after {self._max_model_len - 1} at most")
+        if len(prompt_ids) > self._longest_prompt:
+            allowed = f"{self._longest_prompt} at most (rollout.max_prompt_tokens, generator.max_model_len)"
+            raise GroupLost(TOO_LONG, f"{question.key}: {len(prompt_ids)} tokens, {allowed}")
         answers = [self.answers.begin(prompt_ids) for _ in range(self._config.group_size)]
         try:
             rollouts = await all_of(

@@ -14,7 +14,8 @@ MAX_SAMPLES = 4096
 
 @dataclass(frozen=True)
 class EvalSampling:
-    """How an answer to a held-out question is drawn; no other setting of `rollout` but its stop strings applies."""
+    """How an answer to a held-out question is drawn. It ends as one that is trained on does: by `rollout.stop`,
+    `stop_token_ids` and `ignore_eos`."""
 
     temperature: float = 0.0
     """0: the most probable token each time."""

@@ -69,6 +69,8 @@ class RunConfig:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
+        asked, allowed = self.rollout.max_prompt_tokens, f"below generator.max_model_len: {limit} or less"
+        require(asked <= limit, "rollout.max_prompt_tokens", asked, allowed)
         budget = self.trainer.micro_batch_tokens
         allowed = f"0, or {limit + 1} (generator.max_model_len) or more: a sequence has to fit"
         require(not 0 < budget <= limit, "trainer.micro_batch_tokens", budget, allowed)
@@ -114,6 +116,12 @@ class RunConfig:
     def capacity(self) -> int:
         """Groups that may be in flight or buffered at once, computed from `max_lag` and the step size."""
         return (self.gate.max_lag + 1) * self.trainer.groups_per_step
+
+    @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt: one token of the completion fits after it."""
+        room = self.generator.max_model_len - 1
+        return min(self.rollout.max_prompt_tokens or room, room)
 
     def generator_names(self) -> list[str]:
         """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""

@@ -13,7 +13,7 @@ import aiohttp
 from inflight.actor.called import all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign, GroupLost
-from inflight.completions import TOO_LONG, Rejected, Retry, complete
+from inflight.completions import TOO_LONG, Rejected, Retry, complete, endings
 from inflight.config import RunConfig
 from inflight.evaluation.answer import MIXED, Answered, versions_of
 from inflight.types import Turn
@@ -78,7 +78,7 @@ class Asking:
             prompt_ids = await self._foreign.encode(question)
         except GroupLost as lost:
             return _Asked(None, [], lost.reason)
-        if len(prompt_ids) >= self._config.generator.max_model_len:
+        if len(prompt_ids) > self._config.longest_prompt:
             return _Asked(question, prompt_ids, TOO_LONG)
         return _Asked(question, prompt_ids)
 
@@ -118,7 +118,7 @@ class Asking:
             "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
             **({"seed": self._seed_of(key, sample)} if settings.temperature else {}),
             **({"model": adapter} if (adapter := self._config.trainer.adapter) else {}),
-            **({"stop": self._config.rollout.stop} if self._config.rollout.stop else {}),
+            **endings(self._config.rollout),
         }  # fmt: skip
 
     def _seed_of(self, key: str, sample: int) -> int:

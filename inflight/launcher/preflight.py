@@ -142,6 +142,8 @@ def with_data(config: RunConfig) -> RunConfig:
         _require_made(looked, what)
     if looked.examined is None:
         return config
+    if looked.examined.left_out:
+        print(f"inflight launch: {looked.examined.left_out}", file=sys.stderr, flush=True)
     task = replace(config.task, options=looked.examined.options, contents=looked.examined.contents)
     return replace(config, task=task)
 

@@ -13,6 +13,7 @@ from inflight.models import ModelError, prepare
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
 from inflight.tasks.check import require_columns, require_held_out
+from inflight.tasks.count import left_out, length_of
 from inflight.tasks.data.fingerprint import of_text
 
 TRIED = 8
@@ -30,6 +31,8 @@ class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Those of the task, with absolute paths and commits."""
     contents: dict[str, str]
     """What files hold, by the option that names them (OfFiles.contents), and the model's chat template."""
+    left_out: str = ""
+    """One line on the questions that will be left out; empty where there is none."""
 
 
 def examine(config: RunConfig, task: Task) -> Examined | None:
@@ -44,17 +47,18 @@ def examine(config: RunConfig, task: Task) -> Examined | None:
         tokens = ModelTokens(str(directory), trust_remote_code=model.trust_remote_code)
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"model.name={model.name!r}: its tokenizer can't be loaded: {_one_line(error)}") from None
-    limit = config.generator.max_model_len
-    first = [_askable("", task.item, tokens, limit)]
+    longest = config.longest_prompt
+    first = [_askable("", task.item, tokens, longest)]
     if config.eval.every:
         require_held_out(task, config.task.name)
     if isinstance(task, HeldOut) and task.held_out_size():
-        first.append(_askable("held-out ", task.held_out_item, tokens, limit))
+        first.append(_askable("held-out ", task.held_out_item, tokens, longest))
     for item in first if config.rewards else ():
         require_columns(config, item)
     if any(isinstance(item.prompt, Chat) for item in first):
         contents[TEMPLATE] = of_text(tokens.chat_template)
-    return Examined({**config.task.options, **task.settled()}, contents)
+    missing = left_out(task, tokens, longest)
+    return Examined({**config.task.options, **task.settled()}, contents, missing)
 
 
 def require_same(task: Task, expected: Mapping[str, str]) -> None:
@@ -82,14 +86,13 @@ def read(folder: Path) -> Examined | None:
         raise ConfigError(f"what the task's files hold can't be read: {_one_line(error)}") from None
 
 
-def _askable(what: str, item: Callable[[int], Item], tokens: ModelTokens, limit: int) -> Item:
+def _askable(what: str, item: Callable[[int], Item], tokens: ModelTokens, longest: int) -> Item:
     """The first question that is fine. Raises ConfigError when none of the first TRIED is."""
     why: list[str] = []
     for index in range(TRIED):
         try:
             found = item(index)
-            prompt = found.prompt
-            ids = list(prompt) if not isinstance(prompt, str | Chat) else list(tokens.encode(prompt))
+            length = length_of(found, tokens)
         except IndexError:
             break
         except ConfigError:
@@ -97,9 +100,9 @@ def _askable(what: str, item: Callable[[int], Item], tokens: ModelTokens, limit:
         except Exception as error:  # noqa: BLE001 - of the data, of a template
             why.append(_one_line(error))
             continue
-        if 0 < len(ids) < limit:
+        if 0 < length <= longest:
             return found
-        why.append(f"{len(ids)} tokens, and generator.max_model_len={limit} takes prompts of 1 to {limit - 1}")
+        why.append(f"{length} tokens, and generator.max_model_len and rollout.max_prompt_tokens allow 1 to {longest}")
     first = f"the first {len(why)} {what}questions" if len(why) > 1 else f"the only {what}question"
     raise ConfigError(f"task.name=dataset: {first} can't be asked; the first: {why[0] if why else 'there is none'}")
 

@@ -69,9 +69,9 @@ class Room:
                 self.buffer = stack.enter_context(Buffer(listener, self.config))
                 link = stack.enter_context(Link(self.config.endpoint("rollouts"), "a0", self.config.bus))
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
-                room = self.config.generator.max_model_len
+                room = self.config.longest_prompt
                 seed = self.config.rollout.request_seed(0, self.config.gate.on_stale)
-                self.sampler = Sampler(self.config.rollout, seed, self.code, session, self.pool, max_model_len=room)
+                self.sampler = Sampler(self.config.rollout, seed, self.code, session, self.pool, longest_prompt=room)
                 self.actor = Actor(
                     "a0",
                     link,

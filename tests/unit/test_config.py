@@ -212,6 +212,13 @@ def test_an_answer_must_fit_into_the_context():
         compose("tiny", ["rollout.max_tokens=256", "generator.max_model_len=256"])
 
 
+def test_a_prompt_must_leave_room_for_a_token():
+    with pytest.raises(ConfigError, match=r"rollout\.max_prompt_tokens=256 .* 255 or less"):
+        compose("tiny", ["rollout.max_prompt_tokens=256", "generator.max_model_len=256"])
+    assert compose("tiny", ["generator.max_model_len=256"]).longest_prompt == 255
+    assert compose("tiny", ["rollout.max_prompt_tokens=40", "generator.max_model_len=256"]).longest_prompt == 40
+
+
 def test_the_longest_sequence_must_fit_into_a_micro_batch():
     with pytest.raises(ConfigError, match=r"trainer\.micro_batch_tokens=255 is not allowed: 0, or 256 \("):
         compose("tiny", ["trainer.micro_batch_tokens=255", "generator.max_model_len=256"])

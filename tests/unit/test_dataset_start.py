@@ -19,8 +19,11 @@ from inflight.launcher.compose import compose
 from inflight.launcher.resume import resumed_config
 from inflight.launcher.run_folder import RunFolder
 from inflight.models import prepare
+from inflight.prompts import ModelTokens
 from inflight.resources import folder as shipped
 from inflight.tasks import make
+from inflight.tasks.addition import Addition
+from inflight.tasks.count import left_out
 from inflight.tasks.examine import examine
 
 
@@ -98,6 +101,20 @@ def test_a_refusal_is_the_launchers_one_line(tmp_path):
 def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):
     config = examined(run(tmp_path, rows=["{", *chats(1), "["], columns="[answer]"))
     assert config.task.contents
+
+
+def test_what_will_be_left_out_is_counted_and_printed(tmp_path, capsys):
+    rows = [*chats(4), {"messages": [{"role": "user", "content": "1" * 30}], "answer": "1"}, "{", "[", "{"]
+    config = run(tmp_path, "rollout.max_prompt_tokens=20", rows=rows)
+    says = "of 8 questions, 4 will be left out: 1 longer than 20 tokens, 3 that can't be asked (NotJson)"
+    assert preflight.with_data(config).task.contents
+    assert capsys.readouterr().err == f"inflight launch: {says}\n"
+    task, tokens = make(config.task, 0), ModelTokens(config.model.name)
+    ticks = iter(range(100))
+    says = "of the first 5 of 8 questions, "
+    assert left_out(task, tokens, 3, within_s=6, clock=lambda: next(ticks)).startswith(says)
+    assert examine(run(tmp_path, rows=chats(4)), make(config.task, 0)).left_out == ""
+    assert left_out(Addition(seed=0), tokens, 1) == "", "a task without an end"
 
 
 def test_a_column_that_a_reward_needs_must_be_there(tmp_path):

@@ -140,7 +140,7 @@ def sample(tmp_path, score_):
             Pool(session, ["g0"], lambda name: server.url) as pool,
         ):
             config = make_config(tmp_path).rollout
-            sampler = Sampler(config, 0, in_process(Steps(score_), Tokens()), session, pool, max_model_len=64)
+            sampler = Sampler(config, 0, in_process(Steps(score_), Tokens()), session, pool, longest_prompt=63)
             return (await sampler.group("g", 0)).rollouts[0]
 
     return asyncio.run(main())

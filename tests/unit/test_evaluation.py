@@ -122,7 +122,8 @@ class Arena:
     def __init__(self, tmp_path, server, **settings):
         self.server, task = server, settings.pop("task", None) or Addition(seed=0, held_out=3)
         settings.setdefault("sampling", EvalSampling(temperature=1.0, samples=2, max_tokens=5))
-        self.config = replace(make_config(tmp_path), eval=EvalConfig(every=3, **settings))
+        rollout = settings.pop("rollout", {})
+        self.config = replace(make_config(tmp_path, **rollout), eval=EvalConfig(every=3, **settings))
         self.code = in_process(task, Tokens())
 
     async def ask(self, version=4, **options):
@@ -160,6 +161,19 @@ def test_all_held_out_are_asked_with_a_sampling_of_their_own(tmp_path):
     again = asked(tmp_path, concurrency=1)[1]
     assert [request["seed"] for request in again] == [request["seed"] for request in requests]
     assert arena.asking.done == 6
+
+
+def test_an_answer_ends_as_those_that_are_trained_on_do(tmp_path):
+    ends = {"stop": ["x"], "stop_token_ids": [4], "ignore_eos": True}
+    _, requests, _ = asked(tmp_path, rollout=ends)
+    assert all({name: request[name] for name in ends} == ends for request in requests)
+    assert not any(ends.keys() & request.keys() for request in asked(tmp_path)[1])
+
+
+def test_questions_that_are_longer_than_the_run_allows_are_not_asked(tmp_path):
+    longest = min(len(Addition(seed=0, held_out=3).held_out_item(index).prompt) for index in range(3)) - 1
+    answered, requests, _ = asked(tmp_path, rollout={"max_prompt_tokens": longest})
+    assert ({each.failed for each in answered}, requests) == ({"prompt too long"}, [])
 
 
 def test_a_greedy_answer_needs_no_seed_and_its_room_is_the_models(tmp_path):

@@ -34,3 +34,19 @@ def test_prompts_that_are_too_long_have_their_own_reason_and_the_run_continues(p
         assert await room.finish() == "enough", "the actor lives"
 
     play(scene, task=Long(seed=0), concurrency=1)
+
+
+def test_a_run_may_ask_for_less(play):  # noqa: F811
+    """Questions of 4 tokens and of more: the limit leaves one of the two kinds out."""
+
+    class Two(Addition):
+        def item(self, index):
+            return replace(super().item(index), prompt="1" * (4 if index % 2 else 5))
+
+    async def scene(room):
+        batch = await room.take(2)
+        assert [len(gated.group.rollouts[0].prompt_ids) for gated in batch] == [4, 4]
+        assert room.buffer.counts().failed["prompt too long"] >= 1
+        assert await room.finish() == "enough"
+
+    play(scene, task=Two(seed=0), concurrency=1, max_prompt_tokens=4)

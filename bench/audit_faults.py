@@ -32,7 +32,7 @@ from inflight.audit.alternatives import STANDARD
 from inflight.audit.command import judge
 from inflight.audit.record import read
 from inflight.audit.replay import KeptVersions, Replayer, Sequenced, Stale, TransformersReplayer
-from inflight.audit.report import Outcome
+from inflight.audit.report import AuditOutcome
 from inflight.config import AuditConfig, GeneratorConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values
 from inflight.models import prepare
@@ -57,7 +57,7 @@ ENGINE: dict[str, Callable[[FaultyEngine], Fault]] = {
     "stale output layer": lambda engine: torn_swap(engine, "lm_head"),
     "stale prefix: hits across versions": shared_prefix,
 }
-SHOWN = {Outcome.PASSED: "passed", Outcome.FAILED: "**found**", Outcome.NOT_SHOWN: "not shown"}
+SHOWN = {AuditOutcome.PASSED: "passed", AuditOutcome.FAILED: "**found**", AuditOutcome.NOT_SHOWN: "not shown"}
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from inflight.config import BusConfig, PublishConfig
 from inflight.generator.settings import NO_VERSION, Settings
 from inflight.messages import Commit, Committed, EngineHello, Finish
 from inflight.models import prepare
-from inflight.weights.receive.rank_state import State
+from inflight.weights.receive.rank_state import ReceiverState
 
 BUS = BusConfig(heartbeat_s=1.0, dead_after_s=60.0)
 BATCH = 8
@@ -102,12 +102,13 @@ class Watch:
         before = self._receiver.state
         seconds = self._decoder.step()
         after = self._receiver.state
-        busy = next((state for state in (State.BUILDING, State.RECEIVING) if state in (before, after)), None)
+        at_work = (ReceiverState.BUILDING, ReceiverState.RECEIVING)
+        busy = next((state for state in at_work if state in (before, after)), None)
         steps.by_state[busy.name.lower() if busy else "idle"].append(seconds)
         if busy:
             self._busy_since = self._busy_since or time.perf_counter() - seconds
             self._busy.append(seconds)
-        elif after is State.IDLE:
+        elif after is ReceiverState.IDLE:
             self._idle.append(seconds)
             if self._answer and len(self._idle) >= IDLE_STEPS:
                 self._link.send(self._answer)

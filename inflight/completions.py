@@ -41,7 +41,7 @@ class Unpatched(RuntimeError):
     """The server does not tag tokens with versions: no rollout of it can ever be used."""
 
 
-class Retry(Exception):
+class RetryableFailure(Exception):
     """This attempt failed, another one may succeed; it is counted by `reason`."""
 
     def __init__(self, reason: str, *, down: bool = False, detail: str = "") -> None:
@@ -76,11 +76,11 @@ class Choice(msgspec.Struct):
     routed_experts: str | None = None
 
 
-class _Answer(msgspec.Struct):
+class _CompletionBody(msgspec.Struct):
     choices: list[Choice]
 
 
-_decoder = msgspec.json.Decoder(_Answer)
+_decoder = msgspec.json.Decoder(_CompletionBody)
 _top_logprobs = msgspec.json.Decoder(list[dict[str, float | None] | None] | None)
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
 _turns = msgspec.msgpack.Decoder(Turn, dec_hook=from_msgpack)
@@ -121,27 +121,27 @@ def endings(config: RolloutConfig) -> dict[str, Any]:
 def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
     """The turn of a completions answer; `asked` is the number of log-probabilities requested beside the sampled one.
 
-    Raises Unpatched when it has no version tags, Retry("aborted") when the engine aborted the request and
-    Retry("malformed answer") for anything else that is not one whole sample.
+    Raises Unpatched when it has no version tags, RetryableFailure("aborted") when the engine aborted the request and
+    RetryableFailure("malformed answer") for anything else that is not one whole sample.
     """
     try:
         answer = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
     if len(answer.choices) != 1:
-        raise Retry("malformed answer", detail=f"{generator}: {len(answer.choices)} choices instead of one")
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {len(answer.choices)} choices instead of one")
     choice = answer.choices[0]
     if choice.finish_reason in (None, "abort", "error"):
-        raise Retry("aborted", detail=f"{generator}: finish_reason {choice.finish_reason}")
+        raise RetryableFailure("aborted", detail=f"{generator}: finish_reason {choice.finish_reason}")
     if choice.token_versions is None or choice.prefill_versions is None:
         raise Unpatched(f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)")
     if choice.token_ids is None:
-        raise Retry("malformed answer", detail=f"{generator}: no token_ids")
+        raise RetryableFailure("malformed answer", detail=f"{generator}: no token_ids")
     logprobs = logprobs_of(choice, generator)
     try:
         versions_of_tokens(choice.token_versions, len(choice.token_ids))
     except ValueError as error:
-        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
     return checked(
         generator,
         token_ids=choice.token_ids,
@@ -158,12 +158,12 @@ def logprobs_of(choice: Choice, generator: str) -> list[float]:
     """[T] the log-probability of each token.
 
     Raises Rejected for one that is no number, which vLLM writes as null: under these weights a retry would give the
-    same, and the sample can't be trained on. Raises Retry("malformed answer") when their number is wrong.
+    same, and the sample can't be trained on. Raises RetryableFailure("malformed answer") when their number is wrong.
     """
     tokens = len(choice.token_ids or ())
     given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
     if len(given) != tokens:
-        raise Retry("malformed answer", detail=f"{generator}: {len(given)} logprobs for {tokens} tokens")
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {len(given)} logprobs for {tokens} tokens")
     logprobs = [value for value in given if value is not None]
     if len(logprobs) != tokens:
         detail = f"{generator}: {tokens - len(logprobs)} of {tokens} log-probabilities are no numbers"
@@ -173,11 +173,11 @@ def logprobs_of(choice: Choice, generator: str) -> list[float]:
 
 def checked(generator: str, **fields: Any) -> Turn:
     """A turn of these fields, validated against the limits of the wire: the buffer cannot decode one that exceeds them,
-    and the actor would resend it forever. Raises Retry("malformed answer")."""
+    and the actor would resend it forever. Raises RetryableFailure("malformed answer")."""
     try:
         return _turns.decode(_encoder.encode(Turn(**fields)))
     except (msgspec.ValidationError, ValueError) as error:
-        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
 
 
 def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | None:
@@ -190,7 +190,7 @@ def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | N
             raise ValueError(f"{asked} logprobs per token were requested, not returned")
         return [_possible(each or {}, asked) for each in given]
     except (ValueError, msgspec.DecodeError) as error:
-        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
 
 
 def _possible(given: dict[str, float | None], asked: int) -> list[int]:
@@ -216,7 +216,7 @@ def _experts(choice: Choice, generator: str) -> RoutedExperts | None:
         data = array.astype(f"<u{size}").tobytes()
         return RoutedExperts(shape=(tokens, layers, each), bytes_each=size, data=data)
     except (ValueError, EOFError, OSError, binascii.Error) as error:
-        raise Retry("malformed answer", detail=f"{generator}: routed_experts: {error}") from None
+        raise RetryableFailure("malformed answer", detail=f"{generator}: routed_experts: {error}") from None
 
 
 def _fits(array: np.ndarray) -> bool:
@@ -228,15 +228,15 @@ async def complete(
 ) -> Turn:
     """Sends one request and waits for its turn, at most `timeout_s`.
 
-    Raises Retry, Rejected or Unpatched.
+    Raises RetryableFailure, Rejected or Unpatched.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    too_large = Retry("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
+    too_large = RetryableFailure("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
     try:
         async with session.post(f"{url}/v1/completions", json=request, timeout=timeout) as response:
             status, body = response.status, await bounded_body(response, MAX_ANSWER_BYTES, too_large)
     except TimeoutError:
-        raise Retry("request timeout", detail=f"{generator}: no answer within {timeout_s:.0f} s") from None
+        raise RetryableFailure("request timeout", detail=f"{generator}: no answer within {timeout_s:.0f} s") from None
     except (aiohttp.ClientError, OSError) as error:
         raise lost(error, generator) from None
     if status == 200:
@@ -244,20 +244,20 @@ async def complete(
     raise refused(status, body, generator)
 
 
-def lost(error: aiohttp.ClientError | OSError, generator: str) -> Retry:
+def lost(error: aiohttp.ClientError | OSError, generator: str) -> RetryableFailure:
     """What a failed connection means: a generator that is down, unless this process has reached its file limit."""
     detail = f"{generator}: {type(error).__name__}: {error}"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return Retry("too many open files", detail=f"{detail} (raise the limit: ulimit -n)")
-    return Retry("connection lost", down=True, detail=detail)
+        return RetryableFailure("too many open files", detail=f"{detail} (raise the limit: ulimit -n)")
+    return RetryableFailure("connection lost", down=True, detail=detail)
 
 
-def refused(status: int, body: bytes, generator: str) -> Retry | Rejected:
+def refused(status: int, body: bytes, generator: str) -> RetryableFailure | Rejected:
     """What an HTTP status other than 200 means, or an error of that code within a stream."""
     text = body[:300].decode("utf-8", "replace")
     detail = f"{generator}: http {status}: {text}"
     if status not in REJECTING:
-        return Retry(f"http {status}", down=status == 503, detail=detail)
+        return RetryableFailure(f"http {status}", down=status == 503, detail=detail)
     known = {"context length": TOO_LONG, _NO_JSON: NOT_FINITE}
     return Rejected(next((reason for says, reason in known.items() if says in text), f"http {status}"), detail)
 

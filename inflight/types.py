@@ -122,7 +122,7 @@ class StepReward(msgspec.Struct, frozen=True, array_like=True):
     reward: float
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class GeneratorSpan(msgspec.Struct, frozen=True, array_like=True):
     """Tokens that one generator made: from index `start` to the next piece's start."""
 
     start: Count
@@ -154,7 +154,7 @@ class Rollout(Record, omit_defaults=True):
     """Name of a reward → its value; `reward` is their weighted sum. A reward that does not apply is absent."""
     unscored: Annotated[str, Meta(max_length=128)] = ""
     """Why scoring failed, if the run takes failed scores as 0; empty: it was scored."""
-    pieces: Annotated[list[Piece], Meta(max_length=1 << 16)] = []
+    pieces: Annotated[list[GeneratorSpan], Meta(max_length=1 << 16)] = []
     """Which generator made which tokens, if one was lost and another one continued the sequence; empty: `generator`
     made all, otherwise it made the last piece."""
 

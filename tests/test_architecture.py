@@ -262,6 +262,16 @@ def test_names_tell_what_a_thing_is(path):
             assert not vague.search(node.name), f"{path.name}, line {node.lineno}: {node.name} is a vague name"
 
 
+def test_a_class_name_is_one_thing():
+    """In all of inflight/, with or without an underscore: `State` would have to be looked up by its import."""
+    places: dict[str, list[str]] = {}
+    for name, (_, tree) in sources().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(f"inflight.{name}")
+    assert not (more := {name: found for name, found in places.items() if len(found) > 1}), more
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "inflight").rglob("*.py")))
 def test_every_module_says_what_it_is_for(path):
     tree = ast.parse(path.read_text())

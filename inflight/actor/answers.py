@@ -17,8 +17,8 @@ from inflight.actor.pool import Generator, Pool
 from inflight.actor.sequence import Sequence
 from inflight.actor.silence import Call
 from inflight.actor.streaming import chunks, unless_silent
-from inflight.completions import Retry
-from inflight.types import Piece, Turn
+from inflight.completions import RetryableFailure
+from inflight.types import GeneratorSpan, Turn
 
 ATTEMPTS = 3
 """Requests in a row without a token after which a sample is given up."""
@@ -30,7 +30,7 @@ MAX_REASONS = 14
 
 
 @dataclass
-class Answer:
+class SampleInProgress:
     """A sample in progress, with the record of its requests. Times are Unix seconds."""
 
     sequence: Sequence
@@ -52,7 +52,7 @@ class Answer:
         return self.sequence.pieces[-1].generator
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[GeneratorSpan]:
         """Which generator made which tokens; empty if one made all."""
         return self.sequence.pieces if len(self.sequence.pieces) > 1 else []
 
@@ -86,14 +86,14 @@ class Answers:
         self.tokens = 0
         """Tokens received, including those of sequences that were restarted."""
 
-    def begin(self, prompt_ids: list[int]) -> Answer:
+    def begin(self, prompt_ids: list[int]) -> SampleInProgress:
         """A new sample, before its first request."""
-        return Answer(Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"]))
+        return SampleInProgress(Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"]))
 
-    async def finish(self, answer: Answer, prompt_ids: list[int], seed: int | None) -> Turn:
+    async def finish(self, answer: SampleInProgress, prompt_ids: list[int], seed: int | None) -> Turn:
         """Sends requests until the sample is complete; returns the complete sequence.
 
-        Raises Retry when ATTEMPTS in a row brought no token, Rejected, Unpatched or NoGenerator.
+        Raises RetryableFailure when ATTEMPTS in a row brought no token, Rejected, Unpatched or NoGenerator.
         """
         request = self._request | {"prompt": prompt_ids} | ({} if seed is None else {"seed": seed})
         avoid: list[str] = []
@@ -103,7 +103,7 @@ class Answers:
             async with self._pool.lease(avoid, self._silence_s) as generator:
                 try:
                     return await self._attempt(generator, request, answer)
-                except Retry as error:
+                except RetryableFailure as error:
                     if error.down:
                         self._pool.mark_down(generator)
                     self._count(answer, error.reason)
@@ -113,9 +113,9 @@ class Answers:
                     avoid.append(generator.name)
             await asyncio.sleep(PAUSE_S * max(0, fruitless - 1))
 
-    async def _attempt(self, generator: Generator, request: dict[str, Any], answer: Answer) -> Turn:
-        """Requests the rest from one generator; returns the complete sequence. Raises Retry after closing this
-        generator's part."""
+    async def _attempt(self, generator: Generator, request: dict[str, Any], answer: SampleInProgress) -> Turn:
+        """Requests the rest from one generator; returns the complete sequence. Raises RetryableFailure after closing
+        this generator's part."""
         sequence = answer.sequence
         try:
             rest = rest_of(request, sequence.token_ids)
@@ -133,16 +133,16 @@ class Answers:
             reading = self._read(generator, rest, answer, call)
             await unless_silent(reading, call, generator.calls, generator.name, self._silence_s)
             if sequence.finish_reason in (None, "abort", "error"):
-                raise Retry("aborted", detail=f"{generator.name}: finish_reason {sequence.finish_reason}")
+                raise RetryableFailure("aborted", detail=f"{generator.name}: finish_reason {sequence.finish_reason}")
             return sequence.turn()
-        except Retry as error:
+        except RetryableFailure as error:
             if error.reason == MALFORMED:
                 sequence.drop_piece()
             else:
                 sequence.lose()
             raise
 
-    async def _read(self, generator: Generator, request: dict[str, Any], answer: Answer, call: Call) -> None:
+    async def _read(self, generator: Generator, request: dict[str, Any], answer: SampleInProgress, call: Call) -> None:
         """Reads a stream until it ends, or until a stop string that began in an earlier part is complete."""
         sequence, stops = answer.sequence, request.get("stop") or ()
         seam = len(sequence.token_ids)
@@ -164,7 +164,7 @@ class Answers:
                     sequence.finish_reason = "stop"
                     return
 
-    def _count(self, answer: Answer, reason: str) -> None:
+    def _count(self, answer: SampleInProgress, reason: str) -> None:
         answer.retries[reason if len(answer.retries) < MAX_REASONS else "other"] += 1
         self.retries += 1
         self.aborted += reason == "aborted"

@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from inflight.actor.calls import Answer, Ask, CallError, Ready
-from inflight.actor.worker_process import Failed, Lost, NotMade
+from inflight.actor.calls import Answer, Ask, CallError, Constructed
+from inflight.actor.worker_process import CallFailed, ChildLost, NotMade
 
 T = TypeVar("T")
 
@@ -33,10 +33,10 @@ class ForeignError(RuntimeError):
 class Caller(Protocol):
     """Something that runs calls of foreign code: a Crew."""
 
-    ready: Ready
+    ready: Constructed
 
     async def call(self, ask: Callable[[int], Ask]) -> Answer:
-        """The answer. Raises Failed, Lost or NotMade, CallError or msgspec's errors."""
+        """The answer. Raises CallFailed, ChildLost or NotMade, CallError or msgspec's errors."""
 
 
 async def called(caller: Caller, what: str, about: str, ask: Callable[[int], Ask], limit_s: float) -> Answer:
@@ -45,9 +45,9 @@ async def called(caller: Caller, what: str, about: str, ask: Callable[[int], Ask
     late = GroupLost(f"{what} timeout", f"{about}: not done within {limit_s:g} s")
     try:
         return await caller.call(ask)
-    except Failed as error:
+    except CallFailed as error:
         raise late if error.late else GroupLost(f"{what} error: {error.kind}", f"{about}: {error}") from None
-    except Lost as lost:
+    except ChildLost as lost:
         raise late if lost.late else GroupLost(f"{what} crash: {lost}", f"{about} ended its process") from None
     except NotMade as error:
         raise ForeignError(f"no process for the {what} can be started: {error}") from None

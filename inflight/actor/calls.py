@@ -28,11 +28,11 @@ class CallError(ValueError):
     """Bytes that are not a message, or a message that is too large."""
 
 
-class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _CallMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of all messages; the tag is the class name."""
 
 
-class Question(_Message):
+class Question(_CallMessage):
     """An item of the task: `answer` and `columns` are any values of msgpack, for the task and its rewards."""
 
     key: str
@@ -44,7 +44,7 @@ class Question(_Message):
 # --- to the child --------------------------------------------------------------------------------------------------
 
 
-class MakeTask(_Message, tag=True, kw_only=True):
+class MakeTask(_CallMessage, tag=True, kw_only=True):
     """The first message: which task to construct."""
 
     name: str
@@ -59,7 +59,7 @@ class MakeTask(_Message, tag=True, kw_only=True):
     """Seconds after which the child itself cancels an asynchronous call."""
 
 
-class MakeRewards(_Message, tag=True, kw_only=True):
+class MakeRewards(_CallMessage, tag=True, kw_only=True):
     """The first message: which rewards to make."""
 
     rewards: list[RewardConfig]
@@ -67,7 +67,7 @@ class MakeRewards(_Message, tag=True, kw_only=True):
     """As that of MakeTask."""
 
 
-class MakeTokenizer(_Message, tag=True, kw_only=True):
+class MakeTokenizer(_CallMessage, tag=True, kw_only=True):
     """The first message: which model's tokenizer to load."""
 
     model: str
@@ -75,7 +75,7 @@ class MakeTokenizer(_Message, tag=True, kw_only=True):
     trust_remote_code: bool = False
 
 
-class AskItem(_Message, tag=True):
+class AskItem(_CallMessage, tag=True):
     """`task.item(index)`, or `task.held_out_item(index)`."""
 
     call: Call
@@ -83,7 +83,7 @@ class AskItem(_Message, tag=True):
     held_out: bool = False
 
 
-class AskScore(_Message, tag=True):
+class AskScore(_CallMessage, tag=True):
     """`task.score`, or `task.score_turn` if the task has one; `turn` is set then."""
 
     call: Call
@@ -93,7 +93,7 @@ class AskScore(_Message, tag=True):
     turn: Turn | None = None
 
 
-class AskReward(_Message, tag=True):
+class AskReward(_CallMessage, tag=True):
     """One reward of a completion: which of those that the child has made."""
 
     call: Call
@@ -104,14 +104,14 @@ class AskReward(_Message, tag=True):
     finish_reason: str
 
 
-class AskEncode(_Message, tag=True):
+class AskEncode(_CallMessage, tag=True):
     """Requests the token ids of a prompt."""
 
     call: Call
     prompt: str | list[int] | Chat
 
 
-class AskDecode(_Message, tag=True):
+class AskDecode(_CallMessage, tag=True):
     """Requests the text of a completion."""
 
     call: Call
@@ -121,7 +121,7 @@ class AskDecode(_Message, tag=True):
 # --- from the child ------------------------------------------------------------------------------------------------
 
 
-class Ready(_Message, tag=True, kw_only=True):
+class Constructed(_CallMessage, tag=True, kw_only=True):
     """The task or tokenizer is constructed."""
 
     concurrent: bool = False
@@ -136,7 +136,7 @@ class Ready(_Message, tag=True, kw_only=True):
     """Of each reward, whether it is an asynchronous function."""
 
 
-class Unusable(_Message, tag=True):
+class Unusable(_CallMessage, tag=True):
     """The task or tokenizer can't be constructed; no further message follows."""
 
     reason: str
@@ -144,25 +144,25 @@ class Unusable(_Message, tag=True):
     """The input is at fault: another child would fail as well."""
 
 
-class Begun(_Message, tag=True):
+class Begun(_CallMessage, tag=True):
     """Work on the call has begun; calls that wait for a free child have not."""
 
     call: Call
 
 
-class ItemIs(_Message, tag=True):
+class ItemIs(_CallMessage, tag=True):
     call: Call
     question: Question
 
 
-class NoItem(_Message, tag=True):
+class NoItem(_CallMessage, tag=True):
     """There is no question of that index: the task has `questions`, over all its epochs or held out."""
 
     call: Call
     questions: Annotated[int, Meta(ge=0)]
 
 
-class ScoreIs(_Message, tag=True):
+class ScoreIs(_CallMessage, tag=True):
     """The fields of tasks.base.Score."""
 
     call: Call
@@ -171,24 +171,24 @@ class ScoreIs(_Message, tag=True):
     teacher_logprobs: list[float] | None
 
 
-class RewardIs(_Message, tag=True):
+class RewardIs(_CallMessage, tag=True):
     """None: the reward does not apply to the completion."""
 
     call: Call
     value: float | None
 
 
-class TokensAre(_Message, tag=True):
+class TokensAre(_CallMessage, tag=True):
     call: Call
     token_ids: list[int]
 
 
-class TextIs(_Message, tag=True):
+class TextIs(_CallMessage, tag=True):
     call: Call
     text: str
 
 
-class Raised(_Message, tag=True, kw_only=True):
+class Raised(_CallMessage, tag=True, kw_only=True):
     """The call failed: `kind` names the exception's class, or what is wrong with the result."""
 
     call: Call
@@ -203,7 +203,7 @@ class Raised(_Message, tag=True, kw_only=True):
 Make = MakeTask | MakeRewards | MakeTokenizer
 Ask = AskItem | AskScore | AskReward | AskEncode | AskDecode
 Answer = ItemIs | NoItem | ScoreIs | RewardIs | TokensAre | TextIs
-FromChild = Ready | Unusable | Begun | Raised | Answer
+FromChild = Constructed | Unusable | Begun | Raised | Answer
 ToChild = Make | Ask
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from inflight.actor import calls
-from inflight.actor.calls import Answer, Ask, Make, Ready
-from inflight.actor.worker_process import Bounds, Lost, NotMade, WorkerProcess
+from inflight.actor.calls import Answer, Ask, Constructed, Make
+from inflight.actor.worker_process import Bounds, ChildLost, NotMade, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Crew:
         self._closed = False
         self._news = asyncio.Event()
         self._alone = Crew(make, replace(bounds, concurrency=1), 1) if bounds.concurrency > 1 else None
-        self.ready = Ready()
+        self.ready = Constructed()
         """What the children report about their task or tokenizer; set when `made` has returned."""
 
     def start(self) -> None:
@@ -59,14 +59,14 @@ class Crew:
     async def call(self, ask: Callable[[int], Ask]) -> Answer:
         """The answer to the call that `ask` builds from its number.
 
-        Raises Failed or Lost; NotMade when no child can be started; for a call that can't be encoded, CallError or
-        msgspec's errors.
+        Raises CallFailed or ChildLost; NotMade when no child can be started; for a call that can't be encoded,
+        CallError or msgspec's errors.
         """
         number = next(_numbers)
         frame = calls.encode(ask(number))
         try:
             return await self._call(number, frame)
-        except Lost as lost:
+        except ChildLost as lost:
             if not lost.company or self._alone is None:
                 raise
             log.info("a child that worked on several calls has ended (%s): each is retried once, alone", lost)
@@ -94,7 +94,7 @@ class Crew:
             self._members.remove(member)
             if member.not_made is not None:
                 self._not_made.append(member.not_made)
-                if self.ready != Ready():  # else `made` raises the error for the first child
+                if self.ready != Constructed():  # else `made` raises the error for the first child
                     log.warning("a child for foreign code could not be made: %s", member.not_made)
         if any(member.slots for member in self._members):
             self._not_made.clear()

@@ -25,7 +25,7 @@ from inflight.groups import is_usable
 from inflight.models import ModelError, prepare
 from inflight.prompts import Chat
 from inflight.tasks.base import Score
-from inflight.tasks.course import DataEnded
+from inflight.tasks.course import NoMoreQuestions
 from inflight.types import Turn
 
 __all__ = ["Foreign", "ForeignError", "GroupLost", "foreign"]
@@ -56,13 +56,13 @@ class Foreign:
         return self._items.ready.held_out
 
     async def question(self, index: int, *, held_out: bool = False) -> Question:
-        """The task's question `index`, or its held-out question `index`. Raises GroupLost, or DataEnded when there is
-        no such question."""
+        """The task's question `index`, or its held-out question `index`. Raises GroupLost, or NoMoreQuestions when
+        there is no such question."""
         answer = await self._call(
             self._items, "task", f"question {index}", lambda call: calls.AskItem(call, index, held_out)
         )
         if isinstance(answer, calls.NoItem):
-            raise DataEnded(answer.questions)
+            raise NoMoreQuestions(answer.questions)
         assert isinstance(answer, ItemIs)
         return answer.question
 

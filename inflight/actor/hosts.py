@@ -17,13 +17,13 @@ from inflight.actor.calls import (
     AskItem,
     AskReward,
     AskScore,
+    Constructed,
     ItemIs,
     Make,
     MakeRewards,
     MakeTask,
     NoItem,
     Question,
-    Ready,
     RewardIs,
     ScoreIs,
     TextIs,
@@ -34,14 +34,14 @@ from inflight.prompts import Chat, ModelTokens
 from inflight.rewards import Reward, RewardError, Sample, make_all
 from inflight.tasks import make
 from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, columns_of, plain_score, turn_score
-from inflight.tasks.course import Course, DataEnded
+from inflight.tasks.course import Course, NoMoreQuestions
 from inflight.tasks.examine import require_same
 
 MAX_KEY = 512
 """Most characters of a question's key: those of a types.Name."""
 
 
-class Unfit(Exception):
+class UnusableResult(Exception):
     """Foreign code returned something unusable; it is counted by `kind`."""
 
     def __init__(self, kind: str, text: str) -> None:
@@ -52,11 +52,11 @@ class Unfit(Exception):
 class Host(Protocol):
     """Foreign code behind calls."""
 
-    def ready(self) -> Ready:
+    def ready(self) -> Constructed:
         """What the actor needs to know about it."""
 
     async def answer(self, ask: Ask) -> Answer:
-        """Carries out a call. Raises Unfit, or whatever the foreign code raises."""
+        """Carries out a call. Raises UnusableResult, or whatever the foreign code raises."""
 
 
 def host(message: Make) -> Host:
@@ -78,15 +78,15 @@ class RewardsHost:
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self._rewards = rewards
 
-    def ready(self) -> Ready:
+    def ready(self) -> Constructed:
         """Which of them are asynchronous; when all are, many calls may be under way at once."""
         waits = [each.asynchronous for each in self._rewards]
-        return Ready(concurrent=all(waits), asynchronous=waits)
+        return Constructed(concurrent=all(waits), asynchronous=waits)
 
     async def answer(self, ask: Ask) -> Answer:
         """Of AskReward."""
         if not isinstance(ask, AskReward) or ask.which >= len(self._rewards):
-            raise Unfit("call", f"{len(self._rewards)} rewards take no {type(ask).__name__}")
+            raise UnusableResult("call", f"{len(self._rewards)} rewards take no {type(ask).__name__}")
         question, prompt = ask.question, ask.question.prompt
         sample = Sample(
             completion=ask.completion,
@@ -98,7 +98,7 @@ class RewardsHost:
         try:
             return RewardIs(ask.call, await self._rewards[ask.which].value(sample))
         except RewardError as error:
-            raise Unfit(error.kind, str(error)) from None
+            raise UnusableResult(error.kind, str(error)) from None
 
 
 class TaskHost:
@@ -107,12 +107,12 @@ class TaskHost:
     def __init__(self, task: Task, course: Course | None) -> None:
         self._task, self._course = task, course
 
-    def ready(self) -> Ready:
+    def ready(self) -> Constructed:
         """Whether its score is asynchronous, and needs turns; how many questions it holds out."""
         turns = isinstance(self._task, TurnScorer)
         score = self._task.score_turn if isinstance(self._task, TurnScorer) else getattr(self._task, "score", None)
         held_out = self._held_out_size() if self._course is not None else 0
-        return Ready(concurrent=inspect.iscoroutinefunction(score), turns=turns, held_out=held_out)
+        return Constructed(concurrent=inspect.iscoroutinefunction(score), turns=turns, held_out=held_out)
 
     async def answer(self, ask: Ask) -> Answer:
         """Handles AskItem and AskScore."""
@@ -120,26 +120,26 @@ class TaskHost:
             try:
                 item = self._held_out(ask.index) if ask.held_out else self._item(ask.index)
                 return ItemIs(ask.call, _question(item))
-            except DataEnded as end:
+            except NoMoreQuestions as end:
                 return NoItem(ask.call, end.questions)
         if isinstance(ask, AskScore):
             return _score(ask.call, await self._score(ask))
-        raise Unfit("call", f"a task takes no {type(ask).__name__}")
+        raise UnusableResult("call", f"a task takes no {type(ask).__name__}")
 
     def _item(self, index: int) -> Any:
         if self._course is None:
-            raise Unfit("call", "this child was made for scores only")
+            raise UnusableResult("call", "this child was made for scores only")
         try:
             return self._course.item(index)
         except StopIteration as error:  # a coroutine would turn it into a RuntimeError
-            raise Unfit("StopIteration", str(error)) from None
+            raise UnusableResult("StopIteration", str(error)) from None
 
     def _held_out_size(self) -> int:
         return self._task.held_out_size() if isinstance(self._task, HeldOut) else 0
 
     def _held_out(self, index: int) -> Any:
         if index >= self._held_out_size():
-            raise DataEnded(self._held_out_size())
+            raise NoMoreQuestions(self._held_out_size())
         assert isinstance(self._task, HeldOut)
         return self._task.held_out_item(index)
 
@@ -151,7 +151,7 @@ class TaskHost:
         return await turn_score(self._task, item, ask.prompt_ids, ask.turn, ask.completion)
 
 
-class Tokens(Protocol):
+class TokenizerMethods(Protocol):
     """The methods that are needed of a tokenizer."""
 
     size: int
@@ -167,12 +167,12 @@ class Tokens(Protocol):
 class TextHost:
     """A tokenizer's encoding and decoding."""
 
-    def __init__(self, tokens: Tokens) -> None:
+    def __init__(self, tokens: TokenizerMethods) -> None:
         self._tokens = tokens
 
-    def ready(self) -> Ready:
+    def ready(self) -> Constructed:
         """The size of the vocabulary."""
-        return Ready(size=self._tokens.size)
+        return Constructed(size=self._tokens.size)
 
     async def answer(self, ask: Ask) -> Answer:
         """Handles AskEncode and AskDecode."""
@@ -182,59 +182,59 @@ class TextHost:
         if isinstance(ask, AskDecode):
             text = self._tokens.decode(ask.token_ids)
             if not isinstance(text, str):
-                raise Unfit("text", f"a completion's text is text, not {type(text).__name__}")
+                raise UnusableResult("text", f"a completion's text is text, not {type(text).__name__}")
             return TextIs(ask.call, text)
-        raise Unfit("call", f"a tokenizer takes no {type(ask).__name__}")
+        raise UnusableResult("call", f"a tokenizer takes no {type(ask).__name__}")
 
 
 def _question(item: Any) -> Question:
-    """An item as a message. Raises Unfit for an object that is no item."""
+    """An item as a message. Raises UnusableResult for an object that is no item."""
     for name in ("key", "prompt", "answer"):
         if not hasattr(item, name):
-            raise Unfit("item", f"an item has key, prompt and answer, {type(item).__name__} has no {name}")
+            raise UnusableResult("item", f"an item has key, prompt and answer, {type(item).__name__} has no {name}")
     if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not decode such a group
-        raise Unfit("key", f"a key is text of 1 to {MAX_KEY} characters")
+        raise UnusableResult("key", f"a key is text of 1 to {MAX_KEY} characters")
     return Question(item.key, _prompt(item.prompt), item.answer, dict(getattr(item, "columns", {})))
 
 
 def _prompt(prompt: Any) -> str | list[int] | Chat:
-    """A prompt as a message. Raises Unfit for an object that is no prompt."""
+    """A prompt as a message. Raises UnusableResult for an object that is no prompt."""
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, Chat):
         if not isinstance(prompt.messages, list) or not all(isinstance(each, dict) for each in prompt.messages):
-            raise Unfit("prompt", "the messages of a chat are a list of dicts")
+            raise UnusableResult("prompt", "the messages of a chat are a list of dicts")
         return prompt
     if isinstance(prompt, Iterable) and not isinstance(prompt, bytes | dict):
         return [_index(each) for each in prompt]
-    raise Unfit("prompt", f"a prompt is text, token ids or a Chat, not {type(prompt).__name__}")
+    raise UnusableResult("prompt", f"a prompt is text, token ids or a Chat, not {type(prompt).__name__}")
 
 
 def _score(call: int, score: Any) -> ScoreIs:
-    """A score as a message, in plain numbers. Raises Unfit for anything else."""
+    """A score as a message, in plain numbers. Raises UnusableResult for anything else."""
     if not isinstance(score, Score):
-        raise Unfit("score", f"score_turn gives a Score, not {type(score).__name__}")
+        raise UnusableResult("score", f"score_turn gives a Score, not {type(score).__name__}")
     steps = [(_index(index), _number(reward)) for index, reward in score.step_rewards]
     teacher = score.teacher_logprobs
     return ScoreIs(call, _number(score.reward), steps, None if teacher is None else [_number(each) for each in teacher])
 
 
 def _number(value: Any) -> float:
-    """Converts any kind of number, including numpy's and torch's. Raises Unfit for text, None and others."""
+    """Converts any kind of number, including numpy's and torch's. Raises UnusableResult for text, None and others."""
     if not hasattr(type(value), "__float__"):
-        raise Unfit("no number", f"a score is a number, not {type(value).__name__}")
+        raise UnusableResult("no number", f"a score is a number, not {type(value).__name__}")
     return float(value)
 
 
 def _index(value: Any) -> int:
     if not hasattr(type(value), "__index__"):
-        raise Unfit("no number", f"a token's id or index is a whole number, not {type(value).__name__}")
+        raise UnusableResult("no number", f"a token's id or index is a whole number, not {type(value).__name__}")
     return int(value)
 
 
 def _token_ids(values: Iterable[Any]) -> list[int]:
-    """Ids of a prompt. Raises Unfit; ids beyond the vocabulary are refused by the generator."""
+    """Ids of a prompt. Raises UnusableResult; ids beyond the vocabulary are refused by the generator."""
     ids = [_index(value) for value in values]
     if any(each < 0 for each in ids):
-        raise Unfit("token ids", "a token's id is 0 or more")
+        raise UnusableResult("token ids", "a token's id is 0 or more")
     return ids

@@ -34,7 +34,7 @@ from inflight.messages import (
     WireError,
 )
 from inflight.messages.reasons import ACTOR_STOPPED, DATA_ENDED, RUN_FINISHED
-from inflight.tasks.course import DataEnded
+from inflight.tasks.course import NoMoreQuestions
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ActorError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopRequested:
     """Event: the process was asked to end (SIGTERM)."""
 
 
@@ -59,7 +59,7 @@ class _Tick:
     """Event: a second has passed, or a pause is over."""
 
 
-Event = AnyMessage | Stop | _Tick | BaseException
+Event = AnyMessage | StopRequested | _Tick | BaseException
 
 
 class Actor:
@@ -92,7 +92,7 @@ class Actor:
 
     def stop(self) -> None:
         """Makes `run` end soon and cleanly; to be called from its event loop."""
-        self._events.put_nowait(Stop())
+        self._events.put_nowait(StopRequested())
 
     async def run(self) -> str:
         """Works until the buffer sends Finish (its reason is returned) or `stop` is called.
@@ -109,7 +109,7 @@ class Actor:
                     if isinstance(event, Finish):
                         await self._end(RUN_FINISHED)
                         return event.reason
-                    if isinstance(event, Stop):
+                    if isinstance(event, StopRequested):
                         await self._end(ACTOR_STOPPED)
                         return ACTOR_STOPPED
                     if isinstance(event, ActorError | ForeignError | Unpatched):
@@ -171,7 +171,7 @@ class Actor:
             group = await self._sampler.group(name, index)
         except GroupLost as lost:
             self._lost(name, lost)
-        except DataEnded as end:
+        except NoMoreQuestions as end:
             self._deliver(GroupFailed(group_id=name, reason=DATA_ENDED, again=False, questions=end.questions), name)
         except Exception as error:  # noqa: BLE001 - ends the actor through its queue
             self._events.put_nowait(error)

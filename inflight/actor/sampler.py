@@ -8,13 +8,13 @@ from hashlib import blake2b
 
 import aiohttp
 
-from inflight.actor.answers import Answer, Answers
+from inflight.actor.answers import Answers, SampleInProgress
 from inflight.actor.called import GroupLost, all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign
 from inflight.actor.pool import NoGenerator, Pool
 from inflight.arrays import Floats, Tokens
-from inflight.completions import TOO_LONG, Rejected, Retry, sampling
+from inflight.completions import TOO_LONG, Rejected, RetryableFailure, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
 from inflight.messages.reasons import NO_GENERATOR
@@ -65,7 +65,7 @@ class Sampler:
         return RolloutGroup(group_id=group_id, prompt_key=question.key, rollouts=rollouts)
 
     async def _rollout(
-        self, group_id: str, sample: int, question: Question, prompt_ids: list[int], answer: Answer
+        self, group_id: str, sample: int, question: Question, prompt_ids: list[int], answer: SampleInProgress
     ) -> Rollout:
         rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
         turn = await self._turn(answer, prompt_ids, self._seed_of(drawn_as))
@@ -89,11 +89,11 @@ class Sampler:
             pieces=answer.pieces,
         )
 
-    async def _turn(self, answer: Answer, prompt_ids: list[int], seed: int | None) -> Turn:
+    async def _turn(self, answer: SampleInProgress, prompt_ids: list[int], seed: int | None) -> Turn:
         """The finished sample. Raises GroupLost or Unpatched."""
         try:
             return await self.answers.finish(answer, prompt_ids, seed)
-        except Retry as error:
+        except RetryableFailure as error:
             raise GroupLost(error.reason, str(error), again=True) from None
         except Rejected as error:
             raise GroupLost(error.reason, str(error)) from None

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.completions import Choice, Retry, Unpatched, checked, kept_sets, logprobs_of
-from inflight.types import Piece, PrefillSpan, Turn, VersionSpan, versions_of_tokens
+from inflight.completions import Choice, RetryableFailure, Unpatched, checked, kept_sets, logprobs_of
+from inflight.types import GeneratorSpan, PrefillSpan, Turn, VersionSpan, versions_of_tokens
 
 UNKNOWN = -1
 """Version in a prefill event if it is unknown."""
@@ -26,7 +26,7 @@ class Sequence:
         self._most = most
         self._asked = asked
         self.token_ids: list[int] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[GeneratorSpan] = []
         """Which generator made which tokens; the last piece may still grow."""
         self._logprobs: list[float] = []
         self._kept: list[list[int]] = []
@@ -46,13 +46,13 @@ class Sequence:
 
     def begin(self, generator: str) -> None:
         """Starts a piece: the following tokens come from `generator`."""
-        self.pieces.append(Piece(len(self.token_ids), generator))
+        self.pieces.append(GeneratorSpan(len(self.token_ids), generator))
 
     def add(self, choice: Choice) -> None:
         """Appends one chunk of a stream, whose spans count from the first token of the newest piece.
 
         Raises Unpatched for a chunk without tags, Rejected for a log-probability that is no number, and
-        Retry("malformed answer") for a chunk that contradicts itself or earlier ones; nothing of it is kept.
+        RetryableFailure("malformed answer") for a chunk that contradicts itself or earlier ones; nothing of it is kept.
         """
         generator, seam = self.pieces[-1].generator, self.seam
         tokens, have = choice.token_ids or [], len(self.token_ids) - seam
@@ -62,7 +62,8 @@ class Sequence:
                 f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)"
             )
         if len(self.token_ids) + len(tokens) > self._most:
-            raise Retry("malformed answer", detail=f"{generator}: more than the requested {self._most} tokens")
+            detail = f"{generator}: more than the requested {self._most} tokens"
+            raise RetryableFailure("malformed answer", detail=detail)
         logprobs = logprobs_of(choice, generator) if tokens else []
         kept = kept_sets(choice, self._asked, generator) if tokens else []
         spans = choice.token_versions or []
@@ -74,7 +75,7 @@ class Sequence:
                 for each in choice.prefill_versions or []
             ]
         except ValueError as error:
-            raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+            raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
         self.token_ids += tokens
         self._logprobs += logprobs
         self._kept += kept or []
@@ -111,7 +112,8 @@ class Sequence:
         self.cut(0)
 
     def turn(self) -> Turn:
-        """The complete sequence, once it is finished. Raises Retry("malformed answer") when a part is out of bounds."""
+        """The complete sequence, once it is finished. Raises RetryableFailure("malformed answer") when a part is out of
+        bounds."""
         return checked(
             self.pieces[-1].generator,
             token_ids=self.token_ids,

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from inflight.actor.silence import SILENT, Call, Calls
-from inflight.completions import MAX_ANSWER_BYTES, Choice, Retry, lost, refused
+from inflight.completions import MAX_ANSWER_BYTES, Choice, RetryableFailure, lost, refused
 
 CONNECT_S = 10.0
 LOOKS_A_BOUND = 20
@@ -41,7 +41,8 @@ async def chunks(
 ) -> AsyncGenerator[Choice, None]:
     """The chunks of a request's response, until the server marks its end.
 
-    Raises Retry or Rejected. Ends only by them, by the server's last event or by cancellation; see `unless_silent`.
+    Raises RetryableFailure or Rejected. Ends only by them, by the server's last event or by cancellation; see
+    `unless_silent`.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
     try:
@@ -58,20 +59,21 @@ async def chunks(
                     yield choice
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError: no connection within CONNECT_S
         raise lost(error, generator) from None
-    raise Retry("connection lost", down=True, detail=f"{generator}: the stream ended before its last event")
+    raise RetryableFailure("connection lost", down=True, detail=f"{generator}: the stream ended before its last event")
 
 
 def _choices(event: bytes, generator: str) -> list[Choice]:
-    """The choices in one event. Raises Retry or Rejected for an event that reports an error or is damaged."""
+    """The choices in one event. Raises RetryableFailure or Rejected for an event that reports an error, or is
+    damaged."""
     try:
         chunk = _decoder.decode(event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Retry("malformed answer", detail=f"{generator}: {error}") from None
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
     if chunk.error is not None:
         code = chunk.error.code if isinstance(chunk.error.code, int) else 500
         raise refused(code, chunk.error.message.encode(), generator)
     if len(chunk.choices) > 1:
-        raise Retry("malformed answer", detail=f"{generator}: {len(chunk.choices)} choices instead of one")
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {len(chunk.choices)} choices instead of one")
     return chunk.choices
 
 
@@ -91,7 +93,7 @@ async def _bounded(content: aiohttp.StreamReader, generator: str) -> AsyncIterat
     async for data in content.iter_any():
         size += len(data)
         if size > MAX_ANSWER_BYTES:
-            raise Retry("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
+            raise RetryableFailure("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
         yield data
 
 
@@ -100,7 +102,7 @@ async def unless_silent(
 ) -> None:
     """Awaits `reading`, which reports tokens to `calls`, as long as tokens keep arriving.
 
-    Raises what it raises, and Retry with the verdict when the request is presumed lost.
+    Raises what it raises, and RetryableFailure with the verdict when the request is presumed lost.
     """
     task = asyncio.ensure_future(reading)
     suspected = False
@@ -112,7 +114,7 @@ async def unless_silent(
             verdict = calls.verdict(call, time.monotonic(), bound_s)
             if verdict is not None and suspected:
                 detail = f"{generator}: no token of this request for {bound_s:g} s"
-                raise Retry(verdict, down=verdict == SILENT, detail=detail)
+                raise RetryableFailure(verdict, down=verdict == SILENT, detail=detail)
             suspected = verdict is not None  # twice: this process may have been suspended, with tokens in a socket
     finally:
         task.cancel()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from inflight.actor import calls
 from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTokenizer, Raised, Unusable
-from inflight.actor.hosts import Host, Unfit, host
+from inflight.actor.hosts import Host, UnusableResult, host
 from inflight.config import ConfigError
 from inflight.descendants import adopt
 from inflight.lifeline import end_with
@@ -72,7 +72,7 @@ async def answered(made: Host, ask: Ask, limit_s: float | None) -> bytes:
         async with scope:
             answer: FromChild = await made.answer(ask)
         return calls.encode(answer)
-    except Unfit as error:
+    except UnusableResult as error:
         raised = Raised(call=ask.call, kind=error.kind, text=_text(error))
     except MemoryError as error:
         raised = Raised(call=ask.call, kind="MemoryError", text=_text(error), spent=True)

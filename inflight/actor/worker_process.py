@@ -1,6 +1,6 @@
 """One child process that runs foreign code, from the actor's side: started, called, and killed when it is late.
 
-starting --Ready--> serving --late answer, memory--> spent --last call answered--> killed
+starting --Constructed--> serving --late answer, memory--> spent --last call answered--> killed
                        |  a call exceeds its limit, or the process ends
                        +--> killed; each of its calls fails, with the information whether others ran beside it
 """
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from inflight.actor import calls
-from inflight.actor.calls import Answer, Begun, CallError, FromChild, Make, Raised, Ready, Unusable
+from inflight.actor.calls import Answer, Begun, CallError, Constructed, FromChild, Make, Raised, Unusable
 from inflight.descendants import kill_tree, orphans
 
 GRACE_S = 1.0
@@ -34,7 +34,7 @@ _children = set[int]()
 """Pids of all workers of this process that were started and not reaped."""
 
 
-class Failed(Exception):
+class CallFailed(Exception):
     """A call failed by itself: it raised, or its result can't be used."""
 
     def __init__(self, kind: str, text: str, *, late: bool = False) -> None:
@@ -43,7 +43,7 @@ class Failed(Exception):
         self.late = late
 
 
-class Lost(Exception):
+class ChildLost(Exception):
     """The child ended during the call."""
 
     def __init__(self, how: str, *, late: bool, company: bool) -> None:
@@ -88,13 +88,13 @@ class _Pending:
     def answer(self, message: Answer | Raised) -> None:
         """The child has answered."""
         if isinstance(message, Raised):
-            self.fail(Failed(message.kind, message.text, late=message.late))
+            self.fail(CallFailed(message.kind, message.text, late=message.late))
         else:
             self._end()
             if not self.result.done():  # else the caller has given up
                 self.result.set_result(message)
 
-    def fail(self, error: Failed | Lost) -> None:
+    def fail(self, error: CallFailed | ChildLost) -> None:
         """The call gets no answer."""
         self._end()
         if not self.result.done():
@@ -112,7 +112,7 @@ class WorkerProcess:
     def __init__(self, make: Make, bounds: Bounds, changed: Callable[[], None]) -> None:
         """Starts the child. Raises OSError when no process can be started."""
         self._make, self._bounds, self._changed = make, bounds, changed
-        self.ready: Ready | None = None
+        self.ready: Constructed | None = None
         self.ended = self.over = False
         self.not_made: NotMade | None = None
         """Why it could not construct its task or tokenizer, once it has ended."""
@@ -143,7 +143,7 @@ class WorkerProcess:
         return len(self._pending)
 
     def submit(self, number: int, frame: bytes) -> asyncio.Future[Answer]:
-        """Sends the frame of a call; the future gets its answer, or Failed or Lost.
+        """Sends the frame of a call; the future gets its answer, or CallFailed or ChildLost.
 
         When the future is cancelled, the call keeps its slot until the child has answered it or is killed for it.
         """
@@ -193,7 +193,7 @@ class WorkerProcess:
             raise NotMade(message.reason, bad_input=message.bad_input)
         if message is None:
             return
-        if not isinstance(message, Ready):
+        if not isinstance(message, Constructed):
             raise CallError(f"{type(message).__name__} at the start")
         self.ready = message
         self._changed()
@@ -202,7 +202,7 @@ class WorkerProcess:
             self._take(message)
 
     def _take(self, message: FromChild) -> None:
-        if isinstance(message, Ready | Unusable):
+        if isinstance(message, Constructed | Unusable):
             raise CallError(f"{type(message).__name__} in the middle")
         pending = self._pending.get(message.call)
         if pending is None:
@@ -239,7 +239,7 @@ class WorkerProcess:
             how = "no message"
         company = len(self._pending) > 1
         for pending in self._pending.values():
-            pending.fail(Lost(how, late=self._late, company=company))
+            pending.fail(ChildLost(how, late=self._late, company=company))
         self._pending.clear()
         self.over = True
         self._changed()

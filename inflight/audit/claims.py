@@ -98,7 +98,7 @@ class Claims:
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class ReplayedTokens:
     """All replayed tokens in a row, [N] each."""
 
     names: list[str]
@@ -114,7 +114,7 @@ class Tokens:
     replayed: np.ndarray
 
     @classmethod
-    def of(cls, claims: Sequence[Claim], replayed: Iterable[Iterable[float]], cuts: bool) -> Tokens:
+    def of(cls, claims: Sequence[Claim], replayed: Iterable[Iterable[float]], cuts: bool) -> ReplayedTokens:
         """`cuts`: whether the run sampled with top-k, top-p or min-p."""
         lengths = [len(claim.versions) for claim in claims]
         prompts: dict[tuple[int, ...], int] = {}

@@ -15,9 +15,9 @@ from transformers import AutoConfig
 from inflight.audit import counts
 from inflight.audit.alternatives import STANDARD, Alternative, by_name
 from inflight.audit.compare import Auditor
-from inflight.audit.record import Record, read
+from inflight.audit.record import RecordedRollouts, read
 from inflight.audit.replay import AuditError, KeptVersions, Replayer, TransformersReplayer
-from inflight.audit.report import AuditReport, Completeness, Outcome
+from inflight.audit.report import AuditOutcome, AuditReport, Completeness
 from inflight.audit.text import text
 from inflight.config import ConfigError, RunConfig, load
 from inflight.models import ModelError, prepare
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"inflight audit: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
     print(text(report))
-    return {Outcome.PASSED: 0, Outcome.FAILED: FAILED, Outcome.NOT_SHOWN: NOT_SHOWN}[report.outcome]
+    return {AuditOutcome.PASSED: 0, AuditOutcome.FAILED: FAILED, AuditOutcome.NOT_SHOWN: NOT_SHOWN}[report.outcome]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +158,7 @@ def run(
 def judge(
     run_dir: Path,
     config: RunConfig,
-    record: Record,
+    record: RecordedRollouts,
     replayer: Replayer,
     kept: KeptVersions,
     *,
@@ -178,7 +178,7 @@ def judge(
     )
 
 
-def _completeness(record: Record, run_dir: Path, config: RunConfig) -> Completeness:
+def _completeness(record: RecordedRollouts, run_dir: Path, config: RunConfig) -> Completeness:
     size, start = config.rollout.group_size, config.start_version
     unknown = counts.unknown(run_dir)
     if record.torn:

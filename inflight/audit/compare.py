@@ -11,7 +11,7 @@ import numpy as np
 from inflight.agreement import Agreement
 from inflight.agreement import compare as compare_logprobs
 from inflight.audit.alternatives import Alternative, Previous, previous_of
-from inflight.audit.claims import Claim, Claims, Tokens
+from inflight.audit.claims import Claim, Claims, ReplayedTokens
 from inflight.audit.evidence import MIN_PROMPTS, Excess, Slope, estimate, excess, same_share, vote
 from inflight.audit.replay import KeptVersions, Replayer, Stale
 from inflight.audit.report import AuditReport, Completeness, Story, Unalike, VersionRow, Worst, row
@@ -49,7 +49,7 @@ class Auditor:
         claims = Claims.of(rollouts, self._kept)
         whole = claims.whole
         sampling = self._replayer.sampling
-        tokens = Tokens.of(whole, self._logprobs(whole), sampling.cuts)
+        tokens = ReplayedTokens.of(whole, self._logprobs(whole), sampling.cuts)
         unalike = None
         if self._replayer.rounds_alike:
             tokens, unalike = self._retraced(tokens, whole, tolerance or 0.0)
@@ -89,7 +89,9 @@ class Auditor:
     def _logprobs(self, claims: Sequence[Claim], stale: Stale | None = None) -> list[list[float]]:
         return self._replayer.replay([claim.sequence for claim in claims], stale)
 
-    def _retraced(self, tokens: Tokens, claims: Sequence[Claim], tolerance: float) -> tuple[Tokens, Unalike]:
+    def _retraced(
+        self, tokens: ReplayedTokens, claims: Sequence[Claim], tolerance: float
+    ) -> tuple[ReplayedTokens, Unalike]:
         """Retraces the rollouts that do not come out alike, until one is found that no pass explains.
 
         The tokens then have the values of the passes that explain them.
@@ -116,7 +118,7 @@ class Auditor:
             wrong=0 if explained else left, alone=len(wrong) - left, unknown=unseen if explained else 0
         )
 
-    def _rows(self, tokens: Tokens, exact: bool, rule: _Rule) -> list[VersionRow]:
+    def _rows(self, tokens: ReplayedTokens, exact: bool, rule: _Rule) -> list[VersionRow]:
         """One row per version; the first, before any swap, is the baseline for the others' misses."""
         versions = [int(version) for version in np.unique(tokens.version)]
         if not versions:
@@ -131,7 +133,9 @@ class Auditor:
             for version in versions
         ]
 
-    def _row(self, tokens: Tokens, version: int | None, more: Excess | None, agreement: Agreement | None) -> VersionRow:
+    def _row(
+        self, tokens: ReplayedTokens, version: int | None, more: Excess | None, agreement: Agreement | None
+    ) -> VersionRow:
         chosen = np.ones(len(tokens), dtype=bool) if version is None else tokens.version == version
         alike = same_share(tokens.misses(chosen)) if self._replayer.rounds_alike else None
         return row(
@@ -140,9 +144,14 @@ class Auditor:
         )  # fmt: skip
 
     def _story(
-        self, alternative: Alternative, claims: Sequence[Claim], tokens: Tokens, previous: Previous, judge: Judge,
+        self,
+        alternative: Alternative,
+        claims: Sequence[Claim],
+        tokens: ReplayedTokens,
+        previous: Previous,
+        judge: Judge,
         fits: bool,
-    ) -> Story:  # fmt: skip
+    ) -> Story:
         """Replays only what the alternative changes; the rest does not distinguish it from the tags."""
         retold: dict[int, Claim] = {}
         for number, claim in enumerate(claims):
@@ -167,7 +176,7 @@ class Auditor:
         )
 
 
-def _worst(tokens: Tokens, at: int) -> Worst:
+def _worst(tokens: ReplayedTokens, at: int) -> Worst:
     """One of the tokens, in the report's form."""
     return Worst(
         rollout_id=tokens.names[tokens.rollout[at]], index=int(tokens.index[at]),
@@ -184,14 +193,14 @@ class _Rule:
     temperature: float
     tolerance: float | None
 
-    def agreement(self, tokens: Tokens, chosen: np.ndarray) -> Agreement:
+    def agreement(self, tokens: ReplayedTokens, chosen: np.ndarray) -> Agreement:
         """That of the chosen tokens (bool [N])."""
         return compare_logprobs(
             tokens.recorded[chosen], tokens.replayed[chosen], self.dtype,
             temperature=self.temperature, prompt=tokens.prompt[chosen], cut=tokens.cut[chosen], most=self.tolerance,
         )  # fmt: skip
 
-    def of_part(self, tokens: Tokens, chosen: np.ndarray) -> Agreement | None:
+    def of_part(self, tokens: ReplayedTokens, chosen: np.ndarray) -> Agreement | None:
         """None when there are too few tokens to judge a part of the run by itself."""
         enough = chosen.sum() >= LEAST_TOKENS and len(np.unique(tokens.prompt[chosen])) >= MIN_PROMPTS
         return self.agreement(tokens, chosen) if enough else None

@@ -30,7 +30,7 @@ NAMED = 5
 
 
 @dataclass
-class Census:
+class RolloutCensus:
     """The content of a rollout file, counted group by group."""
 
     groups: Counter[str] = field(default_factory=Counter)
@@ -70,7 +70,7 @@ def _stamped(rollout: Rollout) -> set[tuple[str, int]]:
     return found
 
 
-class _Summary(msgspec.Struct):
+class _SummaryFields(msgspec.Struct):
     """The fields of summary.json (inflight/report/summary.py) that are needed here."""
 
     steps: int
@@ -78,7 +78,7 @@ class _Summary(msgspec.Struct):
     tokens: int | None
 
 
-def faults(census: Census, folder: Path, *, group_size: int, start_version: int) -> list[str]:
+def faults(census: RolloutCensus, folder: Path, *, group_size: int, start_version: int) -> list[str]:
     """Contradictions to the run's own counts, one line each. Raises AuditError when one of its files is damaged."""
     try:
         steps, swaps = read_lines(folder / METRICS_FILE), read_lines(folder / SWAPS_FILE)
@@ -99,21 +99,21 @@ def unknown(folder: Path) -> list[str]:
     return [f"there is no {METRICS_FILE} and no {SUMMARY_FILE} to say how many groups the run had recorded"]
 
 
-def _doubled(census: Census) -> list[str]:
+def _doubled(census: RolloutCensus) -> list[str]:
     for counted in (census.groups, census.named):  # a group may be repeated under another name
         if again := [name for name, count in counted.items() if count > 1]:
             return [f"{_names(again)} recorded more than once"]
     return []
 
 
-def _cut(census: Census, group_size: int) -> list[str]:
+def _cut(census: RolloutCensus, group_size: int) -> list[str]:
     return [
         f"{_names([name for name, size in census.sizes.items() if size == short])} {short} of {group_size} rollouts"
         for short in sorted(set(census.sizes.values()) - {group_size})
     ]
 
 
-def _lost(census: Census, steps: list[dict[str, Any]]) -> list[str]:
+def _lost(census: RolloutCensus, steps: list[dict[str, Any]]) -> list[str]:
     if not steps:
         return []
     last, there = steps[-1], len(census.groups)
@@ -128,15 +128,15 @@ def _lost(census: Census, steps: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def _summary(path: Path, steps: int) -> _Summary | None:
+def _summary(path: Path, steps: int) -> _SummaryFields | None:
     """None without a summary of all these steps: the run has not ended, or was resumed and has not ended since."""
     if not path.is_file():
         return None
-    summary = msgspec.json.decode(path.read_bytes(), type=_Summary)
+    summary = msgspec.json.decode(path.read_bytes(), type=_SummaryFields)
     return summary if summary.steps == steps or not steps else None
 
 
-def _unlike(summary: _Summary, census: Census) -> list[str]:
+def _unlike(summary: _SummaryFields, census: RolloutCensus) -> list[str]:
     counted: Mapping[str, tuple[int | None, int]] = {
         "rollouts": (summary.rollouts, census.rollouts), "tokens": (summary.tokens, census.tokens),
     }  # fmt: skip
@@ -147,7 +147,7 @@ def _unlike(summary: _Summary, census: Census) -> list[str]:
     ]
 
 
-def _unknown_versions(census: Census, swaps: list[dict[str, Any]], start_version: int) -> list[str]:
+def _unknown_versions(census: RolloutCensus, swaps: list[dict[str, Any]], start_version: int) -> list[str]:
     """Versions that generators have stamped, but were never sent. A generator that died may have stamped a version
     without acknowledging it; the version that it started with was not sent either."""
     if not swaps:

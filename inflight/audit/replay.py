@@ -201,9 +201,7 @@ class TransformersReplayer(Replayer):
 
     def _make_model(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         """On the CPU; its weights come with each version."""
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            self.config, dtype=dtype, attn_implementation="eager"
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
         return model
 
     def _use(self, state: dict[str, torch.Tensor]) -> None:

@@ -16,7 +16,7 @@ MOST_CONTINUED = 0.1
 """Share of the tokens above which those that can't be replayed, since generators were lost, leave the result open."""
 
 
-class Outcome(StrEnum):
+class AuditOutcome(StrEnum):
     """The outcome of an audit."""
 
     PASSED = "passed"
@@ -178,16 +178,16 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> AuditOutcome:
         """Passed only if there is no fault and nothing open."""
         if self.faults:
-            return Outcome.FAILED
-        return Outcome.NOT_SHOWN if self.open else Outcome.PASSED
+            return AuditOutcome.FAILED
+        return AuditOutcome.NOT_SHOWN if self.open else AuditOutcome.PASSED
 
     @property
     def passed(self) -> bool:
         """Whether all that was checked is shown to be right."""
-        return self.outcome is Outcome.PASSED
+        return self.outcome is AuditOutcome.PASSED
 
     def _contradictory(self) -> list[str]:
         found = [f"{rollout}: {why}" for rollout, why in list(self.contradictions.items())[:5]]

@@ -6,7 +6,7 @@ import numpy as np
 
 from inflight.agreement import Agreement
 from inflight.audit.evidence import Verdict
-from inflight.audit.report import AuditReport, Outcome, Story, VersionRow
+from inflight.audit.report import AuditOutcome, AuditReport, Story, VersionRow
 
 
 def text(report: AuditReport) -> str:
@@ -44,9 +44,9 @@ def text(report: AuditReport) -> str:
 
 
 _LAST = {
-    Outcome.PASSED: "passed: every tag that was checked is right",
-    Outcome.FAILED: "failed",
-    Outcome.NOT_SHOWN: "not shown: no fault was found, but it is not shown that there is none",
+    AuditOutcome.PASSED: "passed: every tag that was checked is right",
+    AuditOutcome.FAILED: "failed",
+    AuditOutcome.NOT_SHOWN: "not shown: no fault was found, but it is not shown that there is none",
 }
 
 

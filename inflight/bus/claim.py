@@ -9,14 +9,14 @@ import os
 import weakref
 
 SCHEME = "ipc://"
-_held: weakref.WeakSet[Claim] = weakref.WeakSet()
+_held: weakref.WeakSet[AddressClaim] = weakref.WeakSet()
 
 
 class ClaimError(RuntimeError):
     """The address is in use; the text names the process."""
 
 
-class Claim:
+class AddressClaim:
     """An flock on `FILE.lock` beside a Unix socket's file; it is released at the latest when the process ends.
 
     TCP addresses need none: the kernel refuses a second listener there.

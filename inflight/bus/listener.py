@@ -12,7 +12,7 @@ from typing import cast
 import zmq
 
 from inflight.bus import keys
-from inflight.bus.claim import Claim, ClaimError
+from inflight.bus.claim import AddressClaim, ClaimError
 from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint
 from inflight.bus.handshakes import Handshakes
 from inflight.bus.rate import Rate
@@ -69,14 +69,14 @@ class Listener(Endpoint):
         self._owners: dict[str, str] = {}
         """Public key → name, if keys are used."""
         self._handshakes = Handshakes(self._socket, self.refusals)
-        self._claim: Claim | None = None
+        self._claim: AddressClaim | None = None
         try:
             if keys.needed(endpoint) and not config.keys:
                 raise BusError(f"{endpoint} can be reached by other hosts: it needs keys (bus.keys)")
             if config.keys:
                 self._owners = keys.owners(Path(config.keys))
                 self._authenticator = keys.guard(self._socket, self._context, Path(config.keys))
-            self._claim = Claim(endpoint)
+            self._claim = AddressClaim(endpoint)
             self._socket.bind(endpoint)
         except (zmq.ZMQError, keys.KeysError, ClaimError, OSError) as error:
             self._free()

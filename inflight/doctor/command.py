@@ -13,7 +13,7 @@ from rich.text import Text
 
 from inflight.config import ConfigError, RunConfig
 from inflight.doctor import environment, gpus, machine, memory, software
-from inflight.doctor.finding import Finding, State
+from inflight.doctor.finding import Finding, Severity
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
 from inflight.launcher.compose import compose
 
@@ -23,7 +23,7 @@ EPILOG = """examples:
   inflight doctor --config-name demo_gpu generator.count=2
 
 Exit code: 0 when nothing would make a run fail (warnings aside), 1 when something would, 2 for bad input."""
-STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red"}
+STYLES = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +88,7 @@ def _show(console: Console, finding: Finding) -> None:
 
 
 def _conclude(console: Console, found: Sequence[Finding], config: RunConfig | None) -> int:
-    failed = [finding.name for finding in found if finding.state is State.FAIL]
+    failed = [finding.name for finding in found if finding.state is Severity.FAIL]
     if failed:
         console.print(f"\na run would fail: {', '.join(dict.fromkeys(failed))}", soft_wrap=True)
         return GIVEN_UP

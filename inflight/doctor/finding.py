@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class State(StrEnum):
+class Severity(StrEnum):
     """How serious a finding is."""
 
     OK = "ok"
@@ -20,7 +20,7 @@ class State(StrEnum):
 class Finding:
     """One line."""
 
-    state: State
+    state: Severity
     name: str
     text: str
     todo: str = ""
@@ -29,14 +29,14 @@ class Finding:
 
 def ok(name: str, text: str) -> Finding:
     """All is well."""
-    return Finding(State.OK, name, text)
+    return Finding(Severity.OK, name, text)
 
 
 def warn(name: str, text: str, todo: str) -> Finding:
     """A run may be slower or fail later."""
-    return Finding(State.WARN, name, text, todo)
+    return Finding(Severity.WARN, name, text, todo)
 
 
 def fail(name: str, text: str, todo: str) -> Finding:
     """A run will fail."""
-    return Finding(State.FAIL, name, text, todo)
+    return Finding(Severity.FAIL, name, text, todo)

@@ -13,7 +13,7 @@ import aiohttp
 from inflight.actor.called import all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign, GroupLost
-from inflight.completions import TOO_LONG, Rejected, Retry, complete, endings
+from inflight.completions import TOO_LONG, Rejected, RetryableFailure, complete, endings
 from inflight.config import RunConfig
 from inflight.evaluation.answer import MIXED, Answered, versions_of
 from inflight.types import Turn
@@ -25,7 +25,7 @@ PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PreparedQuestion:
     """A held-out question, ready to be sent, or why it can't be."""
 
     question: Question | None
@@ -39,7 +39,7 @@ class Asking:
     def __init__(self, config: RunConfig, foreign: Foreign, session: aiohttp.ClientSession) -> None:
         """`session` has the key that generators want."""
         self._config, self._foreign, self._session = config, foreign, session
-        self._asked: list[_Asked] = []
+        self._asked: list[_PreparedQuestion] = []
         self._room = asyncio.Semaphore(config.eval.concurrency)
         self.done = 0
         """Answers of the current evaluation that have come, or will not come."""
@@ -72,15 +72,15 @@ class Asking:
 
         return await all_of([one(index, sample) for index in range(len(self._asked)) for sample in range(samples)])
 
-    async def _question(self, index: int) -> _Asked:
+    async def _question(self, index: int) -> _PreparedQuestion:
         try:
             question = await self._foreign.question(index, held_out=True)
             prompt_ids = await self._foreign.encode(question)
         except GroupLost as lost:
-            return _Asked(None, [], lost.reason)
+            return _PreparedQuestion(None, [], lost.reason)
         if len(prompt_ids) > self._config.longest_prompt:
-            return _Asked(question, prompt_ids, TOO_LONG)
-        return _Asked(question, prompt_ids)
+            return _PreparedQuestion(question, prompt_ids, TOO_LONG)
+        return _PreparedQuestion(question, prompt_ids)
 
     async def _answer(self, url: str, version: int, index: int, sample: int) -> Answered:
         asked = self._asked[index]
@@ -91,7 +91,7 @@ class Asking:
             if versions_of(turn) - {version}:
                 return Answered(index, sample, failed=MIXED)
             score = await self._foreign.score(asked.question, asked.prompt_ids, turn)
-        except (Retry, Rejected, GroupLost) as error:
+        except (RetryableFailure, Rejected, GroupLost) as error:
             return Answered(index, sample, failed=error.reason)
         return Answered(index, sample, score.reward, len(turn.token_ids), turn.finish_reason == "length")
 
@@ -100,7 +100,7 @@ class Asking:
         for attempt in range(ATTEMPTS):
             try:
                 return await complete(self._session, "the generator", url, request, self._config.eval.timeout_s)
-            except Retry:
+            except RetryableFailure:
                 if attempt + 1 == ATTEMPTS:
                     raise
             await asyncio.sleep(PAUSE_S)

@@ -48,7 +48,7 @@ FAREWELL_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How a run ended: by the trainer, by a process that failed, or by a signal."""
 
     trainer: Ended | None = None
@@ -135,7 +135,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 
 def _run(
     config: RunConfig, commands: Sequence[Command], folder: RunFolder, listener: Listener
-) -> tuple[Outcome, list[str]]:
+) -> tuple[RunOutcome, list[str]]:
     """Starts the processes and waits for the end. Returns how the run ended, and the names that had to be killed."""
     interrupt = _Interrupt()
     with (
@@ -207,7 +207,9 @@ class _Interrupt:
             signal.signal(number, handler)
 
 
-def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Interrupt, restarts: Restarts) -> Outcome:
+def _watch(
+    processes: Processes, listener: Listener, view: View, interrupt: _Interrupt, restarts: Restarts
+) -> RunOutcome:
     """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
     Others may end before the trainer, with code 0, after its Finish message; then it must follow within FAREWELL_S.
@@ -215,25 +217,25 @@ def _watch(processes: Processes, listener: Listener, view: View, interrupt: _Int
     gone: tuple[Ended, float] | None = None
     while True:
         if interrupt.received is not None:
-            return Outcome(interrupted=interrupt.received)
+            return RunOutcome(interrupted=interrupt.received)
         lately = processes.ended()
         # Status messages sent before a process ended still count when a busy launcher reads them afterwards.
         known = [*processes.running(), *(ended.command.name for ended in lately)]
         _read_status(listener, view, restarts, known)
         for ended in lately:
             if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:
-                return Outcome(trainer=ended)
+                return RunOutcome(trainer=ended)
             if ended.code != DONE:
                 planned = restarts.failed(ended)
                 if planned is None:
-                    return Outcome(failed=ended, note=restarts.given_up(ended.command.name))
+                    return RunOutcome(failed=ended, note=restarts.given_up(ended.command.name))
                 view.tell(f"inflight launch: {planned}")
                 view.progress.forget(ended.command.name)
                 processes.kill_orphans()  # for example a generator's engine, which would keep memory and ports
             else:
                 gone = gone or (ended, time.monotonic())
         if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
-            return Outcome(failed=gone[0])
+            return RunOutcome(failed=gone[0])
         for command in restarts.due():
             processes.start(command)
         view.refresh()
@@ -249,7 +251,7 @@ def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequ
         event = listener.receive(0)
 
 
-def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
+def _report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
     grace = config.launch.stop_grace_s
     for name in late:
         text = f"{name} did not stop within {grace} s, killed"
@@ -286,7 +288,7 @@ def _summarize(config: RunConfig) -> None:
         print(f"inflight launch: no summary: {error}", file=sys.stderr)
 
 
-def _write_page(config: RunConfig, outcome: Outcome) -> None:
+def _write_page(config: RunConfig, outcome: RunOutcome) -> None:
     """As above: what keeps the page from being written is one line, and the run's exit code stays what it is."""
     from inflight.report.html import page
 

@@ -15,7 +15,7 @@ KINDS = ("generator", "actor", "evaluator")
 
 
 @dataclass
-class _Record:
+class _RestartRecord:
     failures: int = 0
     worked: bool = False
     """Whether it has ever sent a status: a process that never did would fail again in the same way."""
@@ -34,7 +34,7 @@ class Restarts:
         self._limit, self._delay_s = config.launch.restarts, config.launch.restart_delay_s
         step = config.trainer.groups_per_step * config.rollout.group_size * config.rollout.max_tokens
         self._enough = {"actor": step / config.rollout.actors, "generator": step / config.generator.count}
-        self._records: dict[str, _Record] = {}
+        self._records: dict[str, _RestartRecord] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._due: dict[str, tuple[float, Command]] = {}
 
@@ -74,5 +74,5 @@ class Restarts:
         failures = self._of(name).failures
         return f", after {failures - 1} restarts (launch.restarts={self._limit})" if failures > 1 else ""
 
-    def _of(self, name: str) -> _Record:
-        return self._records.setdefault(name, _Record())
+    def _of(self, name: str) -> _RestartRecord:
+        return self._records.setdefault(name, _RestartRecord())

@@ -14,7 +14,7 @@ Texts = Callable[[Sequence[int]], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ShownRollout:
     """One rollout."""
 
     rollout: Rollout
@@ -36,13 +36,13 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ShownGroup:
     """One group: a prompt and its answers."""
 
     group: RolloutGroup
     prompt: str | None
     """None without a tokenizer."""
-    answers: list[Answer]
+    answers: list[ShownRollout]
     trained_at: int | None
     fate: str
     """What became of it, as far as the run has recorded that: trained on, dropped for a reason, or neither."""
@@ -73,19 +73,19 @@ class Training:
         return "not trained on" if at is None else f"trained on in step {at + 1}, at version {at}"
 
 
-def asked(group: RolloutGroup, training: Training, texts: Texts | None) -> Asked:
+def asked(group: RolloutGroup, training: Training, texts: Texts | None) -> ShownGroup:
     """The group with all that is known about it."""
     at = training.trained_at(group.group_id)
     answers = [_answer(rollout, training, at, texts) for rollout in group.rollouts]
     prompt = "".join(texts(group.rollouts[0].prompt_ids)) if texts is not None else None
-    return Asked(group, prompt, answers, at, training.fate(group.group_id))
+    return ShownGroup(group, prompt, answers, at, training.fate(group.group_id))
 
 
-def _answer(rollout: Rollout, training: Training, trained_at: int | None, texts: Texts | None) -> Answer:
+def _answer(rollout: Rollout, training: Training, trained_at: int | None, texts: Texts | None) -> ShownRollout:
     turn = rollout.turn
     try:
         versions = versions_of_tokens(turn.token_versions, len(turn.token_ids))
     except ValueError:
         versions = None
     text = texts(turn.token_ids) if texts is not None else None
-    return Answer(rollout, text, versions, trained_at, rollout.rollout_id in training.left_out)
+    return ShownRollout(rollout, text, versions, trained_at, rollout.rollout_id in training.left_out)

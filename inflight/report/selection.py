@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from inflight.groups import first_name
-from inflight.report.answers import Answer
+from inflight.report.answers import ShownRollout
 from inflight.types import RolloutGroup
 
 
@@ -57,7 +57,7 @@ class Selection:
         wanted = self.name.partition("/")[0]
         return wanted in (group.group_id, first_name(group.group_id))
 
-    def takes(self, answer: Answer) -> bool:
+    def takes(self, answer: ShownRollout) -> bool:
         """Whether the rollout is to be shown, of a group that `names` is true of."""
         if self.name is not None and "/" in self.name and answer.rollout.rollout_id != self.name:
             return False

@@ -15,7 +15,7 @@ from rich.console import Console
 from inflight.config import ConfigError, load
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import show_json, show_text
-from inflight.report.answers import Asked, Texts, Training, asked
+from inflight.report.answers import ShownGroup, Texts, Training, asked
 from inflight.report.selection import Range, Selection, range_of
 from inflight.report.token_text import TokenTexts
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -67,7 +67,7 @@ def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool,
     training, texts = Training(read_lines(run_dir / METRICS_FILE)), _texts(run_dir)
     found = matching(reader, selection, training)
     # Text is made of those alone that are shown: decoding takes longer than reading.
-    chosen: Iterable[Asked] = deque(found, maxlen=limit) if last else islice(found, limit)
+    chosen: Iterable[ShownGroup] = deque(found, maxlen=limit) if last else islice(found, limit)
     console, shown = Console(highlight=False, markup=False, emoji=False), 0
     for each in chosen:
         whole = _with_texts(each, training, texts)
@@ -85,7 +85,7 @@ def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool,
     return 0 if shown else 1
 
 
-def matching(groups: Iterable[RolloutGroup], selection: Selection, training: Training) -> Iterator[Asked]:
+def matching(groups: Iterable[RolloutGroup], selection: Selection, training: Training) -> Iterator[ShownGroup]:
     """The groups with the rollouts that were asked for, those without any left out; still without texts."""
     for group in groups:
         if not selection.names(group):
@@ -96,7 +96,7 @@ def matching(groups: Iterable[RolloutGroup], selection: Selection, training: Tra
             yield replace(whole, answers=answers)
 
 
-def _with_texts(found: Asked, training: Training, texts: Texts | None) -> Asked:
+def _with_texts(found: ShownGroup, training: Training, texts: Texts | None) -> ShownGroup:
     rollouts = [answer.rollout for answer in found.answers]
     group = RolloutGroup(group_id=found.group.group_id, prompt_key=found.group.prompt_key, rollouts=rollouts)
     return asked(group, training, texts)

@@ -6,10 +6,10 @@ import json
 import math
 from typing import Any
 
-from inflight.report.answers import Answer, Asked
+from inflight.report.answers import ShownGroup, ShownRollout
 
 
-def line(asked: Asked) -> str:
+def line(asked: ShownGroup) -> str:
     """One object; numbers that JSON does not have (NaN, infinities) are null."""
     group = asked.group
     record = {
@@ -24,7 +24,7 @@ def line(asked: Asked) -> str:
     return json.dumps(record).replace("\x7f", "\\u007f")
 
 
-def _rollout(answer: Answer) -> dict[str, Any]:
+def _rollout(answer: ShownRollout) -> dict[str, Any]:
     rollout, turn = answer.rollout, answer.rollout.turn
     return {
         "rollout_id": rollout.rollout_id,

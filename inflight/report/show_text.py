@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from inflight.report.answers import Answer, Asked
+from inflight.report.answers import ShownGroup, ShownRollout
 from inflight.report.visible import CLOSE, OPEN, visible
 
 COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#0072b2")
@@ -16,7 +16,7 @@ COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#cc79a7", "#f0e442", "#d55e00", "#0
 versions never share one. Each run of tokens is also marked with its version, since a pipe has no colours."""
 
 
-def show(console: Console, asked: Asked) -> None:
+def show(console: Console, asked: ShownGroup) -> None:
     """Prints the group."""
     console.print(Text.assemble((visible(asked.group.group_id), "bold"), f"  {visible(asked.fate)}"), soft_wrap=True)
     shown = _ids(asked.group.rollouts[0].prompt_ids) if asked.prompt is None else _lines(asked.prompt)
@@ -27,7 +27,7 @@ def show(console: Console, asked: Asked) -> None:
     console.print()
 
 
-def _head(answer: Answer) -> Text:
+def _head(answer: ShownRollout) -> Text:
     rollout = answer.rollout
     facts = [
         f"reward {rollout.reward:.4g}" + (f" (not scored: {rollout.unscored})" if rollout.unscored else ""),
@@ -48,7 +48,7 @@ def _span(name: str, numbers: Sequence[int] | None) -> str:
     return f"{name} {low}" if low == high else f"{name}s {low} to {high}"
 
 
-def _tokens(answer: Answer) -> Text:
+def _tokens(answer: ShownRollout) -> Text:
     """The answer, with `⟦v3⟧` before the first token of each run of tokens that one version sampled."""
     ids = answer.rollout.turn.token_ids
     versions: Sequence[int | None] = answer.versions or [None] * len(ids)

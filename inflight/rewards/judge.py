@@ -30,16 +30,16 @@ class JudgeError(RuntimeError):
     """The judge gave no usable answer."""
 
 
-class _Message(msgspec.Struct):
+class _ChatText(msgspec.Struct):
     content: str | None = None
 
 
-class _Choice(msgspec.Struct):
-    message: _Message
+class _ChatChoice(msgspec.Struct):
+    message: _ChatText
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+class _ChatBody(msgspec.Struct):
+    choices: list[_ChatChoice]
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Judge:
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a key that is no header's value
             raise JudgeError(_without(key, f"{type(error).__name__}: {error}")) from None
         try:
-            return msgspec.json.decode(said, type=_Answer).choices[0].message.content or ""
+            return msgspec.json.decode(said, type=_ChatBody).choices[0].message.content or ""
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as error:
             raise JudgeError(f"not an answer of a chat endpoint: {type(error).__name__}") from None
 

@@ -14,7 +14,7 @@ from inflight.tasks.base import Item, Reordered, Task
 ENDS = (IndexError, StopIteration)
 
 
-class DataEnded(Exception):
+class NoMoreQuestions(Exception):
     """There is no such question: the task has `questions` of them, over all epochs."""
 
     def __init__(self, questions: int) -> None:
@@ -34,7 +34,7 @@ class Course:
         """The highest index that the task has returned an item for."""
 
     def item(self, index: int) -> Item:
-        """The task's item; `index` continues over epochs. Raises DataEnded, or what the task raises."""
+        """The task's item; `index` continues over epochs. Raises NoMoreQuestions, or what the task raises."""
         if self._length is None:
             try:
                 item = self._task.item(index)
@@ -48,7 +48,7 @@ class Course:
                 self._told = max(self._told, index)
                 return item
         if index >= self._length * self._epochs:
-            raise DataEnded(self._length * self._epochs)
+            raise NoMoreQuestions(self._length * self._epochs)
         epoch, index = divmod(index, self._length)
         if isinstance(self._task, Reordered):
             return self._task.item_of_epoch(epoch, index)

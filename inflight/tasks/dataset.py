@@ -14,7 +14,7 @@ from inflight.tasks.base import Item
 from inflight.tasks.data import fingerprint
 from inflight.tasks.data.form import Form
 from inflight.tasks.data.hub import HubRows
-from inflight.tasks.data.order import Order
+from inflight.tasks.data.order import RowOrder
 from inflight.tasks.data.rows import BadRow, Rows, is_of_files, matching, open_files
 from inflight.tasks.data.stream import StreamRows
 
@@ -202,11 +202,11 @@ class Dataset:
         return HubRows(self.path, subset=self.subset, split=split, revision=self.revision)
 
     @cached_property
-    def _order(self) -> Order | None:
+    def _order(self) -> RowOrder | None:
         """None for a stream: the rows as they are."""
         if self.streaming:
             return None
-        return Order(len(self._rows), self.seed, held_out=float(self.held_out), shuffle=self.shuffle)
+        return RowOrder(len(self._rows), self.seed, held_out=float(self.held_out), shuffle=self.shuffle)
 
     @cached_property
     def _template(self) -> str:

@@ -98,18 +98,18 @@ class _Logprob(msgspec.Struct):
     logprob: float
 
 
-class _Choice(msgspec.Struct):
+class _TeacherChoice(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Logprob] | None]
 
 
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+class _TeacherBody(msgspec.Struct):
+    choices: list[_TeacherChoice]
 
 
 def _parse(body: bytes, ids: list[int], start: int) -> list[float]:
     """[T] log-probabilities of `ids[start:]` from an answer with prompt_logprobs. Raises TeacherError."""
     try:
-        given = msgspec.json.decode(body, type=_Answer).choices[0].prompt_logprobs
+        given = msgspec.json.decode(body, type=_TeacherBody).choices[0].prompt_logprobs
         return [cast(dict[str, _Logprob], given[at])[str(ids[at])].logprob for at in range(start, len(ids))]
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError, KeyError, TypeError) as error:
         raise TeacherError(f"no prompt_logprobs for the tokens: {type(error).__name__}: {error}") from None

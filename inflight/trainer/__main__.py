@@ -20,7 +20,7 @@ from inflight.listening import nccl_settings
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
 from inflight.rollout.gate import rules_of
-from inflight.trainer.stop import Stop
+from inflight.trainer.stop import StopFlag
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -82,7 +82,7 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.sharding import assembled, source_of
     from inflight.weights.publish.read_fence import ReadFence
 
-    stop = Stop()
+    stop = StopFlag()
     watch = _Watch(stop)
     begun, waiting = begin(config)
     with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def _say_how(trainer: Trainer, steps: int) -> int:
 class _Watch:
     """Wakes a trainer that waits for a batch when it must stop or no further batch is possible."""
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: StopFlag) -> None:
         self._stop = stop
         self._check: Callable[[], None] = lambda: None
 
@@ -208,8 +208,7 @@ def _ranks(config: RunConfig) -> dict[str, int]:
 
 
 def _require_named(config: RunConfig) -> None:
-    """Raises ConfigError for an objective, advantage, ratio rule or schedule that does not exist or take its options.
-    """
+    """Raises ConfigError for an objective, advantage, ratio rule or schedule that does not exist or take its options."""
     from inflight.trainer.advantage import advantage_of
     from inflight.trainer.loss import make_loss
     from inflight.trainer.schedule import rate_factor

@@ -11,7 +11,7 @@ from inflight.sampling import Sampling
 from inflight.trainer.batch import Batch
 from inflight.trainer.draws import Draws
 from inflight.trainer.head import LOGITS_AT_ONCE, Head
-from inflight.trainer.packing import Rows, end_to_end, packed, padded
+from inflight.trainer.packing import PackedRows, end_to_end, packed, padded
 from inflight.trainer.varlen import VARLEN
 
 # Fields of a model's config by which its forward changes logits after the output layer, which is called directly here.
@@ -68,7 +68,7 @@ def score_tokens(
     return Scores(spread(logprobs), spread(entropy))
 
 
-def _rows(model: PreTrainedModel, batch: Batch) -> Rows:
+def _rows(model: PreTrainedModel, batch: Batch) -> PackedRows:
     """The batch's sequences packed, as the model's attention takes them."""
     lay = end_to_end if model.config._attn_implementation == VARLEN else packed
     return lay(batch.input_ids, batch.lengths())

@@ -18,14 +18,14 @@ from inflight.trainer.baseline import Baseline
 from inflight.trainer.checkpoint.index import FOLDER, SCHEMA, Saved, name_of
 from inflight.trainer.checkpoint.io import drop_checkpoints, keep_version, replace_books, save_checkpoint
 from inflight.trainer.checkpoint.snapshot import Snapshot, take
-from inflight.trainer.checkpoint.writer import Writer
+from inflight.trainer.checkpoint.writer import CheckpointWriter
 from inflight.trainer.comparison import Comparing
 from inflight.trainer.coordinator import CoordinatorError
 from inflight.trainer.evaluations import Evaluations
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
 from inflight.trainer.skips import LearnError, Skips
-from inflight.trainer.stop import Stop
+from inflight.trainer.stop import StopFlag
 from inflight.trainer.updates import train
 from inflight.weights.publish.comparison import NumbersDiffer
 from inflight.weights.publish.publisher import Publisher, PublishReport
@@ -51,7 +51,7 @@ class Trainer:
         buffer: Buffer,
         publisher: Publisher,
         reporter: Reporter,
-        stop: Stop,
+        stop: StopFlag,
         begun: Saved,
         evaluations: Evaluations | None = None,
     ) -> None:
@@ -66,7 +66,7 @@ class Trainer:
         self._comparing = Comparing(config, publisher, learner, stop.is_set, source.device)
         self._baseline = Baseline(config, source.device)
         learner.baseline = self._baseline
-        self.writer = Writer(config.trainer.checkpoint_timeout_s)
+        self.writer = CheckpointWriter(config.trainer.checkpoint_timeout_s)
         self._skips = Skips(config.trainer.max_skipped_updates)
         self._clock = Clock(begun.elapsed_s)
         self.steps_done = begun.step

@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class PackedRows:
     """The input of a model for B sequences, and where each of them lies in it."""
 
     input_ids: torch.Tensor
@@ -26,13 +26,13 @@ class Rows:
     """What variable-length attention has to know, under transformers' names (trainer/varlen.py)."""
 
 
-def padded(ids: torch.Tensor) -> Rows:
+def padded(ids: torch.Tensor) -> PackedRows:
     """One sequence per row, unchanged: padding is on the right, where causal attention never sees it."""
     first = torch.arange(ids.shape[0], device=ids.device)
-    return Rows(ids, None, first, torch.zeros_like(first))
+    return PackedRows(ids, None, first, torch.zeros_like(first))
 
 
-def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
+def packed(ids: torch.Tensor, lengths: torch.Tensor) -> PackedRows:
     """Sequences end to end, in rows no wider than the longest: attention is never longer than with padding.
 
     `ids` [B, L], of which the first `lengths` [B] of each row are tokens. If no two fit into a row, `padded`.
@@ -47,10 +47,10 @@ def packed(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
     there = row[sequence], start[sequence] + at
     laid, positions = ids.new_zeros(shape), ids.new_zeros(shape)  # unused columns: sequences of one token each
     laid[there], positions[there] = ids[sequence, at], at
-    return Rows(laid, positions, row, start)
+    return PackedRows(laid, positions, row, start)
 
 
-def end_to_end(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
+def end_to_end(ids: torch.Tensor, lengths: torch.Tensor) -> PackedRows:
     """All sequences in one row, for attention that knows where each begins; nothing is padded."""
     columns = torch.arange(ids.shape[1], device=ids.device)
     sequence, at = (columns < lengths[:, None]).nonzero(as_tuple=True)
@@ -60,7 +60,7 @@ def end_to_end(ids: torch.Tensor, lengths: torch.Tensor) -> Rows:
     attention = {
         "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
     }  # fmt: skip
-    return Rows(ids[sequence, at][None], at[None], torch.zeros_like(start), start, attention)
+    return PackedRows(ids[sequence, at][None], at[None], torch.zeros_like(start), start, attention)
 
 
 def packed_tokens(lengths: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Stop:
+class StopFlag:
     """Set from a signal handler. Not a threading.Event: its lock is not reentrant, so a second signal during `set`
     would deadlock."""
 

@@ -29,7 +29,7 @@ from inflight.config import BusConfig, PublishConfig
 from inflight.weights.publish.events import Failure
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.publish.routes import routes
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 from inflight.weights.source import WeightSource
 
 pytestmark = pytest.mark.faults
@@ -96,7 +96,7 @@ class Harmed:
 
     def start_again(self, name: str) -> None:
         """If it has ended or must end: as the launcher does."""
-        if self.processes[name].poll() is not None or self.publisher.states[name][0] is State.POISONED:
+        if self.processes[name].poll() is not None or self.publisher.states[name][0] is ReplicaState.POISONED:
             self.processes[name].kill()
             self.processes[name].wait(10)
             self.start(name)
@@ -314,7 +314,7 @@ def test_a_partition_heals(harmed):
     harmed.publish(1)
     harmed.committed(g0=1, g1=1)
     harmed.proxy.cut.set()
-    harmed.until(lambda: harmed.publisher.states["g1"][0] is State.ABSENT, "noticing it")
+    harmed.until(lambda: harmed.publisher.states["g1"][0] is ReplicaState.ABSENT, "noticing it")
     harmed.publish(2)
     harmed.committed(g0=2)
     assert harmed.routed() == {"g0"}

@@ -24,7 +24,7 @@ from inflight.actor.__main__ import routed_url
 from inflight.arrays import from_msgpack, to_msgpack
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
-from inflight.completions import Retry, Unpatched, parse_turn
+from inflight.completions import RetryableFailure, Unpatched, parse_turn
 from inflight.config import ConfigError
 from inflight.groups import defect
 from inflight.messages import (
@@ -226,7 +226,7 @@ TARGETS = {
         (StreamError,),
         [start_of(bytes(16), 0) + encode_frame(make_group("q1")) + encode_frame(make_group("q2", spans=[(0, 3)]))],
     ),
-    "completions": Target(_turn, (Retry, Unpatched), [json.dumps(ANSWER).encode()]),
+    "completions": Target(_turn, (RetryableFailure, Unpatched), [json.dumps(ANSWER).encode()]),
     "checkpoint": Target(
         _checkpoint,
         (CheckpointError,),

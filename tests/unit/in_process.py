@@ -6,7 +6,7 @@ from inflight.actor import calls
 from inflight.actor.foreign import Foreign
 from inflight.actor.hosts import TaskHost, TextHost
 from inflight.actor.worker import answered
-from inflight.actor.worker_process import Failed
+from inflight.actor.worker_process import CallFailed
 from inflight.tasks.course import Course
 
 
@@ -21,7 +21,7 @@ class _Caller:
         reader.feed_data(await answered(self._host, ask(0), self._limit_s))
         message = await calls.read_from_child(reader)
         if isinstance(message, calls.Raised):
-            raise Failed(message.kind, message.text, late=message.late)
+            raise CallFailed(message.kind, message.text, late=message.late)
         return message
 
 

@@ -19,9 +19,9 @@ from inflight.actor import pool as pool_module
 from inflight.actor.answers import Answers
 from inflight.actor.continuation import rest_of
 from inflight.actor.pool import Pool
-from inflight.completions import Rejected, Retry, lost, sampling
+from inflight.completions import Rejected, RetryableFailure, lost, sampling
 from inflight.config import RolloutConfig
-from inflight.types import Piece, VersionSpan
+from inflight.types import GeneratorSpan, VersionSpan
 
 PROMPT = [1, 2, 3]
 DONE = "[DONE]"
@@ -86,7 +86,7 @@ def test_a_lost_generators_tokens_are_continued_by_another_one():
         assert text_of(turn) == "01234"
         assert turn.token_versions == [VersionSpan(0, 4), VersionSpan(3, 2)]
         assert turn.finish_reason == "stop"
-        assert (answer.generator, answer.pieces) == ("g1", [Piece(0, "g0"), Piece(3, "g1")])
+        assert (answer.generator, answer.pieces) == ("g1", [GeneratorSpan(0, "g0"), GeneratorSpan(3, "g1")])
         assert answer.retries == {"connection lost": 1}
         assert 0 < answer.first_token_s < LIMIT_S
         (first,), (second,) = [server.requests for server in there.servers]
@@ -167,7 +167,7 @@ def test_a_stop_string_across_the_seam_ends_the_sequence():
     async def scene(there):
         answer, turn = await there.ask()
         assert (text_of(turn), turn.finish_reason) == ("01=\n", "stop")
-        assert answer.pieces == [Piece(0, "g0"), Piece(3, "g1")]
+        assert answer.pieces == [GeneratorSpan(0, "g0"), GeneratorSpan(3, "g1")]
 
     play(scene, [[chunk("01="), None]], [[chunk("\n5"), chunk("6", 2), DONE]], stop=["=\n"])
 
@@ -232,7 +232,7 @@ def test_attempts_that_bring_tokens_are_not_numbered_but_those_that_bring_none_a
         answer, turn = await there.ask()
         assert text_of(turn) == "01234567"
         assert answer.retries == {"http 500": 7 * 2, "connection lost": 7}
-        with pytest.raises(Retry, match="http 500"):
+        with pytest.raises(RetryableFailure, match="http 500"):
             await there.ask()
 
     pieces = [each for digit in "0123456" for each in (500, 500, [chunk(digit), None])]
@@ -264,7 +264,7 @@ def test_too_many_open_files_are_no_fault_of_the_generator():
             generator = pool.generators["g0"]
             generator.url, generator.up = "http://127.0.0.1:9", True
             answers = Answers(session, pool, sampling(RolloutConfig(), 17), silence_s=LIMIT_S, decode=Tokens().decode)
-            with no_file_left(), pytest.raises(Retry, match="ulimit -n") as error:
+            with no_file_left(), pytest.raises(RetryableFailure, match="ulimit -n") as error:
                 await answers.finish(answers.begin(PROMPT), PROMPT, 7)
             assert error.value.reason == "too many open files"
             assert generator.up

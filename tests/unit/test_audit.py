@@ -33,7 +33,7 @@ from inflight.audit import AuditError, main, run
 from inflight.audit.alternatives import by_name, previous_of
 from inflight.audit.evidence import Misses, Verdict, estimate, excess
 from inflight.audit.replay import KeptVersions
-from inflight.audit.report import Outcome
+from inflight.audit.report import AuditOutcome
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import ModelConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -196,7 +196,7 @@ def stories(report):
 
 def test_noise_alone_is_no_fault_and_other_stories_are_ruled_out(noisy_run):
     report = noisy_run.audit(tagged=PLANS)
-    assert report.outcome is Outcome.NOT_SHOWN, report.faults
+    assert report.outcome is AuditOutcome.NOT_SHOWN, report.faults
     assert report.open[0].startswith("single tokens can't be judged in bfloat16")
     assert report.total.max > 3 * NOISE
     found = stories(report)
@@ -254,7 +254,7 @@ def test_kv_of_unknown_version_is_counted_and_not_replayed(tmp_path, tiny_model)
     turn = msgspec.structs.replace(unknown.turn, prefill_versions=[PrefillSpan(0, 0, -1), PrefillSpan(0, 3, 0)])
     folder = write(tmp_path, tiny_model, generator, [(msgspec.structs.replace(unknown, turn=turn), prompt), made[1]])
     report = run(folder)
-    assert report.outcome is Outcome.NOT_SHOWN, report.faults
+    assert report.outcome is AuditOutcome.NOT_SHOWN, report.faults
     assert report.open == [f"{LENGTH} tokens were not checked, {next(iter(report.unchecked))}"]
     assert list(report.unchecked.values()) == [LENGTH]
 

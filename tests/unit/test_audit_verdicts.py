@@ -17,12 +17,12 @@ from inflight.audit.claims import Claims
 from inflight.audit.compare import Auditor
 from inflight.audit.evidence import Verdict
 from inflight.audit.replay import KeptVersions, TransformersReplayer
-from inflight.audit.report import Outcome
+from inflight.audit.report import AuditOutcome
 from inflight.audit.segments import Segment
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, Writer
 from inflight.sampling import Sampling
-from inflight.types import Piece, PrefillSpan
+from inflight.types import GeneratorSpan, PrefillSpan
 
 PLANS = [at(0, 5, 9), at(0, 3), at(0, 8, 12), [1] * 16]
 GARBAGE = {
@@ -60,7 +60,7 @@ def test_a_bfloat16_record_that_is_garbage_fails(noisy_run, garbage, many):
         lambda turn: {"logprobs": GARBAGE[garbage](turn, source)},
     )
     report = judged(noisy_run, [rollout for rollout, _ in wrong])
-    assert report.outcome is Outcome.FAILED, report.open
+    assert report.outcome is AuditOutcome.FAILED, report.open
 
 
 def test_a_record_that_does_not_fit_rules_nothing_out(noisy_run):
@@ -79,7 +79,7 @@ def test_log_probabilities_of_other_rollouts_fail(noisy_run):
     logprobs = [rollout.turn.logprobs for rollout in rollouts]
     other = iter([*logprobs[1:], logprobs[0]])
     wrong = retag([(rollout, rollout.prompt_ids) for rollout in rollouts], lambda turn: {"logprobs": next(other)})
-    assert judged(noisy_run, [rollout for rollout, _ in wrong]).outcome is Outcome.FAILED
+    assert judged(noisy_run, [rollout for rollout, _ in wrong]).outcome is AuditOutcome.FAILED
 
 
 def test_few_prompts_of_a_sound_bfloat16_run_are_not_shown(noisy_run, capsys):
@@ -111,7 +111,7 @@ def exact_run(noisy_run, tiny_model):
 
 def test_what_comes_out_bit_for_bit_passes_with_eight_prompts(exact_run):
     noisy, rollouts, replayer = exact_run
-    assert judged(noisy, rollouts, replayer).outcome is Outcome.PASSED
+    assert judged(noisy, rollouts, replayer).outcome is AuditOutcome.PASSED
 
 
 @pytest.mark.parametrize("by", [0.01, 1e-6])
@@ -121,7 +121,7 @@ def test_one_value_of_one_rollout_fails(exact_run, by):
     logprobs = [value + by * (index == 7) for index, value in enumerate(turn.logprobs)]
     wrong = msgspec.structs.replace(rollouts[3], turn=msgspec.structs.replace(turn, logprobs=logprobs))
     report = judged(noisy, [*rollouts[:3], wrong, *rollouts[4:]], replayer)
-    assert report.outcome is Outcome.FAILED
+    assert report.outcome is AuditOutcome.FAILED
     assert any(f"1 of {len(rollouts)} rollouts do not come out alike" in fault for fault in report.faults)
     assert any(f"at token 7 of {wrong.rollout_id}" in fault for fault in report.faults)
 
@@ -273,7 +273,7 @@ def test_versions_of_another_run_fail(folder, tiny_model):
     other = Generator(tiny_model, step=0.06)
     for version in (1, 2):
         save_file(other.states[version], folder / "versions" / f"{version:06d}.safetensors")
-    assert run(folder).outcome is Outcome.FAILED
+    assert run(folder).outcome is AuditOutcome.FAILED
 
 
 def continued(rollout):
@@ -282,7 +282,8 @@ def continued(rollout):
         rollout.turn,
         prefill_versions=[PrefillSpan(0, 0, -1), PrefillSpan(0, 1, rollout.turn.prefill_versions[0].version)],
     )
-    return msgspec.structs.replace(rollout, turn=turn, generator="g1", pieces=[Piece(0, "g0"), Piece(5, "g1")])
+    pieces = [GeneratorSpan(0, "g0"), GeneratorSpan(5, "g1")]
+    return msgspec.structs.replace(rollout, turn=turn, generator="g1", pieces=pieces)
 
 
 def test_rollouts_that_lost_a_generator_are_not_checked_but_do_not_hide_the_others(tmp_path, tiny_model, capsys):

@@ -21,7 +21,7 @@ from inflight.trainer import loop
 from inflight.trainer.checkpoint import io
 from inflight.trainer.checkpoint.index import SCHEMA, CheckpointError, Saved, newest
 from inflight.trainer.checkpoint.snapshot import take
-from inflight.trainer.checkpoint.writer import Writer
+from inflight.trainer.checkpoint.writer import CheckpointWriter
 from inflight.trainer.optimizer import make_optimizer
 from inflight.trainer.run_policy import policy_of
 
@@ -127,8 +127,12 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(tm
     def full(folder, saved, *_):
         raise OSError(f"step {saved.step}: No space left on device")
 
+    def start_and_wait(writer, name, write):
+        start(writer, name, write)
+        writer._thread.join()
+
     monkeypatch.setattr(loop, "save_checkpoint", full)
-    monkeypatch.setattr(Writer, "start", lambda self, name, write: (start(self, name, write), self._thread.join()))
+    monkeypatch.setattr(CheckpointWriter, "start", start_and_wait)
     run = Run(tmp_path, steps=5, checkpoint_every=2).start()
     try:
         assert train(run) == 1
@@ -138,11 +142,11 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(tm
     assert [line["step"] for line in run.lines()] == [1, 2]
 
 
-start = Writer.start
+start = CheckpointWriter.start
 
 
 def test_a_write_that_does_not_end_is_named_and_waited_for_no_longer(caplog):
-    release, writer = threading.Event(), Writer(0.05)
+    release, writer = threading.Event(), CheckpointWriter(0.05)
     writer.start("step-000004", release.wait)
     for wait in (writer.wait, lambda: writer.start("step-000005", lambda: None)):
         with pytest.raises(TimeoutError, match=r"step-000004 is not written after 0\.05 s"):
@@ -158,7 +162,7 @@ def test_what_went_wrong_is_raised_once(caplog):
     def fail():
         raise OSError("full")
 
-    writer = Writer(10)
+    writer = CheckpointWriter(10)
     for wait in (writer.wait, lambda: writer.start("b", lambda: None)):
         writer.start("a", fail)
         with pytest.raises(OSError, match="full"):

@@ -191,7 +191,7 @@ def test_nothing_that_is_shipped_is_warned_of():
 
 def test_the_pairing_is_warned_of_in_one_line_and_the_run_continues(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(launching, "usual_commands", lambda config: [])
-    monkeypatch.setattr(launching, "_run", lambda *_: (launching.Outcome(), []))
+    monkeypatch.setattr(launching, "_run", lambda *_: (launching.RunOutcome(), []))
     asked = ["trainer.objective.name=grpo", "gate.max_lag=2"]
     assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", *asked]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "grpo" in line]

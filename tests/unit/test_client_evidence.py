@@ -12,7 +12,7 @@ import pytest
 from openai_server import choice
 
 from inflight.arrays import to_msgpack
-from inflight.completions import Retry, parse_turn, sampling
+from inflight.completions import RetryableFailure, parse_turn, sampling
 from inflight.config import RolloutConfig
 from inflight.messages import GroupDone, decode, encode
 from inflight.rollout.stream import Reader, Writer
@@ -57,7 +57,7 @@ def test_nothing_is_recorded_unless_tokens_are_cut_off():
 
 @pytest.mark.parametrize("tops", [None, [{}], [{"five": -1.0}, {}]])
 def test_kept_sets_that_were_asked_for_must_come(tops):
-    with pytest.raises(Retry) as error:
+    with pytest.raises(RetryableFailure) as error:
         turn(2, logprobs={"token_logprobs": [-0.5, -0.5], "top_logprobs": tops})
     assert error.value.reason == "malformed answer"
 
@@ -93,7 +93,7 @@ def pickled():
      npy(np.full((1, 1, 1), 65536)), npy(np.zeros((1, 1, 1))), pickled()],
 )  # fmt: skip
 def test_damaged_routing_is_refused(text):
-    with pytest.raises(Retry, match="routed_experts"):
+    with pytest.raises(RetryableFailure, match="routed_experts"):
         turn(routed_experts=text)
 
 

@@ -20,7 +20,7 @@ from inflight.trainer.comparison import edges, prompts_for
 from inflight.types import Route
 from inflight.weights.publish.comparison import REQUESTS, NumbersDiffer, compare
 from inflight.weights.publish.publisher import Publisher
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 from inflight.weights.source import WeightSource
 
 SUSPECTS = "the usual suspects: rope scaling, sliding window, logit soft cap, dtype, temperature, vocabulary"
@@ -234,7 +234,7 @@ def test_an_own_trainer_compares_through_its_publisher(own, serve, model):
 def test_a_users_trainer_without_generators_is_reported(own, serve, model):
     publisher = own(server := serve())
     server.generator.close()
-    eventually(lambda: publisher.states["g0"][0] is State.ABSENT)
+    eventually(lambda: publisher.states["g0"][0] is ReplicaState.ABSENT)
     with pytest.raises(NumbersDiffer, match="no generator holds the trainer's version"):
         publisher.compare(scorer(model), prompts(4))
 

@@ -8,7 +8,7 @@ import pytest
 
 from inflight.tasks.addition import Addition
 from inflight.tasks.base import Item
-from inflight.tasks.course import Course, DataEnded
+from inflight.tasks.course import Course, NoMoreQuestions
 
 LENGTH = 12
 
@@ -54,7 +54,7 @@ def test_a_task_ends_once(kind):
     course = Course(kind())
     assert keys(course, range(LENGTH)) == [f"k{index}" for index in range(LENGTH)]
     for index in (LENGTH, LENGTH + 1, 1000):
-        with pytest.raises(DataEnded) as end:
+        with pytest.raises(NoMoreQuestions) as end:
             course.item(index)
         assert end.value.questions == LENGTH
 
@@ -63,7 +63,7 @@ def test_a_task_ends_once(kind):
 def test_epochs_begin_again(kind):
     course = Course(kind(), epochs=2)
     assert keys(course, range(2 * LENGTH)) == [f"k{index}" for index in range(LENGTH)] * 2
-    with pytest.raises(DataEnded) as end:
+    with pytest.raises(NoMoreQuestions) as end:
         course.item(2 * LENGTH)
     assert end.value.questions == 2 * LENGTH
 
@@ -72,7 +72,7 @@ def test_epochs_begin_again(kind):
 def test_the_end_is_found_from_beyond_it(index):
     """By a run that goes on, or a process that was started again."""
     task = Listed()
-    with pytest.raises(DataEnded) as end:
+    with pytest.raises(NoMoreQuestions) as end:
         Course(task).item(index)
     assert end.value.questions == LENGTH
     assert len(task.asked) < 15
@@ -113,6 +113,6 @@ def test_an_empty_task():
         def __len__(self):
             return 0
 
-    with pytest.raises(DataEnded) as end:
+    with pytest.raises(NoMoreQuestions) as end:
         Course(Empty(), epochs=3).item(0)
     assert end.value.questions == 0

@@ -14,7 +14,7 @@ import pytest
 from inflight.config import ConfigError, TaskConfig
 from inflight.tasks import make
 from inflight.tasks.base import Chat, HeldOut, Item, OfFiles, Reordered
-from inflight.tasks.course import Course, DataEnded
+from inflight.tasks.course import Course, NoMoreQuestions
 from inflight.tasks.data import fingerprint, stream
 from inflight.tasks.data.form import BadPrompt, NoColumn
 from inflight.tasks.data.rows import NotJson
@@ -202,7 +202,7 @@ def test_a_course_goes_through_the_epochs(tmp_path):
     assert [course.item(index) for index in range(10)] == [
         task.item_of_epoch(epoch, index) for epoch in range(2) for index in range(5)
     ]
-    with pytest.raises(DataEnded) as end:
+    with pytest.raises(NoMoreQuestions) as end:
         course.item(10)
     assert end.value.questions == 10
 
@@ -248,7 +248,7 @@ def test_a_stream_is_read_in_order_and_any_question_can_be_had_again(tmp_path, m
     course, wanted = Course(task, epochs=2), [row["prompt"] for row in sums(9)]
     asked = [3, 2, 8, 0, 7, 9, 17, 4]
     assert [course.item(index).prompt for index in asked] == [wanted[index % 9] for index in asked]
-    with pytest.raises(DataEnded) as end:
+    with pytest.raises(NoMoreQuestions) as end:
         course.item(18)
     assert end.value.questions == 18
     assert task.item(5).columns == {"answer": "6", "level": 2}

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from inflight import patching
 from inflight.cli import main
 from inflight.doctor import command, environment, gpus, machine, memory, software
-from inflight.doctor.finding import State, fail, ok, warn
+from inflight.doctor.finding import Severity, fail, ok, warn
 from inflight.doctor.probe import ProbeError, ask
 from inflight.launcher.compose import compose
 
@@ -80,7 +80,7 @@ def test_a_probe_that_fails_is_one_line(probes, name, told):
     assert str(failed.value) == told
 
 
-def states(findings) -> list[tuple[State, str]]:
+def states(findings) -> list[tuple[Severity, str]]:
     return [(finding.state, finding.name) for finding in findings]
 
 
@@ -110,12 +110,12 @@ def test_a_bad_configuration_is_one_line_and_code_2(arguments, capsys):
 def test_the_configured_model_is_counted_as_it_is(tiny_model):
     parameters, finding = memory.model(compose("tiny"))
     assert parameters == sum(tensor.numel() for tensor in load_file(tiny_model / "model.safetensors").values())
-    assert (finding.state, str(tiny_model) in finding.text) == (State.OK, True)
+    assert (finding.state, str(tiny_model) in finding.text) == (Severity.OK, True)
 
 
 def test_a_model_that_does_not_exist():
     parameters, finding = memory.model(compose("tiny", ["model.name=/nowhere"]))
-    assert (parameters, finding.state, "/nowhere" in finding.text) == (None, State.FAIL, True)
+    assert (parameters, finding.state, "/nowhere" in finding.text) == (None, Severity.FAIL, True)
 
 
 def test_bytes_of_a_trainer_and_of_a_generator():
@@ -128,7 +128,9 @@ def test_bytes_of_a_trainer_and_of_a_generator():
     assert memory.trainer_bytes(1000, exact) == 16_000 + 4_000, "float32 has no twin"
 
 
-@pytest.mark.parametrize(("free", "state"), [(6.0, State.OK), (4.8, State.WARN), (4.0, State.FAIL), (None, State.WARN)])
+@pytest.mark.parametrize(
+    ("free", "state"), [(6.0, Severity.OK), (4.8, Severity.WARN), (4.0, Severity.FAIL), (None, Severity.WARN)]
+)
 def test_memory_is_compared_with_what_is_free(monkeypatch, free, state):
     monkeypatch.setattr(memory, "available_bytes", lambda: None if free is None else int(free * GIB))
     config = compose("tiny", ["model.dtype=bfloat16", "generator.kv_cache_gib=0.5", "machine=cpu"])
@@ -145,11 +147,11 @@ def test_each_gpu_is_compared_with_its_own_processes(monkeypatch):
     monkeypatch.setattr(memory, "ask", lambda name, **_: {"free": asked})
     config = compose("tiny", ["model.dtype=bfloat16", "generator.kv_cache_gib=1", "machine=cpu"])
     found = list(memory.on_gpus(GIB, config, ["0", "1"]))
-    assert states(found) == [(State.OK, "memory of GPU 0"), (State.FAIL, "memory of GPU 1")]
+    assert states(found) == [(Severity.OK, "memory of GPU 0"), (Severity.FAIL, "memory of GPU 1")]
     assert "about 22 GiB" in found[0].text, "trainer: 16 + 4, and 2 beside them"
     assert "about 7 GiB" in found[1].text, "generator: 4, KV cache 1, and 2 beside them"
     more = replace(config, generator=replace(config.generator, count=3))
-    assert only(memory.on_gpus(GIB, more, ["0", "1"])).state is State.FAIL
+    assert only(memory.on_gpus(GIB, more, ["0", "1"])).state is Severity.FAIL
 
 
 def test_disk_for_checkpoints_and_versions(tmp_path, monkeypatch):
@@ -158,9 +160,9 @@ def test_disk_for_checkpoints_and_versions(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: usage._replace(free=90 * GIB))
     assert only(memory.on_disk(GIB, config)).text.startswith("about 88 GiB for 4 checkpoints and 10 versions")
-    assert only(memory.on_disk(GIB, config)).state is State.OK
+    assert only(memory.on_disk(GIB, config)).state is Severity.OK
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: usage._replace(free=80 * GIB))
-    assert only(memory.on_disk(GIB, config)).state is State.FAIL
+    assert only(memory.on_disk(GIB, config)).state is Severity.FAIL
 
 
 def test_a_control_port_that_is_taken_is_named():
@@ -171,34 +173,34 @@ def test_a_control_port_that_is_taken_is_named():
         first = port - 1
         config = compose("tiny", ["bus.address=127.0.0.1", f"bus.port={first}"])
         loopback, control = machine.ports(config)
-    assert (loopback.state, control.state) == (State.OK, State.FAIL)
+    assert (loopback.state, control.state) == (Severity.OK, Severity.FAIL)
     assert f"{port} (rollouts): Address already in use" in control.text
 
 
 def test_control_sockets_that_are_no_ports_need_none():
-    assert states(machine.ports(compose("tiny"))) == [(State.OK, "loopback")]
+    assert states(machine.ports(compose("tiny"))) == [(Severity.OK, "loopback")]
 
 
 def test_limits(monkeypatch):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (64, 64))
     files, processes = machine.limits(None)
-    assert (files.state, processes.state) == (State.FAIL, State.FAIL)
+    assert (files.state, processes.state) == (Severity.FAIL, Severity.FAIL)
     assert "ulimit -Hn 4096" in files.todo
     monkeypatch.setattr(machine.resource, "getrlimit", lambda kind: (64, resource.RLIM_INFINITY))
-    assert [finding.state for finding in machine.limits(compose("tiny"))] == [State.OK, State.OK]
+    assert [finding.state for finding in machine.limits(compose("tiny"))] == [Severity.OK, Severity.OK]
 
 
 def test_shared_memory(tmp_path, monkeypatch):
-    assert only(machine.shared_memory(tmp_path / "absent")).state is State.FAIL
+    assert only(machine.shared_memory(tmp_path / "absent")).state is Severity.FAIL
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda folder: usage._replace(free=64 << 20))
     finding = only(machine.shared_memory(tmp_path))
-    assert (finding.state, "--shm-size" in finding.todo) == (State.FAIL, True)
+    assert (finding.state, "--shm-size" in finding.todo) == (Severity.FAIL, True)
 
 
 def test_cores_that_are_not_there():
     config = compose("tiny", ["launch.affinity.trainer=[9999]"])
-    assert only(machine.cores(config)).state is State.FAIL
+    assert only(machine.cores(config)).state is Severity.FAIL
 
 
 def test_the_environment_is_named_and_its_values_are_not_shown():
@@ -208,22 +210,22 @@ def test_the_environment_is_named_and_its_values_are_not_shown():
     assert "not inherited by a run's processes: RANK" in text
     assert "passed on: CUDA_LAUNCH_BLOCKING, NCCL_DEBUG, VLLM_API_KEY" in text
     assert "s3cret" not in text
-    assert [finding.state for finding in found] == [State.OK, State.OK, State.WARN]
+    assert [finding.state for finding in found] == [Severity.OK, Severity.OK, Severity.WARN]
 
 
 def test_memory_that_cannot_be_exported():
     around = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     tiny = compose("tiny", ["publish.transport=auto"])
-    assert [each.state for each in environment.variables(around, tiny, ["0", "1"])] == [State.OK, State.WARN]
+    assert [each.state for each in environment.variables(around, tiny, ["0", "1"])] == [Severity.OK, Severity.WARN]
     ipc = replace(compose("tiny"), publish=replace(compose("tiny").publish, transport="ipc"))
     *_, last = environment.variables(around, ipc, ["0", "1"])
-    assert (last.state, last.todo) == (State.FAIL, "unset PYTORCH_CUDA_ALLOC_CONF")
+    assert (last.state, last.todo) == (Severity.FAIL, "unset PYTORCH_CUDA_ALLOC_CONF")
     assert len(list(environment.variables(around, ipc, []))) == 1, "without GPUs nothing is exported"
 
 
 @pytest.mark.parametrize(
     ("around", "state"),
-    [({}, State.OK), ({"VLLM_PLUGINS": "other"}, State.FAIL), ({"VLLM_PLUGINS": "other,inflight"}, State.OK)],
+    [({}, Severity.OK), ({"VLLM_PLUGINS": "other"}, Severity.FAIL), ({"VLLM_PLUGINS": "other,inflight"}, Severity.OK)],
 )
 def test_a_plugin_that_vllm_will_not_load(monkeypatch, around, state):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
@@ -236,8 +238,8 @@ def test_a_vllm_without_the_patch(monkeypatch):
     monkeypatch.setattr(software.patching, "check", lambda: patching.PatchState.PRISTINE)
     monkeypatch.setattr(software, "ask", lambda *_, **__: {"version": "0", "device": "cpu", "seconds": 0.1})
     patch, imported, _ = software.vllm(gpus=2)
-    assert (patch.state, patch.todo) == (State.FAIL, "`inflight patch apply`")
-    assert (imported.state, "extra gpu" in imported.todo) == (State.WARN, True)
+    assert (patch.state, patch.todo) == (Severity.FAIL, "`inflight patch apply`")
+    assert (imported.state, "extra gpu" in imported.todo) == (Severity.WARN, True)
 
 
 def test_no_vllm(monkeypatch):
@@ -245,7 +247,7 @@ def test_no_vllm(monkeypatch):
         raise patching.PatchError("no vLLM is installed")
 
     monkeypatch.setattr(software.patching, "check", missing)
-    assert only(software.vllm(0)).state is State.FAIL
+    assert only(software.vllm(0)).state is Severity.FAIL
 
 
 def broken(name, *_, **__):
@@ -254,9 +256,9 @@ def broken(name, *_, **__):
 
 def test_a_driver_that_hangs_is_one_finding(monkeypatch):
     monkeypatch.setattr(gpus, "ask", broken)
-    assert states(gpus.checked()) == [(State.FAIL, "CUDA")]
+    assert states(gpus.checked()) == [(Severity.FAIL, "CUDA")]
     monkeypatch.setattr(software, "ask", broken)
-    assert states(software.torch()) == [(State.FAIL, "torch")]
+    assert states(software.torch()) == [(Severity.FAIL, "torch")]
 
 
 def device(free: float, peers: list[int], computes: bool = True) -> dict:
@@ -270,18 +272,18 @@ def test_gpus_peer_access_and_ipc(monkeypatch):
     }
     monkeypatch.setattr(gpus, "ask", lambda name, **_: answers[name])
     assert states(gpus.checked()) == [
-        (State.OK, "GPU 0"), (State.WARN, "GPU 1"), (State.FAIL, "GPU 2"), (State.WARN, "peer access"),
-        (State.WARN, "CUDA IPC"),
+        (Severity.OK, "GPU 0"), (Severity.WARN, "GPU 1"), (Severity.FAIL, "GPU 2"), (Severity.WARN, "peer access"),
+        (Severity.WARN, "CUDA IPC"),
     ]  # fmt: skip
     answers["cuda"] = {"devices": [device(139, [])]}
-    assert states(gpus.checked()) == [(State.OK, "GPU 0"), (State.FAIL, "CUDA IPC")], "one GPU has no other way"
+    assert states(gpus.checked()) == [(Severity.OK, "GPU 0"), (Severity.FAIL, "CUDA IPC")], "one GPU has no other way"
     answers["cuda"] = {"devices": [device(139, [1]), device(139, [0])]}
     answers["ipc"] = {"failed": {}, "devices": 2}
-    assert {finding.state for finding in gpus.checked()} == {State.OK}
+    assert {finding.state for finding in gpus.checked()} == {Severity.OK}
 
 
 def test_a_configuration_that_asks_for_a_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpus.listed()[1].state is State.OK
-    assert states(gpus.required(compose("demo_gpu"))) == [(State.FAIL, "GPUs")]
+    assert gpus.listed()[1].state is Severity.OK
+    assert states(gpus.required(compose("demo_gpu"))) == [(Severity.FAIL, "GPUs")]
     assert list(gpus.required(compose("tiny"))) == []

@@ -32,7 +32,7 @@ def importable(monkeypatch):
 class Echo:
     """In place of a tokenizer: a completion's text is looked up by its first token."""
 
-    ready = calls.Ready(size=10)
+    ready = calls.Constructed(size=10)
 
     def __init__(self, texts):
         self.texts = texts

@@ -17,7 +17,7 @@ from inflight.report.summary import summarize
 from inflight.trainer.report import swap_line
 from inflight.weights.publish.events import Event, Failure, Left, Swap
 from inflight.weights.publish.publisher import Publisher
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 from inflight.weights.source import WeightSource
 
 CONFIG = PublishConfig(bucket_bytes=4096, join_timeout_s=20, retry_after_s=60)
@@ -48,7 +48,7 @@ class Pair:
         self.generator._closing.set()
         self.generator._thread.join(5)
         self.generator.engine.close(asked=asked)
-        eventually(lambda: self.publisher.states["g0"][0] is State.ABSENT, "its leaving")
+        eventually(lambda: self.publisher.states["g0"][0] is ReplicaState.ABSENT, "its leaving")
 
     def close(self) -> None:
         self.let_go.set()

@@ -43,8 +43,8 @@ from inflight.weights.publish.membership import Membership
 from inflight.weights.publish.publisher import Publisher, PublishError
 from inflight.weights.publish.routes import RoutesFile, routes
 from inflight.weights.publish.standing import Standing
-from inflight.weights.publish.states import State
-from inflight.weights.receive.shadow import Unfit
+from inflight.weights.publish.states import ReplicaState
+from inflight.weights.receive.shadow import ManifestMismatch
 from inflight.weights.source import SourceError, WeightSource
 from inflight.weights.transport import make_receiver
 
@@ -243,10 +243,10 @@ def test_a_trainer_below_what_a_generator_holds_says_so_at_once_and_so_does_the_
 
 
 def test_a_generator_that_can_never_take_the_parameters_is_reported_to_the_caller(run):
-    reason = "g1: g1.r0: Unfit: model.norm.weight [7] does not fit the engine"
+    reason = "g1: g1.r0: ManifestMismatch: model.norm.weight [7] does not fit the engine"
     with run(g0=1, g1=1) as r:
         g0, g1 = r.join("g0", "g1")
-        g1.shadows[0].fail["build"] = Unfit("model.norm.weight [7] does not fit the engine")
+        g1.shadows[0].fail["build"] = ManifestMismatch("model.norm.weight [7] does not fit the engine")
         with pytest.raises(PublishError, match=rf"^what is published can't be taken by {re.escape(reason)}$"):
             r.publisher.wait_joined(300)
         r.publisher.wait_joined(20, at_least=1)
@@ -255,7 +255,7 @@ def test_a_generator_that_can_never_take_the_parameters_is_reported_to_the_calle
         assert r.publisher.committed == {"g0": 1}
         assert [(f.version, f.phase) for f in r.failures()] == [(0, "fit"), (1, "absent")]
         assert (g1.shadows[0].events.count("build"), g1.heard) == (1, []), "it is neither asked again nor ended"
-        g0.shadows[0].fail["begin"] = Unfit("so here")
+        g0.shadows[0].fail["begin"] = ManifestMismatch("so here")
         r.publish(2)
         with pytest.raises(PublishError, match=r"^what is published can't be taken by g0: .*so here; g1: "):
             r.publisher.flush(20)
@@ -272,7 +272,7 @@ def test_a_version_that_no_generator_took_is_returned_with_the_reason(run):
         with pytest.raises(PublishError, match=r"\(g0 IDLE: version 1 failed \(build\): g0\.r0: .*no room\)$"):
             r.publisher.wait_joined(0.2)
         g0.close()
-        eventually(lambda: r.state() is State.ABSENT)
+        eventually(lambda: r.state() is ReplicaState.ABSENT)
         r.publish(2)
         assert r.publisher.flush(20) == {"g0": f"ABSENT: {r.publisher.states['g0'][1]}"}
 
@@ -285,7 +285,7 @@ def test_a_version_is_committed_only_when_the_engine_says_so(run):
         eventually(lambda: g0.unanswered, "the swap")
         assert g0.shadows[0].events == DONE
         assert r.publisher.committed == {"g0": 0}
-        assert r.state() is State.COMMITTING
+        assert r.state() is ReplicaState.COMMITTING
         g0.answer()
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 1}
@@ -373,8 +373,8 @@ def test_a_transport_that_is_late_to_close_is_not_laid_on_ranks_that_were_not_as
         r.publish(2)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 2}
-        assert State.ABORTING in entered
-        assert State.STALLED not in entered
+        assert ReplicaState.ABORTING in entered
+        assert ReplicaState.STALLED not in entered
         assert [f.phase for f in r.failures()] == ["prepare"]
 
 
@@ -385,7 +385,7 @@ def test_a_rank_that_does_not_answer_is_named_left_alone_and_taken_back_when_it_
         r.publish(1)
         r.publisher.flush(20)
         assert [(f.generator, f.reason) for f in r.failures()] == [("g0", "no answer from g0.r1 within 2 s")]
-        assert r.state() is State.STALLED
+        assert r.state() is ReplicaState.STALLED
         r.publish(2)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 0, "g1": 2}
@@ -425,11 +425,11 @@ def test_an_engine_that_does_not_answer_is_claimed_for_nothing_until_it_does(run
         g0.mute.set()
         r.publish(1)
         r.publisher.flush(20)
-        assert r.state() is State.UNSURE
+        assert r.state() is ReplicaState.UNSURE
         assert r.publisher.committed == {}
         assert [(f.phase, f.reason) for f in r.failures()] == [("commit", "g0.engine did not answer Commit within 2 s")]
         g0.answer()
-        eventually(lambda: r.state() is State.IDLE, "the late answer")
+        eventually(lambda: r.state() is ReplicaState.IDLE, "the late answer")
         assert r.publisher.committed == {"g0": 1}
 
 
@@ -468,7 +468,7 @@ def test_a_failed_swap_poisons_the_generator_and_nothing_is_claimed_for_it(run):
         g0.shadows[1].fail["swap"] = RuntimeError("half")
         r.publish(1)
         r.publisher.flush(20)
-        eventually(lambda: r.state() is State.POISONED)
+        eventually(lambda: r.state() is ReplicaState.POISONED)
         r.publish(2)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g1": 2}
@@ -512,7 +512,7 @@ def test_a_process_killed_in_a_transfer_delays_no_other(run):
         assert r.publisher.committed.get("g1", 0) == 0
         (failure,) = r.failures()
         assert (failure.generator, failure.version, failure.phase) == ("g1", 1, "receive")
-        eventually(lambda: r.state("g1") is State.ABSENT, "noticing the loss")
+        eventually(lambda: r.state("g1") is ReplicaState.ABSENT, "noticing the loss")
         r.publish(2)
         r.publisher.flush(20)
         assert r.publisher.committed == {"g0": 2}
@@ -556,7 +556,7 @@ def test_a_restarted_generator_is_admitted_only_when_all_its_members_are_back(ru
         with peer(r, "g0.r0", ranks[0]), peer(r, "g0.engine", engine) as told:
             r.publisher.wait_joined(20)
             with peer(r, "g0.r0", ranks[1]) as rank:  # before the loss is noticed
-                eventually(lambda: r.state() is State.ABSENT)
+                eventually(lambda: r.state() is ReplicaState.ABSENT)
                 assert r.publisher.states["g0"][1] == "no hello from g0.engine"
                 assert (r.publisher.committed, r.routed()) == ({}, set())
                 told.send(engine)  # of the one that was replaced
@@ -582,7 +582,7 @@ def test_a_hello_that_does_not_fit_is_refused_with_the_reason(run, identity, hel
         assert re.search(reason, hear(link, Refused).reason)
         assert r.publisher.ignored == 1
         mine = reason.startswith(("world", "rank", "it"))
-        assert r.state() is (State.INCOMPATIBLE if mine else State.ABSENT)
+        assert r.state() is (ReplicaState.INCOMPATIBLE if mine else ReplicaState.ABSENT)
         assert dict(r.publisher.incompatible) == ({"g0": r.publisher.states["g0"][1]} if mine else {})
 
 
@@ -598,7 +598,7 @@ def test_members_that_hold_different_versions_are_not_admitted(run):
         engine = EngineHello(generator="g0", world_size=1, version=3, publisher=r.id, url="http://x")
         with peer(r, "g0.r0", rank_hello(version=4, publisher=r.id)), peer(r, "g0.engine", engine):
             eventually(lambda: "different versions" in r.publisher.states["g0"][1])
-            assert (r.state(), r.publisher.committed) == (State.ABSENT, {})
+            assert (r.state(), r.publisher.committed) == (ReplicaState.ABSENT, {})
 
 
 def test_answers_that_fit_nothing_are_counted_and_change_nothing(run):
@@ -614,7 +614,7 @@ def test_answers_that_fit_nothing_are_counted_and_change_nothing(run):
             told.send(committed)
             with peer(r, "g9.r0", ready):
                 eventually(lambda: r.publisher.ignored == 5)
-            assert (r.state(), r.publisher.committed) == (State.IDLE, {"g0": 0})
+            assert (r.state(), r.publisher.committed) == (ReplicaState.IDLE, {"g0": 0})
 
 
 def test_a_rank_that_claims_other_bytes_is_not_committed(run):
@@ -748,7 +748,7 @@ def test_a_late_joiner_is_routed_to_only_once_it_has_the_newest_version(run, tmp
         late = FakeGenerator(r.endpoint, "g1")
         late.shadows[0].hold["build"] = threading.Event()
         r.generators["g1"] = late.start()
-        eventually(lambda: r.state("g1") is State.SENDING, "its being sent the newest")
+        eventually(lambda: r.state("g1") is ReplicaState.SENDING, "its being sent the newest")
         assert r.publisher.committed == {"g0": 2}
         assert r.routed() == {"g0"}
         late.shadows[0].hold["build"].set()
@@ -779,7 +779,7 @@ def test_one_that_was_cut_off_is_asked_and_joins_again(run):
         before = r.replica().channel
         with r.publisher._loop.changed:
             r.publisher._loop.protocol.lost("g0.r1")  # as the bus reports it
-        eventually(lambda: r.state() is State.IDLE and r.replica().channel is not before, "its return")
+        eventually(lambda: r.state() is ReplicaState.IDLE and r.replica().channel is not before, "its return")
         r.publish(2)
         eventually(lambda: r.publisher.committed == {"g0": 2})
         assert [values(shadow) for shadow in g0.shadows] == [{2}] * 2

@@ -12,9 +12,9 @@ from inflight.messages import Abort, Aborted, Enquire, Failed, Prepare, RankHell
 from inflight.types import ParamMeta
 from inflight.weights.pack import ChecksumError, checksums, content_digest
 from inflight.weights.plan import digest, plan
-from inflight.weights.receive.rank_state import State
+from inflight.weights.receive.rank_state import ReceiverState
 from inflight.weights.receive.receiver import WeightReceiver
-from inflight.weights.receive.shadow import SwapRefused, TornWeights, Unfit
+from inflight.weights.receive.shadow import ManifestMismatch, SwapRefused, TornWeights
 from inflight.weights.transport.base import TransportError
 
 MANIFEST = plan([ParamMeta(name="w", shape=(300,), dtype="float32")], {}, 500, "crc32")
@@ -126,9 +126,9 @@ def test_versions_are_received_verified_built_and_swapped_in_order(publisher, re
     for version in (1, 2, 5):
         publisher.prepare(version)
         expect_ready(publisher, version)
-        assert receiver.state is State.READY
+        assert receiver.state is ReceiverState.READY
         assert receiver.swap(version) == 0.001
-        assert (receiver.state, receiver.version) == (State.IDLE, version)
+        assert (receiver.state, receiver.version) == (ReceiverState.IDLE, version)
         assert torch.equal(live(publisher).view(torch.uint8), bytes_of(version)[:1200])
     assert publisher.shadow.events == ["begin", "receive", "build", "swap"] * 3
     assert publisher.transports[0].closed is False
@@ -180,10 +180,10 @@ def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver,
 @pytest.mark.parametrize("phase", ["begin", "build"])
 def test_weights_that_can_never_be_loaded_have_their_own_phase(publisher, receiver, phase):
     publisher.welcome()
-    publisher.shadow.fail[phase] = Unfit("the engine has no parameter for rotary")
+    publisher.shadow.fail[phase] = ManifestMismatch("the engine has no parameter for rotary")
     publisher.prepare(1)
     failed = publisher.next()
-    assert (failed.phase, failed.reason) == ("fit", "Unfit: the engine has no parameter for rotary")
+    assert (failed.phase, failed.reason) == ("fit", "ManifestMismatch: the engine has no parameter for rotary")
     assert publisher.shadow.events[-1] == "discard"
 
 
@@ -262,7 +262,7 @@ def test_a_transport_that_may_still_write_is_the_last(publisher, receiver):
     eventually(lambda: publisher.transports, "joining")
     publisher.transports[0].stuck = True
     publisher.prepare(1, source=False)
-    eventually(lambda: receiver.state is State.FAILED)
+    eventually(lambda: receiver.state is ReceiverState.FAILED)
     assert "still copies" in receiver.error
     assert isinstance(publisher.listener.receive(10), Lost)
     assert len(publisher.transports) == 1
@@ -344,10 +344,10 @@ def test_an_abort_takes_a_ready_version_away(publisher, receiver):
     expect_ready(publisher, 1)
     publisher.send(Abort(version=1, attempt=0, reason="another, earlier"))
     assert publisher.next() == Aborted(version=1, attempt=0)
-    assert receiver.state is State.READY
+    assert receiver.state is ReceiverState.READY
     publisher.send(Abort(version=1, attempt=1, reason="g0.r1 failed"))
     assert publisher.next() == Aborted(version=1, attempt=1)
-    assert receiver.state is State.IDLE
+    assert receiver.state is ReceiverState.IDLE
     assert publisher.shadow.events[-1] == "discard"
     with pytest.raises(SwapRefused):
         receiver.swap(1)
@@ -376,11 +376,11 @@ def test_a_swap_waits_for_nothing_while_an_abort_discards(publisher, receiver):
     expect_ready(publisher, 1)
     publisher.shadow.hold["discard"] = threading.Event()
     publisher.send(Abort(version=1, attempt=1, reason="late"))
-    eventually(lambda: receiver.state is State.DISCARDING)
+    eventually(lambda: receiver.state is ReceiverState.DISCARDING)
     with pytest.raises(SwapRefused, match="DISCARDING"):
         receiver.swap(1)
     publisher.shadow.hold["discard"].set()
-    eventually(lambda: receiver.state is State.IDLE)
+    eventually(lambda: receiver.state is ReceiverState.IDLE)
 
 
 def test_a_swap_that_fails_poisons_the_rank(publisher, receiver):
@@ -393,7 +393,7 @@ def test_a_swap_that_fails_poisons_the_rank(publisher, receiver):
     assert publisher.next() == Failed(
         version=1, phase="commit", reason="RuntimeError: half of it is bound", poisoned=True
     )
-    assert (receiver.state, receiver.version) == (State.POISONED, 0)
+    assert (receiver.state, receiver.version) == (ReceiverState.POISONED, 0)
     publisher.shadow.fail.clear()
     publisher.prepare(2)
     again = publisher.next()
@@ -404,7 +404,7 @@ def test_a_swap_that_fails_poisons_the_rank(publisher, receiver):
 
 def test_a_refused_rank_ends_and_says_why(publisher, receiver):
     publisher.send(Refused(reason="world_size 1, expected 2"))
-    eventually(lambda: receiver.state is State.FAILED)
+    eventually(lambda: receiver.state is ReceiverState.FAILED)
     with pytest.raises(SwapRefused, match="expected 2"):
         receiver.swap(1)
 
@@ -419,7 +419,7 @@ def test_a_refused_rank_ends_and_says_why(publisher, receiver):
 )
 def test_a_welcome_that_can_not_be_trusted_is_not_taken(publisher, receiver, text, changes):
     publisher.welcome(**changes)
-    eventually(lambda: receiver.state is State.FAILED)
+    eventually(lambda: receiver.state is ReceiverState.FAILED)
     assert text in receiver.error
     assert publisher.transports == []
 
@@ -434,7 +434,7 @@ def test_a_lost_publisher_is_greeted_again_and_what_is_ready_is_kept(publisher, 
     expect_ready(publisher, 2)
     publisher.listener.close()
     eventually(lambda: receiver._alone, "noticing the loss")
-    assert receiver.state is State.READY
+    assert receiver.state is ReceiverState.READY
     with Listener(f"ipc://{tmp_path}/w", BUS) as publisher.listener:
         assert publisher.next().version == 1
         publisher.transports.clear()
@@ -453,7 +453,7 @@ def test_a_lost_publisher_finds_an_idle_rank_without_transport(publisher, receiv
     expect_ready(publisher, 1)
     receiver.swap(1)
     publisher.listener.close()
-    eventually(lambda: receiver.state is State.JOINING, "noticing the loss")
+    eventually(lambda: receiver.state is ReceiverState.JOINING, "noticing the loss")
     assert publisher.transports[0].closed
     with Listener(f"ipc://{tmp_path}/w", BUS) as publisher.listener:
         assert publisher.next().version == 1
@@ -493,7 +493,7 @@ def test_nothing_touches_the_shadow_during_a_swap(publisher, receiver, message):
     publisher.shadow.hold["swap"] = threading.Event()
     swap = threading.Thread(target=receiver.swap, args=(1,))
     swap.start()
-    eventually(lambda: receiver.state is State.SWAPPING)
+    eventually(lambda: receiver.state is ReceiverState.SWAPPING)
     if message == "welcome":
         publisher.welcome()
         publisher.attempt = 0
@@ -502,14 +502,14 @@ def test_nothing_touches_the_shadow_during_a_swap(publisher, receiver, message):
     else:
         publisher.send(Abort(version=1, attempt=1, reason="late"))
     assert publisher.listener.receive(0.5) is None
-    assert (receiver.state, publisher.shadow.events[-1]) == (State.SWAPPING, "swap")
+    assert (receiver.state, publisher.shadow.events[-1]) == (ReceiverState.SWAPPING, "swap")
     publisher.shadow.hold["swap"].set()
     swap.join(20)
     assert receiver.version == 1
     assert "discard" not in publisher.shadow.events
     if message == "abort":
         assert publisher.next() == Aborted(version=1, attempt=1)
-        assert receiver.state is State.IDLE
+        assert receiver.state is ReceiverState.IDLE
 
 
 def test_a_swap_that_turns_out_to_have_failed_poisons_the_rank(publisher, receiver):
@@ -518,7 +518,7 @@ def test_a_swap_that_turns_out_to_have_failed_poisons_the_rank(publisher, receiv
     publisher.prepare(1)
     failed = publisher.next()
     assert (failed.phase, failed.poisoned) == ("commit", True)
-    assert receiver.state is State.POISONED
+    assert receiver.state is ReceiverState.POISONED
 
 
 def test_a_swap_that_turns_out_to_have_failed_when_it_is_welcomed_poisons_the_rank(publisher, receiver):
@@ -533,7 +533,7 @@ def test_a_swap_that_turns_out_to_have_failed_when_it_is_welcomed_poisons_the_ra
     assert isinstance(failed, Failed), failed
     assert (failed.version, failed.phase, failed.poisoned) == (0, "commit", True)
     assert failed.reason == "TornWeights: the remap failed"
-    assert receiver.state is State.POISONED
+    assert receiver.state is ReceiverState.POISONED
 
 
 def test_a_welcome_to_a_transport_that_is_gone_is_no_end(publisher, receiver):
@@ -542,7 +542,7 @@ def test_a_welcome_to_a_transport_that_is_gone_is_no_end(publisher, receiver):
 
     connect, receiver._connect = receiver._connect, gone
     publisher.welcome()
-    eventually(lambda: receiver.state is State.IDLE)
+    eventually(lambda: receiver.state is ReceiverState.IDLE)
     publisher.transports.append(FakeTransport([]))
     publisher.prepare(1)
     assert "no transport" in publisher.next().reason

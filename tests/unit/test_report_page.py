@@ -256,12 +256,12 @@ def test_stretches_hold_no_group_twice(sizes):
 
 
 def test_when_generators_were_busy():
-    counted = bands.Census(generators={"g0": [(0.0, 4.0), (2.0, 4.0), (8.0, 10.0)], "g1": [(0.0, 10.0)]})
+    counted = bands.GroupIndex(generators={"g0": [(0.0, 4.0), (2.0, 4.0), (8.0, 10.0)], "g1": [(0.0, 10.0)]})
     found = bands.busy(counted, points=10)
     g0, g1 = found["generators"]
     assert g0["running"] == [1, 1, 2, 2, 0, 0, 0, 0, 1, 1]
     assert (g0["idle_s"], g1["idle_s"], g1["running"]) == (4.0, 0.0, [1] * 10)
-    within = bands.busy(bands.Census(generators={"g0": [(0.25, 0.5), (0.0, 2.0)]}), points=2)
+    within = bands.busy(bands.GroupIndex(generators={"g0": [(0.25, 0.5), (0.0, 2.0)]}), points=2)
     assert within["generators"][0]["running"] == [1.25, 1.0]
 
 
@@ -311,7 +311,7 @@ def test_a_launcher_writes_it_and_keeps_its_exit_code_where_it_cannot(run, capsy
     from inflight.launcher import launch
 
     config = launch.configuration.load(run)
-    launch._write_page(config, launch.Outcome(interrupted=launch.signal.SIGINT))
+    launch._write_page(config, launch.RunOutcome(interrupted=launch.signal.SIGINT))
     assert capsys.readouterr().out == f"report      {run / 'report.html'}\n"
     assert data_of((run / "report.html").read_text())["runs"][0]["state"] == "stopped by SIGINT, 3 of 3 steps"
 
@@ -319,7 +319,7 @@ def test_a_launcher_writes_it_and_keeps_its_exit_code_where_it_cannot(run, capsy
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(page.os, "replace", full)
-    launch._write_page(config, launch.Outcome())
+    launch._write_page(config, launch.RunOutcome())
     assert capsys.readouterr().err.startswith("inflight launch: no report: ")
 
 

@@ -13,7 +13,7 @@ import pytest
 from rollout_samples import make_config, make_group
 
 from inflight.actor.called import GroupLost
-from inflight.actor.calls import Question, Ready, ScoreIs, TextIs
+from inflight.actor.calls import Constructed, Question, ScoreIs, TextIs
 from inflight.actor.foreign import Foreign
 from inflight.actor.scoring import rewards_of
 from inflight.actor.worker_process import Bounds, NotMade
@@ -41,7 +41,7 @@ def importable(monkeypatch):
 class Text:
     """In place of a tokenizer: the completion's text is the whole turn's."""
 
-    ready = Ready(size=10)
+    ready = Constructed(size=10)
 
     def __init__(self):
         self.text = PLAIN
@@ -53,7 +53,7 @@ class Text:
 class Own:
     """In place of the children that run the task's own score."""
 
-    ready = Ready()
+    ready = Constructed()
 
     async def call(self, ask):
         return ScoreIs(0, 0.25, [(0, 0.5)], None)

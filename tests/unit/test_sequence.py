@@ -8,8 +8,8 @@ from openai_server import Tokens, chunk
 
 from inflight.actor.sequence import Sequence
 from inflight.audit.segments import UNKNOWN, Segment, segments
-from inflight.completions import Choice, Rejected, Retry, Unpatched
-from inflight.types import Piece, PrefillSpan, Rollout, VersionSpan
+from inflight.completions import Choice, Rejected, RetryableFailure, Unpatched
+from inflight.types import GeneratorSpan, PrefillSpan, Rollout, VersionSpan
 
 PROMPT = [1, 2, 3]
 
@@ -62,7 +62,7 @@ def test_the_second_generator_says_what_it_computed_and_of_the_lost_one_only_wha
         PrefillSpan(2, 4, 5),
         PrefillSpan(4, 0, 3),
     ]
-    assert sequence.pieces == [Piece(0, "g0"), Piece(4, "g1")]
+    assert sequence.pieces == [GeneratorSpan(0, "g0"), GeneratorSpan(4, "g1")]
     assert claims(turn) == [
         Segment(0, 2, UNKNOWN, 2), Segment(2, 4, 4, 2), Segment(0, 4, UNKNOWN, 4), Segment(4, 6, 5, 4),
         Segment(0, 8, 3, 6),
@@ -91,9 +91,9 @@ def test_two_generators_are_lost_one_after_the_other():
 
 def test_a_generator_that_gave_no_token_leaves_no_trace():
     sequence = started([parsed("01")], [], [parsed("2", version=1, finish="stop")])
-    assert sequence.pieces == [Piece(0, "g0"), Piece(2, "g2")]
+    assert sequence.pieces == [GeneratorSpan(0, "g0"), GeneratorSpan(2, "g2")]
     sequence.drop_piece()
-    assert (sequence.token_ids, sequence.pieces) == ([0, 1], [Piece(0, "g0")])
+    assert (sequence.token_ids, sequence.pieces) == ([0, 1], [GeneratorSpan(0, "g0")])
     sequence.restart()
     assert (sequence.token_ids, sequence.pieces, sequence.finish_reason) == ([], [], None)
 
@@ -111,14 +111,14 @@ def test_a_stop_string_across_the_seam_cuts_tokens_and_tags():
 @pytest.mark.parametrize(
     ("bad", "error", "text"),
     [
-        (chunk("23", 1), Retry, "1 tokens before the chunk"),
-        (chunk("23", 3), Retry, "must start at token 0"),
-        (chunk("23", 2) | {"token_versions": [[2, 0], [4, 1]]}, Retry, "does not fit"),
-        (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0]}}, Retry, "1 logprobs for 2 tokens"),
+        (chunk("23", 1), RetryableFailure, "1 tokens before the chunk"),
+        (chunk("23", 3), RetryableFailure, "must start at token 0"),
+        (chunk("23", 2) | {"token_versions": [[2, 0], [4, 1]]}, RetryableFailure, "does not fit"),
+        (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0]}}, RetryableFailure, "1 logprobs for 2 tokens"),
         (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0, None]}}, Rejected, "1 of 2 .* no numbers"),
         (chunk("23", 2) | {"token_versions": None}, Unpatched, "not patched"),
         (chunk("23", 2, finish="stop") | {"prefill_versions": None}, Unpatched, "not patched"),
-        (chunk("2" * 9, 2), Retry, "more than the requested 10 tokens"),
+        (chunk("2" * 9, 2), RetryableFailure, "more than the requested 10 tokens"),
     ],
 )
 def test_a_damaged_chunk_leaves_the_sequence_as_it_was(bad, error, text):

@@ -25,7 +25,7 @@ from inflight.report.token_text import TokenTexts
 from inflight.report.visible import visible
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
-from inflight.types import Piece, Rollout, RolloutGroup, RoutedExperts, StepReward, Turn
+from inflight.types import GeneratorSpan, Rollout, RolloutGroup, RoutedExperts, StepReward, Turn
 
 ROOT = Path(__file__).parents[2]
 PIECES = ["a", "b", "\x1b[2J", "\x9b31m", "\u202e", "⟦v9⟧", "\n", "c", "d", "e"]
@@ -262,7 +262,7 @@ def test_the_documented_lines_read_the_file_without_inflight(tmp_path):
         make_rollout("q0", 0, spans=[(0, 1), (2, 5)], length=4, kept=[[1, 2]] * 4,
                      routed_experts=RoutedExperts(shape=(1, 1, 2), bytes_each=1, data=b"\x00\xff")),
         step_rewards=[StepReward(1, 0.5)], teacher_logprobs=[-0.25] * 4, retries={"aborted": 2}, unscored="late",
-        pieces=[Piece(0, "g0"), Piece(3, "g1")],
+        pieces=[GeneratorSpan(0, "g0"), GeneratorSpan(3, "g1")],
     )  # fmt: skip
     groups = [
         RolloutGroup(group_id="q0", prompt_key="é", rollouts=[everything]),

@@ -7,9 +7,9 @@ import sys
 
 INTERRUPTED = """
 import signal, sys
-from inflight.trainer.stop import Stop
+from inflight.trainer.stop import StopFlag
 
-stop, left = Stop(), [200]
+stop, left = StopFlag(), [200]
 
 def interrupting(frame, event, argument):
     if left[0]:

@@ -35,7 +35,7 @@ from inflight.weights.publish.outbox import Outbox
 from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.routes import routes
 from inflight.weights.publish.session import Session
-from inflight.weights.receive.rank_state import State
+from inflight.weights.receive.rank_state import ReceiverState
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.choice import Choice
@@ -455,7 +455,7 @@ class World:
             for name, generator in list(self.generators.items()):
                 for shadow in generator.shadows:
                     shadow.fail.clear()
-                if not generator.alive or any(r.state is State.POISONED for r in generator.receivers):
+                if not generator.alive or any(r.state is ReceiverState.POISONED for r in generator.receivers):
                     for peer in generator.peers:
                         self.protocol.lost(peer)
                     self.restart(name)
@@ -591,7 +591,7 @@ def test_a_pinned_generator_is_sent_the_next_version_and_commits_it_afterwards()
     world.drain(200)
     assert states(world) == {"g0": ("READY", 1), "g1": ("IDLE", 2)}
     assert world.protocol.settled()
-    assert [receiver.state for receiver in world.generators["g0"].receivers] == [State.READY] * 2
+    assert [receiver.state for receiver in world.generators["g0"].receivers] == [ReceiverState.READY] * 2
     world.now += 7
     world.unpin()
     world.drain(200)

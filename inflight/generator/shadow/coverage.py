@@ -15,13 +15,13 @@ import torch
 
 from inflight.generator.shadow.loader_trace import LoaderTrace, storage_of
 from inflight.messages import Manifest, Slot
-from inflight.weights.receive.shadow import Unfit
+from inflight.weights.receive.shadow import ManifestMismatch
 
 MAX_NAMED = 3
 """Most names that an error lists; the rest are counted."""
 
 
-class CoverageError(Unfit):
+class CoverageError(ManifestMismatch):
     """A manifest that does not fit the engine's model; the text names the parameters or tensors."""
 
 

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from inflight.generator.shadow.loader_trace import LoaderTrace, writes
 from inflight.messages import Manifest, Slot
-from inflight.weights.receive.shadow import Unfit
+from inflight.weights.receive.shadow import ManifestMismatch
 from inflight.weights.transport.scatter import CopyRegion
 
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Span = tuple[int, int]
 
 
-class PlanError(Unfit):
+class PlanError(ManifestMismatch):
     """The engine's weights can't be filled from the payload; the text names the parameter."""
 
 
@@ -78,8 +78,8 @@ def make_plan(
     return plan
 
 
-def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: torch.device) -> _Notes:
-    notes = _Notes(manifest.slots, live, device)
+def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: torch.device) -> _CopyTrace:
+    notes = _CopyTrace(manifest.slots, live, device)
     try:
         with torch.inference_mode(), notes:
             load_weights(notes.checkpoint())
@@ -90,7 +90,7 @@ def _trace(manifest: Manifest, load_weights: LoadWeights, live: Span, device: to
     return notes
 
 
-class _Notes(LoaderTrace):
+class _CopyTrace(LoaderTrace):
     """Records which bytes would be copied where in the live range, and which would be filled with a constant."""
 
     def __init__(self, slots: list[Slot], live: Span, device: torch.device) -> None:

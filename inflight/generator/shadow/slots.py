@@ -23,7 +23,7 @@ import torch
 from inflight.generator.shadow.loader_trace import LoaderTrace, storage_of
 from inflight.generator.shadow.slot_numbers import SlotNumbers
 from inflight.messages import Manifest, Slot
-from inflight.weights.receive.shadow import TornWeights, Unfit
+from inflight.weights.receive.shadow import ManifestMismatch, TornWeights
 from inflight.weights.source import WIRE_DTYPES
 
 SECOND = 1 << 19
@@ -39,7 +39,7 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Places in a slot, and the views of the receive buffer whose values they get."""
 
 
-class AdapterUnfit(Unfit):
+class AdapterUnfit(ManifestMismatch):
     """An adapter that the engine's slots can't hold; the text names the matrix."""
 
 
@@ -143,11 +143,11 @@ class SlotShadow:
 
     def _plan(self, manifest: Manifest, buffer: torch.Tensor, slot: int) -> Copies:
         rank = _rank_of(manifest)
-        notes = _Notes(manifest.slots, self._stacks, buffer)
+        notes = _SlotTrace(manifest.slots, self._stacks, buffer)
         try:
             with torch.inference_mode(), notes:
                 _load(self._manager, dict(notes.checkpoint()), rank, slot)
-        except Unfit:
+        except ManifestMismatch:
             raise
         except Exception as error:
             raise AdapterUnfit.by_loader("the adapter", error) from error
@@ -226,7 +226,7 @@ def _rank_of(manifest: Manifest) -> int:
     return max(pair["A"][0] for pair in pairs.values())
 
 
-class _Notes(LoaderTrace):
+class _SlotTrace(LoaderTrace):
     """Which part of a stack would get which part of the receive buffer."""
 
     def __init__(self, slots: list[Slot], stacks: dict[int, tuple[str, torch.Tensor]], buffer: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inflight.report.answers import Answer, Asked, Texts, Training, asked
+from inflight.report.answers import ShownGroup, ShownRollout, Texts, Training, asked
 from inflight.report.html.series import number
 from inflight.rollout.stream import Place, Reader, StreamError, read_group, recorded
 from inflight.types import RolloutGroup
@@ -26,7 +26,7 @@ MOST_PROMPT = 2_000
 
 
 @dataclass
-class Census:
+class GroupIndex:
     """All groups of a file, one number each: where they are, and when their sequences ran."""
 
     parts: array[int] = field(default_factory=lambda: array("i"))
@@ -44,9 +44,9 @@ class Census:
         return Place(self.parts[index], self.offsets[index])
 
 
-def census(path: Path) -> Census:
+def census(path: Path) -> GroupIndex:
     """Reads the files once, group by group. Damage ends the census, and is reported in `torn`."""
-    counted = Census()
+    counted = GroupIndex()
     reader = Reader(path)
     try:
         if not recorded(path):
@@ -62,7 +62,7 @@ def census(path: Path) -> Census:
     return counted
 
 
-def _count(counted: Census, group: RolloutGroup) -> None:
+def _count(counted: GroupIndex, group: RolloutGroup) -> None:
     counted.sequences += len(group.rollouts)
     for rollout in group.rollouts:
         counted.tokens += len(rollout.turn.token_ids)
@@ -87,7 +87,7 @@ def chosen(sizes: Sequence[int], most: int = MOST_SEQUENCES) -> list[list[int]]:
     return picked
 
 
-def bands(path: Path, counted: Census, training: Training, texts: Texts | None) -> dict[str, Any]:
+def bands(path: Path, counted: GroupIndex, training: Training, texts: Texts | None) -> dict[str, Any]:
     """The chosen sequences for the page; those that a limit on tokens or text leaves out are not counted as shown."""
     picked, note = chosen(counted.sizes), ""
     rows: list[dict[str, Any]] = []
@@ -126,7 +126,7 @@ class _Budget:
         return not self.spent
 
 
-def _rows(group: Asked, stretch: int, budget: _Budget) -> list[dict[str, Any]]:
+def _rows(group: ShownGroup, stretch: int, budget: _Budget) -> list[dict[str, Any]]:
     rows = []
     for answer in group.answers:
         count = min(len(answer.rollout.turn.token_ids), MOST_TOKENS_EACH)
@@ -136,7 +136,7 @@ def _rows(group: Asked, stretch: int, budget: _Budget) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(group: Asked, answer: Answer, count: int, stretch: int) -> dict[str, Any]:
+def _row(group: ShownGroup, answer: ShownRollout, count: int, stretch: int) -> dict[str, Any]:
     rollout, turn = answer.rollout, answer.rollout.turn
     return {
         "id": rollout.rollout_id,
@@ -163,7 +163,7 @@ def _cost(text: str) -> int:
     return 3 + sum(1 if " " <= character < "\x7f" and character not in '<>&"\\' else 6 for character in text)
 
 
-def busy(counted: Census, points: int = 400) -> dict[str, Any]:
+def busy(counted: GroupIndex, points: int = 400) -> dict[str, Any]:
     """How many sequences each generator had running over time, and for how much of the time it had none."""
     every = [each for spans in counted.generators.values() for each in spans]
     if not every:

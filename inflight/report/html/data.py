@@ -28,7 +28,7 @@ MOST_NAMED = 200
 
 
 @dataclass
-class _Notes:
+class _Problems:
     """What could not be read, a line each: a report of a crashed run shows the rest."""
 
     lines: list[str]
@@ -49,7 +49,7 @@ def of_run(run_dir: Path, ended: str = "") -> dict[str, Any]:
     """
     if not run_dir.is_dir() or not any((run_dir / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
         raise ValueError(f"{run_dir} is no run folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")
-    notes = _Notes([])
+    notes = _Problems([])
     steps = notes.tried(METRICS_FILE, lambda: read_lines(run_dir / METRICS_FILE), [])
     swaps = notes.tried(SWAPS_FILE, lambda: read_lines(run_dir / SWAPS_FILE), [])
     config = notes.tried(CONFIG_FILE, lambda: _config(run_dir), {})

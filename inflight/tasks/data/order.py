@@ -17,7 +17,7 @@ _SPLIT, _EPOCH = 1, 2
 """What random numbers are for: each purpose has its own."""
 
 
-class Order:
+class RowOrder:
     """The order of a data set of `rows` rows, of which a share is held out."""
 
     def __init__(self, rows: int, seed: int, *, held_out: float, shuffle: bool) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 
-class Writer:
+class CheckpointWriter:
     """At most one checkpoint is being written; what goes wrong with it is raised in the caller's thread."""
 
     def __init__(self, timeout_s: float) -> None:

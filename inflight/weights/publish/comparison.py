@@ -19,7 +19,7 @@ import numpy as np
 
 from inflight import agreement
 from inflight.agreement import Agreement
-from inflight.completions import NOT_FINITE, Rejected, Retry, Unpatched, complete
+from inflight.completions import NOT_FINITE, Rejected, RetryableFailure, Unpatched, complete
 from inflight.config import Sampling
 from inflight.types import Route, Turn, versions_of_tokens
 
@@ -182,7 +182,7 @@ async def _ask_all(
                 return await complete(session, name, url, request, left)
             except Rejected as error:
                 return _NoNumber(error) if error.reason == NOT_FINITE else str(error)
-            except (Retry, Unpatched) as error:
+            except (RetryableFailure, Unpatched) as error:
                 return str(error)
 
         async def ask_one(name: str, url: str) -> list[Turn | str]:

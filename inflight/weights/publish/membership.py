@@ -12,7 +12,7 @@ from inflight.messages import Enquire, RankHello
 from inflight.weights.publish.members import Hello
 from inflight.weights.publish.replica import Replica
 from inflight.weights.publish.session import Session
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class Membership:
             return
         members = replica.members
         objection = members.objection(peer, hello)
-        if not objection and replica.state is State.POISONED and hello.incarnation == members.incarnation:
+        if not objection and replica.state is ReplicaState.POISONED and hello.incarnation == members.incarnation:
             objection = f"it may hold a torn version ({replica.reason}): it must be restarted"
         if objection:
             self._refuse(peer, hello, objection)
@@ -52,9 +52,9 @@ class Membership:
         if mismatch := members.mismatch(hello, newest) or self._objection(hello):
             self._refuse(peer, hello, mismatch)
             replica.give_up("absent", f"{peer}: {mismatch}", end=True)
-        elif replica.state is State.INCOMPATIBLE:
+        elif replica.state is ReplicaState.INCOMPATIBLE:
             self._session.outbox.ignore(peer, hello, replica.reason)
-        elif replica.state is State.ABSENT:
+        elif replica.state is ReplicaState.ABSENT:
             members.note(peer, hello, held)
             self._admit(replica, newest)
         else:
@@ -92,7 +92,7 @@ class Membership:
 
     def _repeated(self, replica: Replica, peer: str, hello: Hello, held: int | None) -> None:
         """A member says hello again, because it was requested or the member had lost the publisher."""
-        if replica.state is not State.IDLE:  # the outcome of the current attempt settles it
+        if replica.state is not ReplicaState.IDLE:  # the outcome of the current attempt settles it
             self._session.outbox.ignore(peer, hello, f"it takes part already ({replica.state.name})")
         elif held != (known := replica.members.held[peer]):
             replica.leave(f"{peer} holds version {held}, not {known}")
@@ -118,7 +118,7 @@ class Membership:
             if replica.state.present or replica.due is None or now < replica.due:
                 continue
             replica.postpone(now + ENQUIRE_S)
-            if replica.state is State.ABSENT:
+            if replica.state is ReplicaState.ABSENT:
                 self.enquire(replica)
             else:  # INCOMPATIBLE: repeated while it is still connected
                 self._session.outbox.send_refusal(replica.members.engine, replica.reason)

@@ -11,10 +11,10 @@ from inflight.weights.publish.attempt import Attempt
 from inflight.weights.publish.channel import Channel
 from inflight.weights.publish.members import Members
 from inflight.weights.publish.pin import Pin
-from inflight.weights.publish.retry import Retry
+from inflight.weights.publish.retry import Backoff
 from inflight.weights.publish.session import Session
 from inflight.weights.publish.standing import Standing
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 from inflight.weights.transport.base import TransportError
 
 log = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Presence:
         self.caught_up = False
         """Since it joined, it has held a version that was the newest one at that time."""
         self.standing = Standing(generator, session.events, session.clock())
-        self.retry = Retry()
+        self.retry = Backoff()
         self.attempt: Attempt | None = None
         """The version that is being delivered, until its outcome is known and all ranks have released it."""
         self.pin: Pin | None = None
@@ -37,7 +37,7 @@ class Presence:
         self._session = session
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReplicaState:
         """Its state in the delivery of versions."""
         return self.standing.state
 
@@ -59,18 +59,19 @@ class Presence:
     @property
     def due(self) -> float | None:
         """Time at which the state's next step must be taken if no message comes before; None: never."""
-        return self.attempt.due if self.attempt is not None and self.state is State.SENDING else self.standing.due
+        sending = self.state is ReplicaState.SENDING
+        return self.attempt.due if self.attempt is not None and sending else self.standing.due
 
     def has(self, version: int) -> bool:
         """Whether it holds a version, or was sent the Commit of it."""
         told = self.attempt is not None and self.attempt.version == version
-        return self.committed == version or (told and self.state in (State.COMMITTING, State.UNSURE))
+        return self.committed == version or (told and self.state in (ReplicaState.COMMITTING, ReplicaState.UNSURE))
 
     def join(self, newest: int) -> bool:
         """→ IDLE, with a transport to all its members. False, leaving ABSENT, when none can be opened."""
         if not self.reopen():
             return False
-        self.standing.enter(State.IDLE, self._session.clock())
+        self.standing.enter(ReplicaState.IDLE, self._session.clock())
         self.caught_up, self.standing.asked_to_end = self.members.version == newest, False
         self.retry.clear()
         return True
@@ -96,34 +97,34 @@ class Presence:
         """→ ABSENT: all its members must say hello (again), nothing is claimed before. `asked`: it was asked to end."""
         self.standing.asked_to_end = asked
         self._end_attempt("receive", reason)
-        self._stop_claiming(State.ABSENT, reason, due=self._session.clock())
+        self._stop_claiming(ReplicaState.ABSENT, reason, due=self._session.clock())
 
     def give_up(self, phase: str, reason: str, *, end: bool = False) -> None:
         """→ INCOMPATIBLE: neither waiting nor another version helps, only its restart or another publisher.
 
         `end`: this publisher can never use it, so its engine is refused, and ends.
         """
-        if self.state not in (State.POISONED, State.INCOMPATIBLE):
+        if self.state not in (ReplicaState.POISONED, ReplicaState.INCOMPATIBLE):
             log.error("%s can't be used until it is restarted: %s", self.generator, reason)
             self._end_attempt(phase, reason)
-            self._stop_claiming(State.INCOMPATIBLE, reason, due=self._session.clock() if end else None)
+            self._stop_claiming(ReplicaState.INCOMPATIBLE, reason, due=self._session.clock() if end else None)
 
     def _poison(self, peer: str, version: int, reason: str) -> None:
         """→ POISONED: only a restart makes it usable. Its engine is refused, and ends."""
-        if self.state is not State.POISONED:
+        if self.state is not ReplicaState.POISONED:
             self.standing.fail(version, "commit", f"poisoned, {peer}: {reason}")
-            self._stop_claiming(State.POISONED, f"{peer}: {reason}", due=None)
+            self._stop_claiming(ReplicaState.POISONED, f"{peer}: {reason}", due=None)
             self._session.outbox.send_refusal(self.members.engine, f"{peer} may hold a torn version")
 
     def _end_attempt(self, phase: str, reason: str) -> None:
         attempt = self.attempt
-        if attempt is None or self.state not in (State.SENDING, State.READY, State.COMMITTING):
+        if attempt is None or self.state not in (ReplicaState.SENDING, ReplicaState.READY, ReplicaState.COMMITTING):
             return
-        self.standing.fail(attempt.version, "commit" if self.state is State.COMMITTING else phase, reason)
-        if self.state is not State.COMMITTING:
+        self.standing.fail(attempt.version, "commit" if self.state is ReplicaState.COMMITTING else phase, reason)
+        if self.state is not ReplicaState.COMMITTING:
             attempt.cancel(reason)
 
-    def _stop_claiming(self, state: State, reason: str, *, due: float | None) -> None:
+    def _stop_claiming(self, state: ReplicaState, reason: str, *, due: float | None) -> None:
         self._drop_channel()
         if self.pin is not None:
             self.pin.end(f"{self.generator}: {reason}")

@@ -18,7 +18,7 @@ from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.pin import Pin
 from inflight.weights.publish.replica import Replica
 from inflight.weights.publish.session import Session
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 
 
 class PublishProtocol:
@@ -50,7 +50,7 @@ class PublishProtocol:
         With `supersede` such transfers are aborted, if any generator has the version: without that condition a trainer
         that is faster than every transfer would deliver none.
         """
-        sending = [replica for replica in self.replicas if replica.state is State.SENDING]
+        sending = [replica for replica in self.replicas if replica.state is ReplicaState.SENDING]
         if sending and not (supersede and any(replica.has(self.version) for replica in self.replicas)):
             return False
         for replica in sending:

@@ -25,7 +25,7 @@ from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.publish.routes import RoutesFile
 from inflight.weights.publish.served import Served
 from inflight.weights.publish.session import Session
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer
 from inflight.weights.transport.choice import Choice
@@ -65,7 +65,7 @@ class Publisher(Served):
     before the previous one is swapped in (a rank has one shadow), so it would only shorten the wait of a trainer whose
     steps are shorter than a transfer, for the memory of a whole model.
 
-    Life of a version: states.State. The version that the module holds at the start is sent like any other: a number
+    Life of a version: `ReplicaState`. The version that the module holds at the start is sent like any other: a number
     identifies weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it
     was started with. A generator that is late, fails or dies is skipped; the others get the version. Failures are in
     `events` and in the log. `publish` and `flush` raise only when nothing can be sent any more: a version holds NaN or
@@ -165,7 +165,7 @@ class Publisher(Served):
             return self._loop.session.events.since(cursor)
 
     @property
-    def states(self) -> dict[str, tuple[State, str]]:
+    def states(self) -> dict[str, tuple[ReplicaState, str]]:
         """Generator → its state and the reason for it."""
         with self._loop.changed:
             return {each.generator: (each.state, each.reason) for each in self._loop.protocol.replicas}
@@ -175,7 +175,7 @@ class Publisher(Served):
         """Generator → why it can take no version of this publisher: its model does not fit what is sent (another shape,
         more layers, names changed by a wrapper, a missing output layer), its size is not the configured one, it holds a
         newer version of another publisher, or it was refused (`refuse`)."""
-        return {name: why for name, (state, why) in self.states.items() if state is State.INCOMPATIBLE}
+        return {name: why for name, (state, why) in self.states.items() if state is ReplicaState.INCOMPATIBLE}
 
     @property
     def ignored(self) -> int:

@@ -13,14 +13,14 @@ from inflight.weights.publish.attempt import Attempt
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.pin import Pin
 from inflight.weights.publish.presence import Presence
-from inflight.weights.publish.states import State
+from inflight.weights.publish.states import ReplicaState
 
 ABORT_S = 2.0
 """Seconds for ranks to answer an Abort before the generator is STALLED; also the interval of repeated messages."""
 
 
 class Replica(Presence):
-    """The publisher's state of one generator, and its actions. See State."""
+    """The publisher's state of one generator, and its actions. See ReplicaState."""
 
     # --- what the trainer wants ---------------------------------------------------------------------------------------
 
@@ -29,33 +29,33 @@ class Replica(Presence):
         of a pin."""
         self.standing.owe(version, self.attempt.version if self.attempt is not None else None)
         self.retry.at_once()
-        if self.state is State.READY:
+        if self.state is ReplicaState.READY:
             self._abort("superseded", broken=False)
 
     def send(self, offer: Offer) -> None:
         """Begins to send the version in the buffer, unless it is held or the state does not allow it now."""
         now = self._session.clock()
-        if self.state is not State.IDLE or self.members.version == offer.version or now < self.retry.at:
+        if self.state is not ReplicaState.IDLE or self.members.version == offer.version or now < self.retry.at:
             return
         assert self.channel is not None
-        self.standing.enter(State.SENDING, now, f"version {offer.version} is being sent")
+        self.standing.enter(ReplicaState.SENDING, now, f"version {offer.version} is being sent")
         self.attempt = Attempt(offer, self._session, self.members.ranks)
         self.channel.submit(self.attempt)
 
     def supersede(self, version: int) -> None:
         """Aborts sending `version`, because a newer one waits for the buffer."""
-        if self.state is State.SENDING:
+        if self.state is ReplicaState.SENDING:
             self.standing.pass_over(version, "a newer one is waiting")
             self._abort("superseded", broken=True)
 
     def withdraw(self, offer: Offer, reason: str) -> None:
         """Aborts sending an offer that must not be sent."""
-        if self.state is State.SENDING and self.attempt is not None and self.attempt.offer is offer:
+        if self.state is ReplicaState.SENDING and self.attempt is not None and self.attempt.offer is offer:
             self._fail("finite", reason, broken=False)
 
     def keep(self, pin: Pin) -> bool:
         """Begins a pin. False when the generator does not stamp its version, or was sent the Commit of another one."""
-        if self.pin is not None or self.committed != pin.version or self.state is State.COMMITTING:
+        if self.pin is not None or self.committed != pin.version or self.state is ReplicaState.COMMITTING:
             return False
         if not self.state.routed or not self.caught_up:
             return False
@@ -71,12 +71,12 @@ class Replica(Presence):
             return
         self.pin.end(reason)
         self.pin = None
-        if self.state is State.READY and self.attempt is not None:
+        if self.state is ReplicaState.READY and self.attempt is not None:
             self._commit(self.attempt)
 
     def close(self) -> None:
         """Aborts a version that is being sent or waits, and closes the channel."""
-        if self.state in (State.SENDING, State.READY) and self.attempt is not None:
+        if self.state in (ReplicaState.SENDING, ReplicaState.READY) and self.attempt is not None:
             self.attempt.cancel("the publisher closes")
         self._drop_channel()
 
@@ -98,9 +98,9 @@ class Replica(Presence):
 
     def _answer(self, peer: str, answer: Ready | Failed | Aborted) -> None:
         """A rank's answer to Prepare or Abort."""
-        attempt, ending = self.attempt, self.state in (State.ABORTING, State.STALLED)
+        attempt, ending = self.attempt, self.state in (ReplicaState.ABORTING, ReplicaState.STALLED)
         number = attempt.number if attempt is not None else None
-        if attempt is None or answer.attempt != number or not (ending or self.state is State.SENDING):
+        if attempt is None or answer.attempt != number or not (ending or self.state is ReplicaState.SENDING):
             self._session.outbox.ignore(peer, answer, f"{self.state.name}, attempt {number}")
             return
         broken = isinstance(answer, Failed) and answer.phase in ("prepare", "receive")
@@ -123,7 +123,7 @@ class Replica(Presence):
 
     def _outcome(self, peer: str, outcome: Committed | Failed) -> None:
         """The engine's answer to Commit, in time or late."""
-        attempt = self.attempt if self.state in (State.COMMITTING, State.UNSURE) else None
+        attempt = self.attempt if self.state in (ReplicaState.COMMITTING, ReplicaState.UNSURE) else None
         other = isinstance(outcome, Committed) and outcome.publisher != self._session.publisher
         if attempt is None or other or outcome.version != attempt.version:
             self._session.outbox.ignore(peer, outcome, f"no commit of it is out ({self.state.name})")
@@ -146,18 +146,18 @@ class Replica(Presence):
             self.unpin("it was not released in time")
         if attempt is None or self.due is None or now < self.due:
             return  # Membership handles generators that are not present
-        if self.state is State.SENDING:
+        if self.state is ReplicaState.SENDING:
             silent, limit_s = ", ".join(attempt.silent(ending=False)), self._session.config.transfer_timeout_s
             self._fail("receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
-        elif self.state in (State.ABORTING, State.STALLED):
+        elif self.state in (ReplicaState.ABORTING, ReplicaState.STALLED):
             self._repeat_abort(attempt, now)
         else:
             self._repeat_commit(attempt, now)
 
     def _channel_ended(self, reason: str) -> None:
-        if self.state is State.SENDING:
+        if self.state is ReplicaState.SENDING:
             self._fail("receive", reason, broken=True)
-        elif self.state is State.IDLE:
+        elif self.state is ReplicaState.IDLE:
             self.reopen()
         elif self.attempt is not None:
             self.attempt.broken = True
@@ -165,18 +165,18 @@ class Replica(Presence):
     def _repeat_abort(self, attempt: Attempt, now: float) -> None:
         silent = attempt.silent(ending=True)
         reason = f"no answer to Abort from {', '.join(silent)}"
-        if self.state is State.ABORTING:
-            self.standing.enter(State.STALLED, now, reason)
+        if self.state is ReplicaState.ABORTING:
+            self.standing.enter(ReplicaState.STALLED, now, reason)
             self.standing.miss()
         self.postpone(now + ABORT_S)
         attempt.abort(silent, reason)
 
     def _repeat_commit(self, attempt: Attempt, now: float) -> None:
-        if self.state is State.COMMITTING:
+        if self.state is ReplicaState.COMMITTING:
             limit_s = self._session.config.commit_timeout_s
             reason = f"{self.members.engine} did not answer Commit within {limit_s:g} s"
             self.standing.fail(attempt.version, "commit", reason)
-            self.standing.enter(State.UNSURE, now, reason)
+            self.standing.enter(ReplicaState.UNSURE, now, reason)
             self.standing.miss()
         self.postpone(now + ABORT_S)
         attempt.commit(self.members.engine)
@@ -187,13 +187,13 @@ class Replica(Presence):
             self._commit(attempt)
         else:
             why = f"version {attempt.version} waits in the shadow, version {self.pin.version} is pinned"
-            self.standing.enter(State.READY, self._session.clock(), why, due=self.pin.due)
+            self.standing.enter(ReplicaState.READY, self._session.clock(), why, due=self.pin.due)
 
     def _commit(self, attempt: Attempt) -> None:
         """→ COMMITTING."""
         now = self._session.clock()
         due = now + self._session.config.commit_timeout_s
-        self.standing.enter(State.COMMITTING, now, f"version {attempt.version} is being committed", due=due)
+        self.standing.enter(ReplicaState.COMMITTING, now, f"version {attempt.version} is being committed", due=due)
         attempt.commit(self.members.engine)
 
     def _fail(self, phase: str, reason: str, *, broken: bool) -> None:
@@ -212,7 +212,7 @@ class Replica(Presence):
         if broken and self.channel is not None:
             self.channel.close()  # releases the other ranks at once
         now = self._session.clock()  # after closing: a transport that is slow to close is not the ranks' fault
-        self.standing.enter(State.ABORTING, now, reason, due=now + ABORT_S)
+        self.standing.enter(ReplicaState.ABORTING, now, reason, due=now + ABORT_S)
         self._let_go(attempt, [] if attempt.cancel(reason) else self.members.ranks)
 
     def _let_go(self, attempt: Attempt, ranks: Sequence[str]) -> None:
@@ -224,4 +224,4 @@ class Replica(Presence):
         """→ IDLE, with a new transport if the old one broke, since nothing uses that any more."""
         self.attempt = None
         if not attempt.broken or self.reopen():
-            self.standing.enter(State.IDLE, self._session.clock())
+            self.standing.enter(ReplicaState.IDLE, self._session.clock())

@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_RETRY_S = 60.0
 
 
-class Retry:
+class Backoff:
     """Delays double with each failure, up to MAX_RETRY_S; a commit resets them."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from inflight.weights.publish.events import Event, EventLog, Failure, Left, Superseded
-from inflight.weights.publish.states import LEGAL, State
+from inflight.weights.publish.states import LEGAL, ReplicaState
 
 log = logging.getLogger(__name__)
 
@@ -15,7 +15,7 @@ class Standing:
 
     def __init__(self, generator: str, events: EventLog, now: float) -> None:
         self.generator = generator
-        self.state = State.ABSENT
+        self.state = ReplicaState.ABSENT
         self.why = "no hello yet"
         """The reason for a state other than IDLE, as text."""
         self.since = now
@@ -28,7 +28,7 @@ class Standing:
         """The newest version for which no event is recorded yet."""
         self._events = events
 
-    def enter(self, state: State, now: float, why: str = "", *, due: float | None = None) -> None:
+    def enter(self, state: ReplicaState, now: float, why: str = "", *, due: float | None = None) -> None:
         """Changes `state`; nothing else does."""
         if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
@@ -36,7 +36,7 @@ class Standing:
 
     def owe(self, version: int, out: int | None) -> None:
         """A version was released; `out` is the one that is being sent or committed, None: there is none."""
-        committing = self.state is State.COMMITTING and self._owed == out
+        committing = self.state is ReplicaState.COMMITTING and self._owed == out
         if self._owed is not None and not committing:
             self.pass_over(self._owed, f"{self.state.name}, {self.why}")
         self._owed = version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 
 
-class State(enum.Enum):
+class ReplicaState(enum.Enum):
     """A generator's state in the delivery of versions. Legal transitions:
 
     ABSENT     → IDLE        all ranks and the engine of one start have said hello and hold the same version of this
@@ -46,7 +46,7 @@ class State(enum.Enum):
     def settled(self) -> bool:
         """Whether no version is out whose outcome a deadline will decide. A version that waits for the end of a pin was
         delivered."""
-        return self not in (State.SENDING, State.ABORTING, State.COMMITTING)
+        return self not in (ReplicaState.SENDING, ReplicaState.ABORTING, ReplicaState.COMMITTING)
 
     @property
     def present(self) -> bool:
@@ -56,25 +56,25 @@ class State(enum.Enum):
     @property
     def certain(self) -> bool:
         """Whether it is certain which version the engine stamps."""
-        return self.present and self is not State.UNSURE
+        return self.present and self is not ReplicaState.UNSURE
 
     @property
     def routed(self) -> bool:
         """Whether it may get requests. STALLED and UNSURE are excluded: a generator that does not answer the publisher
         may not answer requests either."""
-        return self.certain and self is not State.STALLED
+        return self.certain and self is not ReplicaState.STALLED
 
 
-_OUT = {State.ABSENT, State.POISONED, State.INCOMPATIBLE}
+_OUT = {ReplicaState.ABSENT, ReplicaState.POISONED, ReplicaState.INCOMPATIBLE}
 LEGAL = {
-    State.ABSENT: _OUT | {State.IDLE},
-    State.IDLE: _OUT | {State.SENDING},
-    State.SENDING: _OUT | {State.READY, State.COMMITTING, State.ABORTING},
-    State.READY: _OUT | {State.COMMITTING, State.ABORTING},
-    State.ABORTING: _OUT | {State.IDLE, State.STALLED},
-    State.STALLED: _OUT | {State.IDLE},
-    State.COMMITTING: _OUT | {State.IDLE, State.ABORTING, State.UNSURE},
-    State.UNSURE: _OUT | {State.IDLE, State.ABORTING},
-    State.POISONED: {State.POISONED, State.ABSENT},
-    State.INCOMPATIBLE: {State.INCOMPATIBLE, State.POISONED, State.ABSENT},
+    ReplicaState.ABSENT: _OUT | {ReplicaState.IDLE},
+    ReplicaState.IDLE: _OUT | {ReplicaState.SENDING},
+    ReplicaState.SENDING: _OUT | {ReplicaState.READY, ReplicaState.COMMITTING, ReplicaState.ABORTING},
+    ReplicaState.READY: _OUT | {ReplicaState.COMMITTING, ReplicaState.ABORTING},
+    ReplicaState.ABORTING: _OUT | {ReplicaState.IDLE, ReplicaState.STALLED},
+    ReplicaState.STALLED: _OUT | {ReplicaState.IDLE},
+    ReplicaState.COMMITTING: _OUT | {ReplicaState.IDLE, ReplicaState.ABORTING, ReplicaState.UNSURE},
+    ReplicaState.UNSURE: _OUT | {ReplicaState.IDLE, ReplicaState.ABORTING},
+    ReplicaState.POISONED: {ReplicaState.POISONED, ReplicaState.ABSENT},
+    ReplicaState.INCOMPATIBLE: {ReplicaState.INCOMPATIBLE, ReplicaState.POISONED, ReplicaState.ABSENT},
 }

@@ -8,7 +8,7 @@ import threading
 from inflight.messages import Prepare
 
 
-class State(enum.Enum):
+class ReceiverState(enum.Enum):
     """The state of a rank's receiver. Legal transitions; T is the receiver's thread, S the step loop's:
 
     JOINING   → IDLE       T: Welcome
@@ -44,16 +44,22 @@ class State(enum.Enum):
 
 
 LEGAL = {
-    State.JOINING: {State.IDLE, State.POISONED, State.FAILED},
-    State.IDLE: {State.IDLE, State.RECEIVING, State.JOINING, State.POISONED, State.FAILED},
-    State.RECEIVING: {State.BUILDING, State.IDLE, State.POISONED, State.FAILED},
-    State.BUILDING: {State.READY, State.IDLE, State.FAILED},
-    State.READY: {State.DISCARDING, State.SWAPPING, State.FAILED},
-    State.DISCARDING: {State.IDLE, State.FAILED},
-    State.SWAPPING: {State.IDLE, State.POISONED},
-    State.POISONED: set(),
-    State.FAILED: set(),
-    State.CLOSED: set(),
+    ReceiverState.JOINING: {ReceiverState.IDLE, ReceiverState.POISONED, ReceiverState.FAILED},
+    ReceiverState.IDLE: {
+        ReceiverState.IDLE,
+        ReceiverState.RECEIVING,
+        ReceiverState.JOINING,
+        ReceiverState.POISONED,
+        ReceiverState.FAILED,
+    },
+    ReceiverState.RECEIVING: {ReceiverState.BUILDING, ReceiverState.IDLE, ReceiverState.POISONED, ReceiverState.FAILED},
+    ReceiverState.BUILDING: {ReceiverState.READY, ReceiverState.IDLE, ReceiverState.FAILED},
+    ReceiverState.READY: {ReceiverState.DISCARDING, ReceiverState.SWAPPING, ReceiverState.FAILED},
+    ReceiverState.DISCARDING: {ReceiverState.IDLE, ReceiverState.FAILED},
+    ReceiverState.SWAPPING: {ReceiverState.IDLE, ReceiverState.POISONED},
+    ReceiverState.POISONED: set(),
+    ReceiverState.FAILED: set(),
+    ReceiverState.CLOSED: set(),
 }
 
 
@@ -64,7 +70,7 @@ class RankState:
     """
 
     def __init__(self, version: int | None, publisher: str) -> None:
-        self.state = State.JOINING
+        self.state = ReceiverState.JOINING
         self.version = version
         """Number of the live version, given by `publisher`; None: the weights that the engine was started with."""
         self.publisher = publisher
@@ -82,17 +88,17 @@ class RankState:
             return True
         return message.version == self.version and message.publisher != self.publisher
 
-    def enter(self, state: State, hand: Prepare | None = None) -> None:
+    def enter(self, state: ReceiverState, hand: Prepare | None = None) -> None:
         """Makes a transition of the receiver's thread; CLOSED and POISONED are never left."""
         with self._lock:
-            if self.state in (State.CLOSED, State.POISONED):
+            if self.state in (ReceiverState.CLOSED, ReceiverState.POISONED):
                 return
             if state not in LEGAL[self.state]:
                 raise AssertionError(f"{self.state.name} → {state.name}")
             self.state = state
             if hand is not None:
                 self.hand = hand
-            elif state in (State.IDLE, State.JOINING, State.FAILED):
+            elif state in (ReceiverState.IDLE, ReceiverState.JOINING, ReceiverState.FAILED):
                 self.hand = None
 
     def await_swap(self) -> None:
@@ -104,9 +110,9 @@ class RankState:
         """READY → DISCARDING, after which no swap can begin. False when no version is ready (any more)."""
         with self._lock:
             self._await_swap()
-            if self.state is not State.READY:
+            if self.state is not ReceiverState.READY:
                 return False
-            self.state = State.DISCARDING
+            self.state = ReceiverState.DISCARDING
             return True
 
     def fail(self, error: str) -> None:
@@ -114,14 +120,14 @@ class RankState:
         with self._lock:
             self._await_swap()
             self.error = error
-            if self.state not in (State.CLOSED, State.POISONED):
-                self.state, self.hand = State.FAILED, None
+            if self.state not in (ReceiverState.CLOSED, ReceiverState.POISONED):
+                self.state, self.hand = ReceiverState.FAILED, None
 
     def begin_swap(self, version: int) -> str | None:
         """READY → SWAPPING; or the reason why not, with nothing changed."""
         with self._lock:
-            if self.state is State.READY and self.hand is not None and self.hand.version == version:
-                self.state = State.SWAPPING
+            if self.state is ReceiverState.READY and self.hand is not None and self.hand.version == version:
+                self.state = ReceiverState.SWAPPING
                 return None
             held = f", version {self.hand.version} in hand" if self.hand is not None else ""
             return self.state.name + held + (f" ({self.error})" if self.error else "")
@@ -132,24 +138,24 @@ class RankState:
             if self.hand is not None:
                 self.publisher = self.hand.publisher
             self.version, self.hand = version, None
-            if self.state is State.SWAPPING:
-                self.state = State.IDLE
+            if self.state is ReceiverState.SWAPPING:
+                self.state = ReceiverState.IDLE
             self._changed.notify_all()
 
     def poison(self, error: str) -> None:
         """→ POISONED: nothing may be claimed about the live weights."""
         with self._lock:
             self.error = error
-            if self.state is not State.CLOSED:
-                self.state = State.POISONED
+            if self.state is not ReceiverState.CLOSED:
+                self.state = ReceiverState.POISONED
             self._changed.notify_all()
 
     def close(self) -> None:
         """→ CLOSED."""
         with self._lock:
-            self.state = State.CLOSED
+            self.state = ReceiverState.CLOSED
             self._changed.notify_all()
 
     def _await_swap(self) -> None:
-        while self.state is State.SWAPPING:
+        while self.state is ReceiverState.SWAPPING:
             self._changed.wait(1.0)

@@ -27,9 +27,9 @@ from inflight.messages import (
 )
 from inflight.messages.base import reason_of
 from inflight.weights.pack import ChecksumError, verify
-from inflight.weights.receive.agreement import Agreement
-from inflight.weights.receive.rank_state import RankState, State
-from inflight.weights.receive.shadow import Shadow, SwapRefused, TornWeights, Unfit
+from inflight.weights.receive.accepted import AcceptedWelcome
+from inflight.weights.receive.rank_state import RankState, ReceiverState
+from inflight.weights.receive.shadow import ManifestMismatch, Shadow, SwapRefused, TornWeights
 from inflight.weights.transport import make_receiver
 from inflight.weights.transport.base import Receiver, TransportError
 
@@ -63,7 +63,7 @@ class WeightReceiver:
         """The publisher was lost and has not been heard since."""
         self._link, self._shadow, self._connect = link, shadow, connect
         self._name, self._greeting = f"{hello.generator}.r{hello.rank}", hello
-        self._agreement: Agreement | None = None
+        self._agreement: AcceptedWelcome | None = None
         self._transport: Receiver | None = None
         self._pending: collections.deque[AnyMessage] = collections.deque()
         self._closing = threading.Event()
@@ -74,7 +74,7 @@ class WeightReceiver:
         self._thread.start()
 
     @property
-    def state(self) -> State:
+    def state(self) -> ReceiverState:
         """The receiver's state."""
         return self._rank_state.state
 
@@ -147,7 +147,7 @@ class WeightReceiver:
 
     def _handle(self, message: AnyMessage) -> None:
         match message:
-            case _ if self.state is State.POISONED:
+            case _ if self.state is ReceiverState.POISONED:
                 self._tell_poisoned(self.version)
             case Welcome():
                 self._join(message)
@@ -173,15 +173,15 @@ class WeightReceiver:
             return
         self._alone = True
         log.warning("%s: %s; the live version %s stays", self._name, error, self.version)
-        if self.state is State.IDLE:
+        if self.state is ReceiverState.IDLE:
             self._drop_transport()
-            self._rank_state.enter(State.JOINING)
-        if self.state is not State.POISONED:
+            self._rank_state.enter(ReceiverState.JOINING)
+        if self.state is not ReceiverState.POISONED:
             self._hello()
 
     def _join(self, welcome: Welcome) -> None:
         """Takes manifest and transport from the publisher. Raises for an inconsistent Welcome."""
-        agreement = Agreement(welcome)
+        agreement = AcceptedWelcome(welcome)
         self._discard_ready()
         self._drop_transport()
         self._agreement, self._attempt = agreement, 0
@@ -191,7 +191,7 @@ class WeightReceiver:
             log.warning("%s: %s", self._name, error)
         except TornWeights as error:
             self._poison(self.version, error)
-        self._rank_state.enter(State.IDLE)  # no effect when POISONED
+        self._rank_state.enter(ReceiverState.IDLE)  # no effect when POISONED
 
     def _prepare(self, message: Prepare) -> None:
         """Receives, verifies and builds a version, and answers with Ready or Failed."""
@@ -201,7 +201,7 @@ class WeightReceiver:
         self._attempt, phase = message.attempt, "prepare"
         try:
             manifest, transport = self._require(message)
-            self._rank_state.enter(State.RECEIVING, message)
+            self._rank_state.enter(ReceiverState.RECEIVING, message)
             started = time.monotonic()
             buffer = self._shadow.begin(manifest)
             phase = "receive"
@@ -212,19 +212,19 @@ class WeightReceiver:
             if self._was_aborted(message):
                 raise RuntimeError("aborted by the publisher")
             phase = "build"
-            self._rank_state.enter(State.BUILDING)
+            self._rank_state.enter(ReceiverState.BUILDING)
             self._shadow.build()
         except Exception as error:  # noqa: BLE001 - any error: it is reported to the publisher, and decoding continues
             # A transport that verifies by itself can be used again: its transfer succeeded.
             phase = "verify" if isinstance(error, ChecksumError) else phase
-            self._fail(message, "fit" if isinstance(error, Unfit) else phase, error)
+            self._fail(message, "fit" if isinstance(error, ManifestMismatch) else phase, error)
             return
         times = {"receive_s": received - started, "build_s": time.monotonic() - received}
-        self._rank_state.enter(State.READY)
+        self._rank_state.enter(ReceiverState.READY)
         self._tell(Ready(version=message.version, attempt=message.attempt, digest=digest, **times))
 
     def _require(self, message: Prepare) -> tuple[Manifest, Receiver]:
-        if self.state is not State.IDLE or self._agreement is None or self._transport is None:
+        if self.state is not ReceiverState.IDLE or self._agreement is None or self._transport is None:
             held = f" with version {hand.version}" if (hand := self._rank_state.hand) is not None else ""
             transport = "" if self._transport else ", no transport"
             raise RuntimeError(f"can't begin version {message.version}: {self.state.name}{held}{transport}")
@@ -246,7 +246,7 @@ class WeightReceiver:
         if isinstance(error, TornWeights):
             self._poison(message.version, error)
         else:
-            if self._rank_state.hand is message and self.state in (State.RECEIVING, State.BUILDING):
+            if self._rank_state.hand is message and self.state in (ReceiverState.RECEIVING, ReceiverState.BUILDING):
                 self._forget()
             about = {"version": message.version, "attempt": message.attempt}
             self._tell(Failed(**about, phase=phase, reason=reason, poisoned=False))
@@ -275,7 +275,7 @@ class WeightReceiver:
 
     def _forget(self) -> None:
         self._shadow.discard()
-        self._rank_state.enter(State.IDLE)
+        self._rank_state.enter(ReceiverState.IDLE)
 
     def _poison(self, version: int | None, error: BaseException) -> None:
         self._rank_state.poison(reason_of(error))

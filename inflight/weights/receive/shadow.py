@@ -26,7 +26,7 @@ class SwapRefused(RuntimeError):
     """A swap to a version that this rank does not have ready; the live weights are untouched."""
 
 
-class Unfit(ValueError):
+class ManifestMismatch(ValueError):
     """The engine's model does not fit the manifest; no version of that publisher can be loaded.
 
     The text names the parameter, in one line.
@@ -46,14 +46,15 @@ class Shadow(Protocol):
     def begin(self, manifest: Manifest) -> torch.Tensor:
         """The uint8 buffer `[manifest.total_bytes]` into which the transport writes. Background thread.
 
-        Raises TornWeights when the previous swap, which may have been deferred, turns out to have failed, and Unfit
-        when no bytes of this manifest can be loaded.
+        Raises TornWeights when the previous swap, which may have been deferred, turns out to have failed, and
+        ManifestMismatch when no bytes of this manifest can be loaded.
         """
 
     def build(self) -> None:
         """Makes the received bytes kernel-ready beside the live set, which is not touched. Background thread.
 
-        Raises Unfit when a parameter of the engine is not covered by the manifest or has another shape or dtype.
+        Raises ManifestMismatch when a parameter of the engine is not covered by the manifest or has another shape or
+        dtype.
         """
 
     def swap(self) -> float:

@@ -6,7 +6,7 @@ from inflight.messages import Prepare, Welcome
 from inflight.weights import plan
 
 
-class Agreement:
+class AcceptedWelcome:
     """The part of a Welcome that every later Prepare is checked against."""
 
     def __init__(self, welcome: Welcome) -> None:

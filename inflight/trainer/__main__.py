@@ -208,7 +208,7 @@ def _ranks(config: RunConfig) -> dict[str, int]:
 
 
 def _require_named(config: RunConfig) -> None:
-    """Raises ConfigError for an objective, advantage, ratio rule or schedule that does not exist or take its options."""
+    """Raises ConfigError for a wrong objective, advantage, ratio rule or schedule, or wrong options of one."""
     from inflight.trainer.advantage import advantage_of
     from inflight.trainer.loss import make_loss
     from inflight.trainer.schedule import rate_factor

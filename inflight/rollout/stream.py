@@ -21,12 +21,23 @@ from inflight.rollout.part import MAGIC, SCHEMA, START_BYTES, Part, new_stream, 
 from inflight.types import RolloutGroup
 
 __all__ = [
-    "MAGIC", "SCHEMA", "START_BYTES", "Place", "Reader", "StreamError", "Writer", "decode_frame", "encode_frame",
-    "parts", "read_group", "recorded", "written",
-]  # fmt: skip
+    "MAGIC",
+    "SCHEMA",
+    "START_BYTES",
+    "FramePlace",
+    "Reader",
+    "StreamError",
+    "Writer",
+    "decode_frame",
+    "encode_frame",
+    "parts",
+    "read_group",
+    "recorded",
+    "written",
+]
 
 
-class Place(NamedTuple):
+class FramePlace(NamedTuple):
     """Where a group's frame begins: in which file of the stream, and at which byte of it."""
 
     part: int
@@ -69,7 +80,7 @@ def _require_last(path: Path, part: Part) -> None:
         raise StreamError(f"{part.path} is damaged: {how}; groups follow it in {following.name}")
 
 
-def read_group(path: str | Path, at: Place) -> RolloutGroup:
+def read_group(path: str | Path, at: FramePlace) -> RolloutGroup:
     """The group at a place that a `Reader` told. Raises StreamError for anything else."""
     file_path = part_path(Path(path), at.part)
     with file_path.open("rb") as file:
@@ -103,10 +114,10 @@ class Reader:
         return None if self._part is None else self._part.torn
 
     @property
-    def place(self) -> Place:
+    def place(self) -> FramePlace:
         """Where the last group that was yielded begins; there must be one."""
         assert self._part is not None
-        return Place(self._part.number, self._part.begin)
+        return FramePlace(self._part.number, self._part.begin)
 
 
 class Writer:

@@ -21,7 +21,7 @@ from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import make_receiver, make_sender
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.choice import Choice
+from inflight.weights.transport.choice import TransportChoice
 from inflight.weights.transport.gloo import GlooReceiver
 from inflight.weights.transport.place import place_of
 from inflight.weights.transport.rendezvous import KeyValueStore
@@ -153,8 +153,8 @@ def place(**changes: object) -> Place:
     return msgspec.structs.replace(HERE, **changes)
 
 
-def choice(configured: str = "auto", reason: str = "", *, gpu: str = "GPU-0", here: Place = HERE) -> Choice:
-    return Choice(configured, GPU if gpu else CPU, lambda _: reason, here, gpu)
+def choice(configured: str = "auto", reason: str = "", *, gpu: str = "GPU-0", here: Place = HERE) -> TransportChoice:
+    return TransportChoice(configured, GPU if gpu else CPU, lambda _: reason, here, gpu)
 
 
 @pytest.mark.parametrize(

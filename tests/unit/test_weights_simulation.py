@@ -38,12 +38,12 @@ from inflight.weights.publish.session import Session
 from inflight.weights.receive.rank_state import ReceiverState
 from inflight.weights.receive.receiver import WeightReceiver
 from inflight.weights.transport.base import TransportError
-from inflight.weights.transport.choice import Choice
+from inflight.weights.transport.choice import TransportChoice
 
 MANIFEST = plan([ParamMeta(name="w", shape=(40,), dtype="float32")], {}, 100, "crc32")
 CONFIG = PublishConfig(transfer_timeout_s=10, commit_timeout_s=5, supersede_after_s=2, retry_after_s=1, max_behind=2)
 RANKS = {"g0": 2, "g1": 1}
-GLOO = Choice("gloo", torch.device("cpu"))
+GLOO = TransportChoice("gloo", torch.device("cpu"))
 DEAD_AFTER_S = 8.0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.report.answers import ShownGroup, ShownRollout, Texts, Training, asked
 from inflight.report.html.series import number
-from inflight.rollout.stream import Place, Reader, StreamError, read_group, recorded
+from inflight.rollout.stream import FramePlace, Reader, StreamError, read_group, recorded
 from inflight.types import RolloutGroup
 
 MOST_SEQUENCES = 400
@@ -39,9 +39,9 @@ class GroupIndex:
     """Sequences of each group."""
     torn: str | None = None
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> FramePlace:
         """Where a group begins."""
-        return Place(self.parts[index], self.offsets[index])
+        return FramePlace(self.parts[index], self.offsets[index])
 
 
 def census(path: Path) -> GroupIndex:

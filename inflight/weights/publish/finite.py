@@ -34,10 +34,10 @@ def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> No
         bad = [name for name in suspects if not torch.isfinite(views[name]).all().item()]
         if bad:
             view = views[bad[0]]
-            count, of = int((~torch.isfinite(view)).sum().item()), view.numel()
-            dtype = str(view.dtype).removeprefix("torch.")
+            count = int((~torch.isfinite(view)).sum().item())
+            kind = str(view.dtype).removeprefix("torch.")
             more = f", and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
-            what = f"{bad[0]} holds NaN or Inf ({count} of {of} values, in {dtype}){more}"
+            what = f"{bad[0]} holds NaN or Inf ({count} of {view.numel()} values, in {kind}){more}"
             raise NotFinite(f"version {version} is not sent: {what}")
 
 

@@ -28,7 +28,7 @@ from inflight.weights.publish.session import Session
 from inflight.weights.publish.states import ReplicaState
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer
-from inflight.weights.transport.choice import Choice
+from inflight.weights.transport.choice import TransportChoice
 from inflight.weights.transport.rendezvous import HERE
 from inflight.weights.transport.sums import warm_up
 
@@ -104,7 +104,7 @@ class Publisher(Served):
         """
         self._source, self._config, self._listener = source, config, listener
         self._fence = fence or ReadFence(source.device)
-        choice = Choice(config.transport, source.device)
+        choice = TransportChoice(config.transport, source.device)
         self.transport = choice.usual
         """gloo, nccl or ipc, to generators on this host; to others: transport/choice.py."""
         checksum = checksum_of(self.transport, config.checksum)

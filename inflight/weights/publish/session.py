@@ -14,7 +14,7 @@ from inflight.weights import plan
 from inflight.weights.publish.channel import Channel, ChannelSource
 from inflight.weights.publish.events import EventLog
 from inflight.weights.publish.outbox import Outbox
-from inflight.weights.transport.choice import Choice
+from inflight.weights.transport.choice import TransportChoice
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Session:
     manifest: Manifest
     outbox: Outbox
     channels: ChannelSource
-    choice: Choice
+    choice: TransportChoice
     clock: Callable[[], float] = time.monotonic
     """Seconds; only differences matter."""
     events: EventLog = field(default_factory=EventLog)

@@ -12,7 +12,7 @@ from inflight.weights.transport import resolve
 from inflight.weights.transport.place import gpu_of, place_of
 
 
-class Choice:
+class TransportChoice:
     """For `auto`: CUDA IPC to ranks on the trainer's host that see its GPU, NCCL to other ranks on CUDA, gloo to those
     on a CPU. Any other configured transport is that of all generators."""
 

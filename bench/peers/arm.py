@@ -142,6 +142,7 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     shared.wait_idle()
     shared.version = publisher.version
     learner.policy.drop_gradients()
+    shared.accelerator.free_memory()  # it keeps the optimizers that it has prepared
     return Outcome(config.path, lasted, activity, publisher.blocked_s, trainer.snapshots, publisher.version)
 
 

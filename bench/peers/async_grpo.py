@@ -29,6 +29,11 @@ from bench.peers.varlen import check, flash_attn_varlen_func
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """Makes a prompt of a message as it is: TRL knows chats only."""
+ANSWER = {
+    "defaults": {"role": "assistant"},
+    "fields": {"content": {"close_pattern": r"<\|im_end\|>", "content": "text"}},
+}
+"""How transformers parses an answer: it is text, without calls of tools."""
 QUESTIONS = 2000
 
 
@@ -79,7 +84,7 @@ def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path) ->
     task = make(run.task, run.seed)
     prompts = [[{"role": "user", "content": task.item(index).prompt}] for index in range(QUESTIONS)]
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template, tokenizer.response_schema = TEMPLATE, {"type": "string"}
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, ANSWER
     sequences = run.trainer.groups_per_step * run.rollout.group_size
     options = AsyncGRPOConfig(
         output_dir=str(out / "trl"), bf16=config.device == "cuda", use_cpu=config.device == "cpu", seed=run.seed,
@@ -136,6 +141,7 @@ def evaluate(run: Any, directory: Path, device: str, snapshots: list[tuple[float
 def main(config: DictConfig) -> None:
     """One arm for each seed, each with a server of its own."""
     os.environ["CUDA_VISIBLE_DEVICES"] = str(config.trainer_devices)
+    os.environ["VLLM_HOST_IP"] = "127.0.0.1"  # a machine without a network has no other
     from inflight.launcher.compose import compose
     from inflight.models import prepare
 

@@ -32,6 +32,8 @@ def flash_attn_varlen_func(
     """
     if not causal or window_size != (-1, -1):
         raise ValueError("only causal attention without a window is supported here")
+    if query.device.type == "cpu":  # where the kernel does not exist
+        return by_sdpa(query, key, value, cu_seqlens_q, cu_seqlens_k, softmax_scale).to(query.dtype)
     settings: dict[str, Any] = {"scale": softmax_scale, "window_size": (-1, 0)}
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and _GROUPS_HEADS:
@@ -44,7 +46,12 @@ def flash_attn_varlen_func(
 
 
 def by_sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    softmax_scale: float | None = None,
 ) -> torch.Tensor:
     """The same by scaled-dot-product attention, a segment at a time, in float32."""
     groups = query.shape[1] // key.shape[1]
@@ -55,7 +62,8 @@ def by_sdpa(
         keys, values = (each[path].float().repeat_interleave(groups, 1).transpose(0, 1) for each in (key, value))
         asked, seen = own.shape[1], keys.shape[1]
         mask = torch.ones(asked, seen, dtype=torch.bool, device=query.device).tril(seen - asked)
-        found.append(scaled_dot_product_attention(own, keys, values, attn_mask=mask).transpose(0, 1))
+        seen_by = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=softmax_scale)
+        found.append(seen_by.transpose(0, 1))
     return torch.cat(found)
 
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from bench.peers.async_grpo import Reward
 from bench.peers.control import Activity, Caller, Control, ControlError
 from bench.peers.figures import common_reward, figures_of, reached, rotated, table, with_times
+from bench.peers.varlen import flash_attn_varlen_func
 from bench.peers.ways import WAYS, ArmPublisher
+from inflight.config import TaskConfig
+from inflight.prompts import ModelTokens
+from inflight.tasks import make
 from inflight.types import Route
 
 
@@ -212,3 +219,31 @@ def test_a_version_that_a_rank_did_not_take_is_an_error_and_the_engine_stays_pau
     with pytest.raises(RuntimeError, match="version 5: torn"):
         ArmPublisher(Inner(), WAYS["keep_packed"], calls, calls).publish(5)
     assert ("resume",) not in calls.made
+
+
+def test_a_segment_sees_its_whole_path_and_nothing_after_itself():
+    """Two branches of five and three tokens after a trunk of four: each token as in a sequence of its own."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(12, heads, 8, generator=generator) for heads in (4, 2, 2))
+    trunk, branches = list(range(4)), [list(range(4, 9)), list(range(9, 12))]
+    paths = [trunk, *(trunk + branch for branch in branches)]
+    kv = torch.tensor([place for path in paths for place in path])
+    cu_q, cu_k = torch.tensor([0, 4, 9, 12]), torch.tensor([0, *torch.tensor([len(path) for path in paths]).cumsum(0)])
+    found = flash_attn_varlen_func(query, key[kv], value[kv], cu_q, cu_k, 5, 9, 0.3, causal=True)
+    for branch, path in zip(branches, paths[1:], strict=True):
+        whole = torch.nn.functional.scaled_dot_product_attention(
+            query[path].transpose(0, 1), key[path].repeat_interleave(2, 1).transpose(0, 1),
+            value[path].repeat_interleave(2, 1).transpose(0, 1), is_causal=True, scale=0.3,
+        ).transpose(0, 1)  # fmt: skip
+        torch.testing.assert_close(found[trunk], whole[:4])
+        torch.testing.assert_close(found[branch], whole[4:])
+    with pytest.raises(ValueError, match="without a window"):
+        flash_attn_varlen_func(query, key[kv], value[kv], cu_q, cu_k, 5, 9, 0.3, causal=True, window_size=(4, 0))
+
+
+def test_the_reward_in_trls_rollout_process_is_the_tasks_own():
+    options = {"held_out": 20}
+    reward = copy.deepcopy(Reward("addition", options, 3, "tiny"))  # as its process gets it
+    task, tokens = make(TaskConfig("addition", options), 3), ModelTokens("tiny")
+    right = list(tokens.encode(str(task.item(5).answer)))
+    assert asyncio.run(reward([right, right[:1], []], index=[5, 5, 5])) == [1.0, 0.5, 0.0]

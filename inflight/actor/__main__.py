@@ -50,10 +50,17 @@ async def work(config: RunConfig, name: str) -> bool:
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
             async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
-                longest = config.longest_prompt
-                named = config.trainer.adapter
                 seed = config.rollout.request_seed(config.seed, config.gate.on_stale)
-                sampler = Sampler(config.rollout, seed, code, session, pool, longest_prompt=longest, model=named)
+                sampler = Sampler(
+                    config.rollout,
+                    seed,
+                    code,
+                    session,
+                    pool,
+                    longest_prompt=config.longest_prompt,
+                    together_from=config.together_from,
+                    model=config.trainer.adapter,
+                )
                 actor = Actor(
                     name,
                     link,

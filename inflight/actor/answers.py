@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 
 from inflight.actor.continuation import StartAnew, crossing_stop, rest_of
-from inflight.actor.pool import Generator, Pool
+from inflight.actor.pool import Generator, Pool, Together
 from inflight.actor.sequence import Sequence
 from inflight.actor.silence import Call
 from inflight.actor.streaming import chunks, unless_silent
@@ -34,6 +34,8 @@ class SampleInProgress:
     """A sample in progress, with the record of its requests. Times are Unix seconds."""
 
     sequence: Sequence
+    together: Together | None = None
+    """The samples that it shares a long prompt with."""
     started: float = 0.0
     """When the first request was sent that contributed tokens."""
     first_token_s: float = 0.0
@@ -86,9 +88,10 @@ class Answers:
         self.tokens = 0
         """Tokens received, including those of sequences that were restarted."""
 
-    def begin(self, prompt_ids: list[int]) -> SampleInProgress:
+    def begin(self, prompt_ids: list[int], together: Together | None = None) -> SampleInProgress:
         """A new sample, before its first request."""
-        return SampleInProgress(Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"]))
+        sequence = Sequence(len(prompt_ids), self._request["max_tokens"], self._request["logprobs"])
+        return SampleInProgress(sequence, together)
 
     async def finish(self, answer: SampleInProgress, prompt_ids: list[int], seed: int | None) -> Turn:
         """Sends requests until the sample is complete; returns the complete sequence.
@@ -100,7 +103,7 @@ class Answers:
         fruitless = 0
         while True:
             had = len(answer.sequence.token_ids)
-            async with self._pool.lease(avoid, self._silence_s) as generator:
+            async with self._pool.lease(avoid, self._silence_s, answer.together) as generator:
                 try:
                     return await self._attempt(generator, request, answer)
                 except RetryableFailure as error:

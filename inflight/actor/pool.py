@@ -34,6 +34,17 @@ class Generator:
     """Version of the newest token received from it."""
 
 
+@dataclass
+class Together:
+    """Requests with the same long prompt: a generator that has computed it for one of them does not compute it for the
+    others."""
+
+    worth: int
+    """How many requests more than the least loaded generator has are accepted for that."""
+    generator: str = ""
+    """Where the first of them went."""
+
+
 class Pool:
     """All generators of the run. One that fails gets no requests until it is healthy, at the URL that it then has.
 
@@ -76,30 +87,37 @@ class Pool:
                 raise NoGenerator(f"no generator was ready within {timeout_s:.0f} s: {missing}") from None
 
     @contextlib.asynccontextmanager
-    async def lease(self, avoid: Collection[str], timeout_s: float) -> AsyncIterator[Generator]:
-        """The least loaded generator that is up, preferably one not in `avoid`; counts as load while in use.
+    async def lease(
+        self, avoid: Collection[str], timeout_s: float, together: Together | None = None
+    ) -> AsyncIterator[Generator]:
+        """The least loaded generator that is up, preferably one not in `avoid`, or that of the requests that this one
+        is `together` with; counts as load while in use.
 
         Waits while the maximum number of leases is in use; waiters are served in order. After that, raises NoGenerator
         when no generator is up within `timeout_s`.
         """
         async with self._free:
-            generator = await self._one_that_is_up(avoid, timeout_s)
+            generator = await self._one_that_is_up(avoid, timeout_s, together)
+            if together is not None:
+                together.generator = together.generator or generator.name
             generator.load += 1
             try:
                 yield generator
             finally:
                 generator.load -= 1
 
-    async def _one_that_is_up(self, avoid: Collection[str], timeout_s: float) -> Generator:
-        generator = self._choose(avoid)
+    async def _one_that_is_up(
+        self, avoid: Collection[str], timeout_s: float, together: Together | None
+    ) -> Generator:
+        generator = self._choose(avoid, together)
         if generator is None:
             async with self._came_up:
                 try:
-                    await asyncio.wait_for(self._came_up.wait_for(lambda: self._choose(avoid) is not None), timeout_s)
+                    await asyncio.wait_for(self._came_up.wait_for(lambda: bool(self._up())), timeout_s)
                 except TimeoutError:
                     names = ", ".join(self.generators)
                     raise NoGenerator(f"no generator answered within {timeout_s:.0f} s: {names}") from None
-                generator = self._choose(avoid)
+                generator = self._choose(avoid, together)
         assert generator is not None
         return generator
 
@@ -107,8 +125,12 @@ class Pool:
         """Sends it no requests until it answers a probe."""
         generator.up = False
 
-    def _choose(self, avoid: Collection[str]) -> Generator | None:
-        return min(self._up(), key=lambda generator: (generator.name in avoid, generator.load), default=None)
+    def _choose(self, avoid: Collection[str], together: Together | None) -> Generator | None:
+        def cost(generator: Generator) -> tuple[bool, int]:
+            spared = together.worth if together is not None and generator.name == together.generator else 0
+            return generator.name in avoid, generator.load - spared
+
+        return min(self._up(), key=cost, default=None)
 
     def _up(self) -> list[Generator]:
         """Raises the error that ended the probing: without it no generator could come up again."""

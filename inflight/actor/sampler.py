@@ -12,7 +12,7 @@ from inflight.actor.answers import Answers, SampleInProgress
 from inflight.actor.called import GroupLost, all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign
-from inflight.actor.pool import NoGenerator, Pool
+from inflight.actor.pool import NoGenerator, Pool, Together
 from inflight.arrays import Floats, Tokens
 from inflight.completions import TOO_LONG, Rejected, RetryableFailure, sampling
 from inflight.config import RolloutConfig
@@ -37,13 +37,16 @@ class Sampler:
         pool: Pool,
         *,
         longest_prompt: int,
+        together_from: int = 0,
         model: str = "",
     ) -> None:
-        """Without a `seed` requests have none. `longest_prompt`: most tokens of a prompt; `model`: a named adapter."""
+        """Without a `seed` requests have none. `longest_prompt`: most tokens of a prompt; `together_from`: from how
+        many on a group has one generator (0: never); `model`: a named adapter."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
         self._longest_prompt = longest_prompt
+        self._together_from = together_from
         request = sampling(config, foreign.vocabulary, model)
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
@@ -54,7 +57,9 @@ class Sampler:
         if len(prompt_ids) > self._longest_prompt:
             allowed = f"{self._longest_prompt} at most (rollout.max_prompt_tokens, generator.max_model_len)"
             raise GroupLost(TOO_LONG, f"{question.key}: {len(prompt_ids)} tokens, {allowed}")
-        answers = [self.answers.begin(prompt_ids) for _ in range(self._config.group_size)]
+        size = self._config.group_size
+        together = Together(worth=size) if 0 < self._together_from <= len(prompt_ids) else None
+        answers = [self.answers.begin(prompt_ids, together) for _ in range(size)]
         try:
             rollouts = await all_of(
                 [self._rollout(group_id, sample, question, prompt_ids, answer) for sample, answer in enumerate(answers)]

@@ -69,6 +69,9 @@ class RolloutConfig(Sampling):
     max_prompt_tokens: int = 0
     """Questions with longer prompts are left out and counted; 0: those that leave no room for a token within
     `generator.max_model_len`."""
+    together_from_tokens: int = 512
+    """Prompts of so many tokens or more are computed once: the samples of a group go to one generator, as long as it
+    has at most `group_size` requests more than another one. 0: never."""
     kept_tokens: int = 19
     """Size of the largest set of tokens left by min-p, top-k and top-p that is recorded with a token; for a larger one
     the trainer computes its own set (docs/decisions/007-kept-sets.md)."""
@@ -137,7 +140,7 @@ class RolloutConfig(Sampling):
             "0 for no limit, or 256 or more: Python itself takes some",
         )
         require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "above 0, at most 1")
-        require_fields(self, "rollout", "top_k min_p kept_tokens max_prompt_tokens", least=0)
+        require_fields(self, "rollout", "top_k min_p kept_tokens max_prompt_tokens together_from_tokens", least=0)
         require(self.min_p <= 1, "rollout.min_p", self.min_p, "0 to 1")
         require_fields(self, "rollout", "repetition_penalty")
         for name in ("presence_penalty", "frequency_penalty"):

@@ -123,6 +123,11 @@ class RunConfig:
         room = self.generator.max_model_len - 1
         return min(self.rollout.max_prompt_tokens or room, room)
 
+    @property
+    def together_from(self) -> int:
+        """Tokens of a prompt from which on a group's samples go to one generator; 0: never."""
+        return self.rollout.together_from_tokens if self.generator.prefix_caching else 0
+
     def generator_names(self) -> list[str]:
         """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""
         return [f"g{i}" for i in range(self.generator.count)]

@@ -47,6 +47,7 @@ class Room:
     """Everything around one actor: servers g0, g1, …, a buffer over the bus, the actor itself."""
 
     def __init__(self, tmp_path, servers, task=None, **kwargs):
+        self.routing = kwargs.pop("routing", {})
         self.config = make_config(tmp_path, **kwargs)
         (tmp_path / "bus").mkdir()
         self.path = tmp_path
@@ -71,7 +72,8 @@ class Room:
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
                 room = self.config.longest_prompt
                 seed = self.config.rollout.request_seed(0, self.config.gate.on_stale)
-                self.sampler = Sampler(self.config.rollout, seed, self.code, session, self.pool, longest_prompt=room)
+                routing = self.routing | {"longest_prompt": room}
+                self.sampler = Sampler(self.config.rollout, seed, self.code, session, self.pool, **routing)
                 self.actor = Actor(
                     "a0",
                     link,

@@ -45,7 +45,8 @@ class Packer:
     def __init__(self, manifest: Manifest, buffer: torch.Tensor) -> None:
         """Raises PackError for a buffer that does not fit."""
         self._slots = manifest.slots
-        self._views = list(unpack(manifest, buffer).values())
+        self.views = unpack(manifest, buffer)
+        """Name → its place in the buffer, in the parameter's shape and wire dtype."""
         self._grouped = buffer.is_cuda
 
     @torch.no_grad()
@@ -58,7 +59,7 @@ class Packer:
         """
         packed = 0
         small: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for (name, tensor), slot, view in zip(source, self._slots, self._views, strict=False):
+        for (name, tensor), slot, view in zip(source, self._slots, self.views.values(), strict=False):
             if name != slot.meta.name or tensor.shape != slot.meta.shape:
                 expected = f"{slot.meta.name} {slot.meta.shape}"
                 raise PackError(f"the manifest expects {expected}, got {name} {tuple(tensor.shape)}")

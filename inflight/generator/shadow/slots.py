@@ -87,6 +87,8 @@ class SlotShadow:
     def begin(self, manifest: Manifest) -> torch.Tensor:
         """The receive buffer, uint8 `[manifest.total_bytes]`, kept from version to version. Raises AdapterUnfit."""
         self.discard()
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)  # this thread's: waiting for the default one would wait for the steps
         if manifest != self._manifest:
             buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self._device)
             copies = {slot: self._plan(manifest, buffer, slot) for slot in self.slots}
@@ -102,9 +104,7 @@ class SlotShadow:
         else:
             assert self._swapped is not None
             self._swapped.synchronize()
-            _wait(torch.cuda.current_stream(self._device))  # a transport's, which has filled the buffer
-            with torch.cuda.stream(self._stream):
-                self._write(slot)
+            self._write(slot)
             _wait(self._stream)
         self._built = True
 

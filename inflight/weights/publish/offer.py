@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 
 import torch
 
@@ -24,14 +25,17 @@ class Offer:
         version: int,
         manifest: Manifest,
         buffer: torch.Tensor,
+        views: Mapping[str, torch.Tensor],
         fence: ReadFence,
         buffer_sums: BufferSums,
         *,
         finite_check: bool,
     ) -> None:
-        """`buffer` is uint8 `[manifest.total_bytes]`; packing into it may still be queued on the device, and `fence`
-        tells when that is done. `buffer_sums`: the buffer's checksums that the transports have computed."""
+        """`buffer` is uint8 `[manifest.total_bytes]`, `views` its parameters by name; packing into it may still be
+        queued on the device, and `fence` tells when that is done. `buffer_sums`: the buffer's checksums that the
+        transports have computed."""
         self.version, self.manifest, self.buffer = version, manifest, buffer
+        self._views = views
         self._fence, self._buffer_sums = fence, buffer_sums
         self._finite_check = finite_check
         self._lock = threading.Lock()
@@ -57,7 +61,7 @@ class Offer:
     def _require_finite(self) -> None:
         if self._finite_check:
             try:
-                require_finite(self.version, self.manifest, self.buffer)
+                require_finite(self.version, self._views)
             except NotFinite as error:
                 self.unsound = error
                 raise

@@ -243,9 +243,14 @@ class Publisher(Served):
         with self._fence.reading():
             self._packer.pack(self._source)
         return Offer(
-            version, self.manifest, self._buffer, self._fence, self._channels.buffer_sums,
+            version,
+            self.manifest,
+            self._buffer,
+            self._packer.views,
+            self._fence,
+            self._channels.buffer_sums,
             finite_check=self._config.finite_check,
-        )  # fmt: skip
+        )
 
     def _wait_for_buffer(self, started: float) -> None:
         patient_until = started + self._config.supersede_after_s

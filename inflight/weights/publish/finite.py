@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 
 import torch
-
-from inflight.messages import Manifest
-from inflight.weights.pack import unpack
 
 
 class NotFinite(ValueError):
@@ -15,15 +13,14 @@ class NotFinite(ValueError):
 
 
 @torch.no_grad()
-def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> None:
-    """Raises NotFinite when a parameter in the send buffer holds NaN or Inf.
+def require_finite(version: int, views: Mapping[str, torch.Tensor]) -> None:
+    """Raises NotFinite when a parameter in the send buffer holds NaN or Inf; `views` are its parameters by name.
 
     One pass: a sum of magnitudes in float32 is finite only if its terms are. A sum may overflow though all terms are
     finite, so a suspect parameter is checked again, element by element. On CUDA a few kernels sum all parameters, on a
     stream of their own, so that they do not wait for the training step in progress.
     """
-    views = unpack(manifest, buffer)
-    with _own_stream(buffer):
+    with _own_stream(next(iter(views.values())).device):
         sums: dict[str, torch.Tensor] = {}
         for dtype in {view.dtype for view in views.values()}:
             names = [name for name, view in views.items() if view.dtype is dtype]
@@ -41,5 +38,5 @@ def require_finite(version: int, manifest: Manifest, buffer: torch.Tensor) -> No
             raise NotFinite(f"version {version} is not sent: {what}")
 
 
-def _own_stream(buffer: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.stream(torch.cuda.Stream(buffer.device)) if buffer.is_cuda else contextlib.nullcontext()
+def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else contextlib.nullcontext()

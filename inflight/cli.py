@@ -66,9 +66,9 @@ def _eval(arguments: list[str]) -> int:
 
 
 def _patch(arguments: list[str]) -> int:
-    from inflight import patching
+    from inflight.patching import command
 
-    return patching.main(arguments)
+    return command.main(arguments)
 
 
 def _model(arguments: list[str]) -> int:

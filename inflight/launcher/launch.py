@@ -13,9 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from omegaconf import OmegaConf
 
@@ -23,9 +21,11 @@ from inflight import config as configuration
 from inflight.bus import BusError, Listener, Received
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
-from inflight.launcher import devices, environment
+from inflight.launcher import environment
+from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.launcher.last_words import last_words
+from inflight.launcher.interrupt import Interrupt
+from inflight.launcher.outcome import RunOutcome, report
 from inflight.launcher.preflight import ready_to_start, with_data
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
@@ -33,49 +33,16 @@ from inflight.launcher.resume import resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
 from inflight.processes import Command, Ended, Processes
-from inflight.surroundings import allow_open_files, computing, foreign
-from inflight.trainer.checkpoint import index
+from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
 
 POLL_S = 0.2
-LOG_LINES = 20
 ENDS_A_RUN = (DONE, DATA_ENDED, STOPPED)
 """Exit codes with which a trainer has ended the run by itself; any other code is a failure."""
 ASKS = ("actor", "evaluator")
 """Kinds of processes that end by themselves when the trainer reports the end of the run."""
 FAREWELL_S = 30.0
 """Seconds for which the trainer may outlive processes that exited after its Finish message."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunOutcome:
-    """How a run ended: by the trainer, by a process that failed, or by a signal."""
-
-    trainer: Ended | None = None
-    """The trainer, if it ended the run by itself: all steps are done, the data has ended, or it was asked to stop."""
-    failed: Ended | None = None
-    note: str = ""
-    """A remark about the process that failed."""
-    interrupted: signal.Signals | None = None
-
-    @property
-    def text(self) -> str:
-        """How it ended, in words."""
-        if self.interrupted is not None:
-            return f"stopped by {self.interrupted.name}"
-        if self.failed is not None:
-            return f"failed: {self.failed}{self.note}"
-        ends = {DONE: "complete", DATA_ENDED: "out of data", STOPPED: "stopped"}
-        return ends[DONE if self.trainer is None else self.trainer.code]
-
-    @property
-    def code(self) -> int:
-        """Exit code of the launcher."""
-        if self.interrupted is not None:
-            return 128 + self.interrupted
-        if self.failed is not None:
-            return BAD_INPUT if self.failed.code == BAD_INPUT else GIVEN_UP
-        return DONE if self.trainer is None else self.trainer.code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # for example a full disk
         print(f"inflight launch: the run can't be started or watched: {error}", file=sys.stderr)
         return GIVEN_UP
-    except KeyboardInterrupt:  # before anything was started; afterwards _Interrupt handles it
+    except KeyboardInterrupt:  # before anything was started; afterwards Interrupt handles it
         print("inflight launch: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
 
@@ -129,7 +96,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             if config.resume:
                 print(", ".join([f"resuming from step {config.start_version}", *anew]), flush=True)
             outcome, late = _run(config, commands, folder, listener)
-    _report(config, outcome, late)
+    report(config, outcome, late)
     return outcome.code
 
 
@@ -137,7 +104,7 @@ def _run(
     config: RunConfig, commands: Sequence[Command], folder: RunFolder, listener: Listener
 ) -> tuple[RunOutcome, list[str]]:
     """Starts the processes and waits for the end. Returns how the run ended, and the names that had to be killed."""
-    interrupt = _Interrupt()
+    interrupt = Interrupt()
     with (
         View(Progress(config), line_every_s=config.launch.line_every_s) as view,
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
@@ -152,63 +119,8 @@ def _run(
         return outcome, processes.stop()
 
 
-def usual_commands(config: RunConfig) -> list[Command]:
-    """The trainer's ranks, the generators, the actors and, where versions are evaluated, an evaluator: with their logs,
-    threads, cores and GPUs.
-
-    Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
-    """
-    run_dir = config.run_dir
-    devices.require_cores(config)
-    there = devices.available()
-    devices.require_exportable(config, there, os.environ)
-    seen = devices.assign(config, there)
-
-    def command(name: str, kind: str, arguments: Sequence[str], threads: int) -> Command:
-        cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
-        return Command(
-            name=name,
-            kind=kind,
-            argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
-            log=config.path / "logs" / f"{name}.log",
-            environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
-            cores=tuple(cores),
-        )
-
-    trainer, generator = config.trainer.threads, config.generator.threads
-    further = list(enumerate(config.rank_names()))[1:]
-    return [
-        command("trainer", "trainer", ["trainer"], trainer),
-        *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
-        *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
-        *(command(name, "actor", ["actor", "--name", name], 1) for name in config.rollout.actor_names()),
-        *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
-    ]
-
-
-class _Interrupt:
-    """While entered, records Ctrl-C, SIGTERM and SIGHUP instead of dying from them."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-
-    def __enter__(self) -> _Interrupt:
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so does this process then
-            numbers.append(signal.SIGHUP)  # sent when the terminal is closed
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-
 def _watch(
-    processes: Processes, listener: Listener, view: View, interrupt: _Interrupt, restarts: Restarts
+    processes: Processes, listener: Listener, view: View, interrupt: Interrupt, restarts: Restarts
 ) -> RunOutcome:
     """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
@@ -249,52 +161,3 @@ def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequ
             view.heard(event.peer, event.message.values)
             restarts.heard(event.peer, event.message.values)
         event = listener.receive(0)
-
-
-def _report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
-    grace = config.launch.stop_grace_s
-    for name in late:
-        text = f"{name} did not stop within {grace} s, killed"
-        if outcome.interrupted is not None:  # no failure: a trainer's step can take longer than the grace period
-            lost = "; its work since the last checkpoint is lost and will be repeated" if name == "trainer" else ""
-            text = f"{name} was busy when it was asked to stop and was killed after {grace} s, as planned{lost}"
-        print(f"inflight launch: {text}", file=sys.stderr)
-    if (config.path / "metrics.jsonl").exists():
-        _summarize(config)
-        _write_page(config, outcome)
-    if outcome.failed is not None:
-        command = outcome.failed.command
-        for line in last_words(command.log, LOG_LINES):
-            print(f"  {command.name} | {line}", file=sys.stderr)
-        print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
-    if outcome.trainer is not None and outcome.trainer.code != DONE:
-        for line in last_words(outcome.trainer.command.log, 1):
-            print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
-    if outcome.code and (checkpoint := index.newest(config.path)) is not None:
-        print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} resumes from it")
-    if outcome.interrupted is not None:
-        print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
-
-
-def _summarize(config: RunConfig) -> None:
-    """Reports a failure in one line: a failed run may have damaged files, and its own error must still be shown."""
-    from inflight.report import summary
-
-    try:
-        result = summary.summarize(config.path)
-        summary.write(config.path, result)
-        print(summary.table(result), flush=True)
-    except (ValueError, OSError) as error:
-        print(f"inflight launch: no summary: {error}", file=sys.stderr)
-
-
-def _write_page(config: RunConfig, outcome: RunOutcome) -> None:
-    """As above: what keeps the page from being written is one line, and the run's exit code stays what it is."""
-    from inflight.report.html import page
-
-    target = config.path / page.REPORT_FILE
-    try:
-        page.write([config.path], target, outcome.text)
-        print(f"report      {target}", flush=True)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
-        print(f"inflight launch: no report: {' '.join(str(error).split())}", file=sys.stderr)

@@ -9,8 +9,9 @@ from pathlib import Path
 from inflight import models
 from inflight.bus import BusError
 from inflight.config import ConfigError
+from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.launcher.launch import launch, usual_commands
+from inflight.launcher.launch import launch
 from inflight.launcher.run_folder import LaunchError
 from inflight.trainer.checkpoint.index import CheckpointError
 

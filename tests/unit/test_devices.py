@@ -6,9 +6,9 @@ import pytest
 
 from inflight.config import ConfigError
 from inflight.launcher import devices
+from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.devices import assign, available, require_exportable, require_gpu
-from inflight.launcher.launch import usual_commands
 
 
 def run(count: int = 1, ranks: int = 1):

@@ -23,9 +23,10 @@ from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
 from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED
 from inflight.launcher import launch as launching
 from inflight.launcher import preflight, run_folder
+from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.last_words import last_lines, last_words
-from inflight.launcher.launch import LaunchError, launch, usual_commands
+from inflight.launcher.launch import LaunchError, launch
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
 from inflight.messages import Status

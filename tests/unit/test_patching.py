@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from inflight import patching, resources
-from inflight.patching import PatchError, PatchState
+from inflight.patching import PatchError, PatchState, command, replacing
+from inflight.patching.diff import parse
 
 VERSION = "0.9.1"
 ENGINE = "".join(f"line {number}\n" for number in range(1, 61))
@@ -139,7 +140,7 @@ def test_a_write_that_fails_midway_leaves_all_as_it_was(
 ) -> None:
     if patched:
         patching.apply(site)
-    before, put, calls = contents(site), patching._put, 0
+    before, put, calls = contents(site), replacing._put, 0
 
     def failing(staged: Path | None, file: Path) -> None:
         nonlocal calls
@@ -148,7 +149,7 @@ def test_a_write_that_fails_midway_leaves_all_as_it_was(
             raise OSError(28, "No space left on device")
         put(staged, file)
 
-    monkeypatch.setattr(patching, "_put", failing)
+    monkeypatch.setattr(replacing, "_put", failing)
     with pytest.raises(OSError, match="No space left"):
         (patching.revert if patched else patching.apply)(site)
     assert contents(site) == before  # nor did a temporary file stay
@@ -220,10 +221,10 @@ def test_a_patch_that_can_not_be_applied_exactly_says_so(site: Path, patches: Pa
 
 def test_the_command_tells_state_and_code(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = ["--path", str(site)]
-    assert patching.main(["check", *path]) == 1
-    assert patching.main(["apply", *path]) == 0
-    assert patching.main(["check", *path]) == 0
-    assert patching.main(["revert", *path]) == 0
+    assert command.main(["check", *path]) == 1
+    assert command.main(["apply", *path]) == 0
+    assert command.main(["check", *path]) == 0
+    assert command.main(["revert", *path]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(": ")[1] for line in lines] == [
         "pristine",
@@ -232,7 +233,7 @@ def test_the_command_tells_state_and_code(site: Path, capsys: pytest.CaptureFixt
         "pristine, was patched",
     ]
     (site / "vllm/engine.py").write_text("")
-    assert patching.main(["apply", *path]) == 2
+    assert command.main(["apply", *path]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("inflight patch: ")
     assert errors.count("\n") == 1
@@ -242,6 +243,6 @@ def test_every_patch_that_ships_can_be_read() -> None:
     versions = patching.supported_versions()
     assert versions == ["0.26.0", "0.32.0", "0.33.0"]
     for version in versions:
-        files = patching.parse((resources.folder("patches") / f"vllm-{version}.patch").read_bytes())
+        files = parse((resources.folder("patches") / f"vllm-{version}.patch").read_bytes())
         marker = next(file for file in files if file.path == "vllm/inflight_patch.py")
         assert f'VLLM_VERSION = "{version}"\n'.encode() in marker.applied(b"")

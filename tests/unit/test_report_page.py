@@ -6,11 +6,13 @@ import fcntl
 import html.parser
 import json
 import re
+import signal
 
 import pytest
 from report_samples import HOSTILE, make_one, make_run
 
 from inflight.cli import main
+from inflight.config import load
 from inflight.metrics import METRICS_FILE, JsonLines
 from inflight.report.html import bands, page, series
 from inflight.report.html.data import of_run
@@ -308,10 +310,10 @@ def test_a_disk_that_is_full_leaves_the_page_before(run, monkeypatch):
 
 
 def test_a_launcher_writes_it_and_keeps_its_exit_code_where_it_cannot(run, capsys, monkeypatch):
-    from inflight.launcher import launch
+    from inflight.launcher import outcome
 
-    config = launch.configuration.load(run)
-    launch._write_page(config, launch.RunOutcome(interrupted=launch.signal.SIGINT))
+    config = load(run)
+    outcome._write_page(config, outcome.RunOutcome(interrupted=signal.SIGINT))
     assert capsys.readouterr().out == f"report      {run / 'report.html'}\n"
     assert data_of((run / "report.html").read_text())["runs"][0]["state"] == "stopped by SIGINT, 3 of 3 steps"
 
@@ -319,7 +321,7 @@ def test_a_launcher_writes_it_and_keeps_its_exit_code_where_it_cannot(run, capsy
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(page.os, "replace", full)
-    launch._write_page(config, launch.RunOutcome())
+    outcome._write_page(config, outcome.RunOutcome())
     assert capsys.readouterr().err.startswith("inflight launch: no report: ")
 
 

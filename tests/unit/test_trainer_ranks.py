@@ -21,9 +21,9 @@ from test_trainer_run import PPO, FakeActor, Run
 from inflight.bus import Listener
 from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
 from inflight.exits import STOPPED
+from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.devices import assign
-from inflight.launcher.launch import usual_commands
 from inflight.trainer.__main__ import main
 from inflight.trainer.checkpoint import index
 

@@ -1,0 +1,46 @@
+"""The processes of a run: command lines, logs, threads, cores and GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from inflight.config import RunConfig
+from inflight.launcher import devices
+from inflight.processes import Command
+from inflight.surroundings import computing
+
+
+def usual_commands(config: RunConfig) -> list[Command]:
+    """The trainer's ranks, the generators, the actors and, where versions are evaluated, an evaluator: with their logs,
+    threads, cores and GPUs.
+
+    Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
+    """
+    run_dir = config.run_dir
+    devices.require_cores(config)
+    there = devices.available()
+    devices.require_exportable(config, there, os.environ)
+    seen = devices.assign(config, there)
+
+    def command(name: str, kind: str, arguments: Sequence[str], threads: int) -> Command:
+        cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
+        return Command(
+            name=name,
+            kind=kind,
+            argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
+            log=config.path / "logs" / f"{name}.log",
+            environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
+            cores=tuple(cores),
+        )
+
+    trainer, generator = config.trainer.threads, config.generator.threads
+    further = list(enumerate(config.rank_names()))[1:]
+    return [
+        command("trainer", "trainer", ["trainer"], trainer),
+        *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
+        *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
+        *(command(name, "actor", ["actor", "--name", name], 1) for name in config.rollout.actor_names()),
+        *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
+    ]

@@ -71,8 +71,8 @@ def serve(config: DictConfig, directory: Path, port: int, log: Path) -> Process:
     return Process(["-m", "vllm.entrypoints.openai.api_server", *flags], log, environment)
 
 
-def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path) -> tuple[Any, Any]:
-    """TRL's trainer for `arm_s` seconds; itself, and the callback that kept weights and time."""
+def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path, **parts: Any) -> tuple[Any, Any]:
+    """TRL's trainer for `arm_s` seconds; itself, and the callback that kept weights and time. `parts` go to it."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
@@ -102,6 +102,7 @@ def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path) ->
         train_dataset=Dataset.from_dict({"prompt": prompts, "index": list(range(QUESTIONS))}),
         processing_class=tokenizer,
         callbacks=[clock],
+        **parts,
     )
     trainer.train()
     return trainer, clock

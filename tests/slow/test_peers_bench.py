@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import queue
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 pytestmark = pytest.mark.slow
 
@@ -35,3 +39,64 @@ def test_every_arm_trains_and_delivers_the_trainers_weights(tmp_path):
     assert arms["abort_resume"]["generator_paused_share"] > 0.0
     table = (tmp_path / "table.md").read_text()
     assert all(f"| {name} | 1 |" in table for name in ARMS)
+
+
+class Rollouts:
+    """Finished samples in the place of TRL's rollout process."""
+
+    def __init__(self):
+        from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
+
+        self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
+        random = np.random.default_rng(0)
+        for number in range(400):
+            tokens = np.concatenate([[3, 4, 5], random.integers(3, 16, 20)])
+            self.rollout_buffer.put(
+                RolloutSample(
+                    prompt=[], completion=[], input_ids=tokens, completion_mask=np.array([0] * 3 + [1] * 20),
+                    old_log_probs=np.array([0.0] * 3 + [-2.8] * 20), advantage=number % 4 - 1.5, model_version=1 << 20,
+                    group_id=number // 4, metrics={"reward": 0.5},
+                )
+            )  # fmt: skip
+
+    def start(self): ...
+    def stop(self): ...
+    def check_health(self): ...
+    def update_model_version(self, version): ...
+
+
+class Transfer:
+    """Counts the weights that TRL sends."""
+
+    def __init__(self):
+        self.sent = []
+
+    def init_weight_transfer(self): ...
+    def pause(self): ...
+    def resume(self): ...
+    def destroy(self): ...
+    def send_weights(self, weights):
+        self.sent.append(sum(1 for _ in weights))
+
+
+def test_trls_trainer_trains_with_torchs_attention_and_its_time_is_kept(tmp_path, monkeypatch):
+    from bench.peers.async_grpo import evaluate, train
+    from inflight.launcher.compose import compose
+    from inflight.models import prepare
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")  # TRL asks for it without CUDA too
+    common = OmegaConf.load("bench/configs/peers_cpu.yaml").common
+    run = compose("tiny", [*common, f"run_dir={tmp_path}"])
+    config = OmegaConf.create({"device": "cpu", "arm_s": 2.0, "snapshot_s": 0.5})
+    transfer, directory = Transfer(), prepare("tiny")
+    parts = {"rollout_worker": Rollouts(), "weight_transfer": transfer}
+    trainer, clock = train(config, run, directory, "http://127.0.0.1:1", tmp_path, **parts)
+    history = [entry for entry in trainer.state.log_history if "perf/rollout_wait_s" in entry]
+    figures = clock.figures(history)
+    assert figures["steps"] == len(history) >= 1
+    assert len(transfer.sent) == 1 + len(history), "the start weights, and those of each step"
+    assert set(transfer.sent) == {len(list(trainer.model.named_parameters()))}
+    assert figures["tokens_per_s"] == pytest.approx(160 * len(history) / clock.lasted_s), "8 samples of 20 tokens"
+    assert 0 < figures["publishing_share"] < 1
+    rewards = evaluate(run, directory, "cpu", clock.snapshots[-1:])
+    assert [at for at, _ in rewards] == [0.0, clock.snapshots[-1][0]]

@@ -50,10 +50,9 @@ async def work(config: RunConfig, name: str) -> bool:
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
             async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
-                seed = config.rollout.request_seed(config.seed, config.gate.on_stale)
                 sampler = Sampler(
                     config.rollout,
-                    seed,
+                    config.request_seed,
                     code,
                     session,
                     pool,

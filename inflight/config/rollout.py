@@ -82,8 +82,9 @@ class RolloutConfig(Sampling):
     ignore_eos: bool = False
     """Continue after the model's end tokens, up to `max_tokens`."""
     seeds: str = "auto"
-    """Whether each request has a sampling seed of its own, which costs vLLM a Python loop per step. `auto`: if
-    `gate.on_stale` is `retry`, which samples a question again with the same seeds; `always`, `never`."""
+    """Whether each request has a sampling seed of its own, which costs vLLM a Python loop per step. `auto`: where a
+    question may be sampled again for being stale (`gate.on_stale=retry`, not with `trainer.synchronous`); `always`,
+    `never`."""
     actors: int = 1
     """Processes that request and score answers. Each question goes to the actor that has the fewest in flight; a run
     may resume with another number of them."""
@@ -149,11 +150,6 @@ class RolloutConfig(Sampling):
     def actor_names(self) -> list[str]:
         """`a0`, `a1`, …: the names of actors in messages and logs."""
         return [f"a{index}" for index in range(self.actors)]
-
-    def request_seed(self, seed: int, on_stale: str) -> int | None:
-        """What the sampling seeds of requests are derived from, given the run's `seed` and `gate.on_stale`; None:
-        requests have no seed."""
-        return seed if self.seeds == "always" or (self.seeds == "auto" and on_stale == "retry") else None
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,12 @@ class RunConfig:
         """Tokens of a prompt from which on a group's samples go to one generator; 0: never."""
         return self.rollout.together_from_tokens if self.generator.prefix_caching else 0
 
+    @property
+    def request_seed(self) -> int | None:
+        """What the sampling seeds of requests are derived from; None: requests have no seed."""
+        again = self.gate.on_stale == "retry" and not self.trainer.synchronous
+        return self.seed if self.rollout.seeds == "always" or (self.rollout.seeds == "auto" and again) else None
+
     def generator_names(self) -> list[str]:
         """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""
         return [f"g{i}" for i in range(self.generator.count)]

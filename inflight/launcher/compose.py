@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from inflight.config import ConfigError, RunConfig, require, schema
+from inflight.config.refused import REFUSED
 from inflight.launcher.chosen import chosen
 from inflight.resources import folder
 
@@ -84,6 +85,8 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
 def _unknown(full_key: str, kind: type, groups: Sequence[str]) -> str:
     """An error for a key that `kind` has no field for, with the closest name, else all names; `groups` are top
     level."""
+    if full_key in REFUSED:
+        return f"{full_key} is not an option: {REFUSED[full_key]}"
     section, _, key = full_key.rpartition(".")
     names = [each.name for each in fields(kind)] + ([] if section else list(groups))
     near = difflib.get_close_matches(key, names, n=1)

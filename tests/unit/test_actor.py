@@ -71,7 +71,7 @@ class Room:
                 link = stack.enter_context(Link(self.config.endpoint("rollouts"), "a0", self.config.bus))
             async with aiohttp.ClientSession() as session, Pool(session, list(self.urls), self.url_of) as self.pool:
                 room = self.config.longest_prompt
-                seed = self.config.rollout.request_seed(0, self.config.gate.on_stale)
+                seed = self.config.request_seed
                 routing = self.routing | {"longest_prompt": room}
                 self.sampler = Sampler(self.config.rollout, seed, self.code, session, self.pool, **routing)
                 self.actor = Actor(

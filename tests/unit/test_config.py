@@ -60,6 +60,8 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
         ("trainer.stesp=3", r"^trainer\.stesp is not known; did you mean trainer\.steps\?$"),
         ("trainer.objective.nme=x", r"did you mean trainer\.objective\.name\?$"),
         ("audit.why=1", r"^audit\.why is not known; known: keep_versions$"),
+        ("rollout.min_tokens=2", r"^rollout\.min_tokens is not an option: vLLM excludes the end tokens .* `length`$"),
+        ("rollout.bad_words=[a]", r"^rollout\.bad_words is not an option: .*; the log-probabilities that vLLM records"),
         ("machin=cpu", r"^machin is not known; did you mean machine\?$"),
         ("machine=toaster", r"machine/toaster'; there are: cpu, gpu$"),
         ("run_dir=", "run_dir='' is not allowed: a folder"),

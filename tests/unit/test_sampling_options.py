@@ -11,6 +11,7 @@ from test_actor import play, quick  # noqa: F401 - fixtures
 from inflight.completions import sampling
 from inflight.config import ConfigError, GeneratorConfig, RolloutConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values
+from inflight.launcher.compose import compose
 
 
 def test_only_what_is_set_is_asked_for():
@@ -34,11 +35,17 @@ def test_bounds(options, says):
 
 
 @pytest.mark.parametrize(
-    ("seeds", "on_stale", "wanted"),
-    [("auto", "retry", 0), ("auto", "drop", None), ("always", "drop", 0), ("never", "retry", None)],
+    ("options", "wanted"),
+    [
+        ([], 7),
+        (["gate.on_stale=drop"], None),
+        (["trainer.synchronous=true", "gate.max_lag=0"], None),
+        (["gate.on_stale=drop", "rollout.seeds=always"], 7),
+        (["rollout.seeds=never"], None),
+    ],
 )
-def test_seeds_are_for_questions_that_are_sampled_again(seeds, on_stale, wanted):
-    assert RolloutConfig(seeds=seeds).request_seed(0, on_stale) == wanted
+def test_seeds_are_for_questions_that_are_sampled_again(options, wanted):
+    assert compose("tiny", ["seed=7", *options]).request_seed == wanted
 
 
 @pytest.mark.parametrize(("seeds", "has"), [("never", False), ("always", True)])

@@ -14,6 +14,8 @@ SWAPS_FILE = "swaps.jsonl"
 """One line per version and generator."""
 EVAL_FILE = "eval.jsonl"
 """One line per evaluation."""
+SUMMARY_FILE = "summary.json"
+"""The result of the run, once it has ended."""
 
 
 class JsonLines:

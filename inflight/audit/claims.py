@@ -12,6 +12,7 @@ import numpy as np
 from inflight.audit.evidence import Misses
 from inflight.audit.replay import KeptVersions, Sequenced
 from inflight.audit.segments import UNKNOWN, Segment, TagError, segments
+from inflight.groups import MAX_VOCABULARY
 from inflight.types import Rollout, versions_of_tokens
 
 
@@ -69,19 +70,23 @@ class Claims:
     """Tokens of rollouts that lost a generator, which alone knew the version under which it had written their KV."""
 
     @classmethod
-    def of(cls, rollouts: Iterable[Rollout], kept: KeptVersions) -> Claims:
-        """Sorts rollouts by whether they can be replayed."""
+    def of(cls, rollouts: Iterable[Rollout], kept: KeptVersions, vocabulary: int = MAX_VOCABULARY) -> Claims:
+        """Sorts rollouts by whether they can be replayed, by a model with a vocabulary of so many tokens."""
         claims = cls()
         for rollout in rollouts:
-            claims._add(rollout, kept)
+            claims._add(rollout, kept, vocabulary)
         return claims
 
-    def _add(self, rollout: Rollout, kept: KeptVersions) -> None:
+    def _add(self, rollout: Rollout, kept: KeptVersions, vocabulary: int) -> None:
         length = len(rollout.turn.token_ids)
         try:
             passes = segments(rollout)
             if len(rollout.turn.logprobs) != length:
                 raise TagError(f"{len(rollout.turn.logprobs)} log-probabilities for {length} tokens")
+            if rollout.turn.kept is not None and len(rollout.turn.kept) != length:
+                raise TagError(f"{len(rollout.turn.kept)} kept sets for {length} tokens")
+            if strange := _strange_ids(rollout, vocabulary):
+                raise TagError(f"token id {strange[0]}, and the model's vocabulary has {vocabulary} tokens")
         except TagError as error:
             self.contradictions[rollout.rollout_id] = str(error)
             return
@@ -144,6 +149,12 @@ class ReplayedTokens:
         chosen = chosen & np.isfinite(self.recorded - self.replayed)
         size = np.abs(self.recorded - self.replayed)[chosen]
         return Misses(size, self.recorded[chosen], self.prompt[chosen])
+
+
+def _strange_ids(rollout: Rollout, vocabulary: int) -> list[int]:
+    turn = rollout.turn
+    ids = (rollout.prompt_ids.values, turn.token_ids.values, *([] if turn.kept is None else [turn.kept.ids]))
+    return [token for each in ids for token in each[(each < 0) | (each >= vocabulary)].tolist()]
 
 
 def _kept(rollout: Rollout) -> Sequence[Sequence[int]]:

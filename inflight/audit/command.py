@@ -20,6 +20,7 @@ from inflight.audit.replay import AuditError, KeptVersions, Replayer, Transforme
 from inflight.audit.report import AuditOutcome, AuditReport, Completeness
 from inflight.audit.text import text
 from inflight.config import ConfigError, RunConfig, load
+from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE
 from inflight.models import ModelError, prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import StreamError
@@ -150,6 +151,7 @@ def run(
             replayer = AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)
         else:
             replayer = TransformersReplayer(model_dir, kept, sampling, **passes)
+    replayer.rounding = config.model.dtype if dtype == "float32" else dtype
     report = judge(run_dir, config, record, replayer, kept, tolerance=tolerance, alternatives=stories, dtype=dtype)
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report
@@ -174,16 +176,21 @@ def judge(
         recorded_in=config.model.dtype,
         tolerance=tolerance,
         alternatives=alternatives,
-        complete=_completeness(record, run_dir, config),
+        complete=_completeness(record, run_dir, config, kept),
     )
 
 
-def _completeness(record: RecordedRollouts, run_dir: Path, config: RunConfig) -> Completeness:
+def _completeness(record: RecordedRollouts, run_dir: Path, config: RunConfig, kept: KeptVersions) -> Completeness:
     size, start = config.rollout.group_size, config.start_version
-    unknown = counts.unknown(run_dir)
+    try:
+        told = counts.Told.read(run_dir, kept.newest)
+        unknown = counts.unknown(told)
+        wrong = counts.faults(record.census, told, group_size=size, start_version=start)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = f"{METRICS_FILE}, {SWAPS_FILE} or {SUMMARY_FILE}"
+        raise AuditError(f"{run_dir}: {names} is damaged: {error!r}") from None
     if record.torn:
         unknown.append(f"the rollout file's tail is torn: {record.torn}")
-    wrong = counts.faults(record.census, run_dir, group_size=size, start_version=start)
     return Completeness(wrong=wrong, unknown=unknown)
 
 

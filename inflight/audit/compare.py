@@ -46,7 +46,7 @@ class Auditor:
     ) -> AuditReport:
         """The report of these rollouts. `dtype` is that of the replay's computation, `recorded_in` the engine's (the
         coarsest if it is unknown). Raises AuditError when a version's file is damaged."""
-        claims = Claims.of(rollouts, self._kept)
+        claims = Claims.of(rollouts, self._kept, self._replayer.vocabulary)
         whole = claims.whole
         sampling = self._replayer.sampling
         tokens = ReplayedTokens.of(whole, self._logprobs(whole), sampling.cuts)
@@ -59,6 +59,7 @@ class Auditor:
         previous = previous_of(segment.version for claim in whole for segment in claim.passes)
         # With almost no noise, least squares would depend on the few tokens that a story moves most.
         judge = vote if exact or tolerance is not None else estimate
+        hidden = rule.hidden(tokens, self._replayer.rounds_alike)
         fits = agreement.agrees and not (unalike is not None and unalike.wrong)
         return AuditReport(
             run=run,
@@ -66,6 +67,7 @@ class Auditor:
             recorded_in=recorded_in,
             exact=exact,
             tolerance=tolerance,
+            hidden=hidden,
             rollouts=len(whole),
             prompts=len(np.unique(tokens.prompt)),
             swaps=sum(claim.swaps for claim in whole),
@@ -199,6 +201,16 @@ class _Rule:
             tokens.recorded[chosen], tokens.replayed[chosen], self.dtype,
             temperature=self.temperature, prompt=tokens.prompt[chosen], cut=tokens.cut[chosen], most=self.tolerance,
         )  # fmt: skip
+
+    def hidden(self, tokens: ReplayedTokens, alike: bool) -> str | None:
+        """Why a single wrong token may hide within the tolerance: the difference that rounding does not explain."""
+        if self.tolerance is None or not len(tokens):
+            return None
+        if alike:
+            differ = int((tokens.off > 0).sum())
+            return f"{differ} tokens do not come out alike" if differ else None
+        problems = replace(self, tolerance=None).agreement(tokens, np.ones(len(tokens), dtype=bool)).problems
+        return problems[0] if problems else None
 
     def of_part(self, tokens: ReplayedTokens, chosen: np.ndarray) -> Agreement | None:
         """None when there are too few tokens to judge a part of the run by itself."""

@@ -88,7 +88,8 @@ class EngineReplayer(Replayer):
         ]
         for job, segment, logits in zip(jobs, segments, self._engine.run(passes, alone=alone), strict=True):
             if segment.scored != segment.end:
-                logprobs = processed_logprobs(logits[None], self.sampling, job.sampled(segment, logits.device))
+                known = self._recorded(job, segment, logits[None])
+                logprobs = processed_logprobs(logits[None], self.sampling, known)
                 job.logprobs.append(float(logprobs[0, job.tokens[segment.end]]))
             if isinstance(job, Trial):
                 job.judge()

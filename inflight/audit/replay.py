@@ -13,8 +13,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from inflight.agreement import STEP
+from inflight.audit.kept import plausible
 from inflight.audit.segments import Segment
 from inflight.sampling import Recorded, Sampling, processed_logprobs
+
+EDGE_ALIKE, EDGE_STEPS = 1e-5, 300.0
+"""By how much rounding may move a logit at the edge of a truncation: in nats in the kernels that recorded, which sum
+probabilities in another order; elsewhere in rounding steps (agreement.py, which allows 50 where the median is 1)."""
 
 
 class AuditError(ValueError):
@@ -42,6 +48,12 @@ class KeptVersions:
     def has(self, version: int) -> bool:
         """Whether its weights were kept."""
         return self.path(version).is_file()
+
+    @property
+    def newest(self) -> int | None:
+        """The highest version whose weights were kept."""
+        numbers = (int(path.stem) for path in self.folder.glob("*.safetensors") if path.stem.isdigit())
+        return max(numbers, default=None)
 
     def load(self, version: int) -> dict[str, torch.Tensor]:
         """Checkpoint name → tensor in its wire dtype. Raises AuditError when the file can't be read."""
@@ -98,6 +110,8 @@ class Replayer(ABC):
     """Whether the kernels are those that recorded, so that sound tokens come out bit for bit alike."""
     token_by_token = False
     """Whether each sampled token has a pass of its own, as in an engine."""
+    rounding = "float32"
+    """The coarser dtype of record and replay, which decides what kept sets are plausible."""
 
     def __init__(self, model_dir: Path, kept: KeptVersions, sampling: Sampling) -> None:
         """The run's model, the weights that it kept, and its sampling options."""
@@ -110,6 +124,7 @@ class Replayer(ABC):
             model = AutoModelForCausalLM.from_config(self.config)
         self._output_name = _name_of(model, model.get_output_embeddings().weight)
         self._input_name = _name_of(model, model.get_input_embeddings().weight)
+        self.vocabulary = len(model.get_input_embeddings().weight)
         self._last: tuple[int, dict[str, torch.Tensor]] | None = None
         self.same: set[tuple[int, int]] = set()
         """Pairs of versions, loaded one after the other, whose weights are bit-identical."""
@@ -127,6 +142,12 @@ class Replayer(ABC):
         """For sequences that did not come out as recorded: the log-probabilities of other passes under the same tags,
         which the engine may have run as well and which match the record; None if there are none."""
         return [None for _ in sequences]
+
+    def _recorded(self, job: Job, segment: Segment, logits: torch.Tensor) -> Recorded:
+        """The recorded data of the tokens that a pass has sampled from these logits [N, V], as far as it is
+        plausible."""
+        slack = EDGE_ALIKE if self.rounds_alike else EDGE_STEPS * STEP[self.rounding]
+        return plausible(logits, self.sampling, job.sampled(segment, logits.device), slack / self.sampling.temperature)
 
     @torch.inference_mode()
     def _run_all(self, jobs: Sequence[Job], stale: Stale | None = None) -> None:
@@ -224,7 +245,7 @@ class TransformersReplayer(Replayer):
         ids = torch.tensor([job.tokens[segment.start : segment.end]], device=self._device)
         output = self._model(ids, past_key_values=cache, use_cache=True, logits_to_keep=max(scored, 1))
         if scored:
-            known = job.sampled(segment, self._device)
+            known = self._recorded(job, segment, output.logits[0])
             logprobs = processed_logprobs(output.logits[0], self.sampling, known)
             job.logprobs.extend(logprobs.gather(1, known.chosen[:, None])[:, 0].tolist())
         return cache

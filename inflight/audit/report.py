@@ -102,6 +102,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """Whether single tokens can be judged: both are float32, or the kernels are the engine's."""
     tolerance: float | None
     """Largest difference allowed; None when the dtype's rounding decides."""
+    hidden: str | None = None
+    """With a tolerance: the differences within it that rounding does not explain."""
     rollouts: int
     """Number of rollouts that were replayed in full."""
     prompts: int
@@ -159,6 +161,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     def open(self) -> list[str]:
         """Why it is not shown that all is right, one line each, apart from faults."""
         found = list(self.complete.unknown)
+        if self.hidden is not None:
+            found.append(f"a wrong token may be within --tolerance {self.tolerance:g}: {self.hidden}")
         if not self.exact:
             found.append(
                 f"single tokens can't be judged in {self.recorded_in}, which rounds: the differences are "

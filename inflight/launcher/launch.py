@@ -29,7 +29,7 @@ from inflight.launcher.outcome import RunOutcome, report
 from inflight.launcher.preflight import ready_to_start, with_data
 from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
-from inflight.launcher.resume import resumed_config, set_anew
+from inflight.launcher.resume import forget_end, resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
 from inflight.processes import Command, Ended, Processes
@@ -95,6 +95,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
                 print(f"the processes of the run do not inherit {', '.join(dropped)}", flush=True)
             if config.resume:
                 print(", ".join([f"resuming from step {config.start_version}", *anew]), flush=True)
+                forget_end(config)
             outcome, late = _run(config, commands, folder, listener)
     report(config, outcome, late)
     return outcome.code

@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig, require, schema
+from inflight.metrics import SUMMARY_FILE
 
 OF_EACH_START = ("run_dir", "resume", "checkpoint")
 """Options that are always taken from the new start."""
@@ -43,6 +44,11 @@ def set_anew(now: RunConfig) -> list[str]:
         if name not in OF_EACH_START and OmegaConf.select(ours, name) != OmegaConf.select(theirs, name)
     }
     return [f"{name}={value}" for name, value in values.items()]
+
+
+def forget_end(config: RunConfig) -> None:
+    """Removes the result that the run's last end has left: it counts steps that are taken back."""
+    (config.path / SUMMARY_FILE).unlink(missing_ok=True)
 
 
 def _merged(before: RunConfig, asked: RunConfig, names: list[str]) -> RunConfig:

@@ -17,14 +17,13 @@ from typing import Any
 import msgspec
 
 from inflight.config import release
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
 from inflight.report import staleness
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, recorded
 from inflight.types import Rollout
 
-SUMMARY_FILE = "summary.json"
 EDGE_STEPS = 5
 """Number of steps over which the first and the last reward are averaged."""
 _RECORDED = ("rollouts", "aborted", "retried", "tokens", "tokens_per_s", "mixed_rollouts", "max_versions")

@@ -83,12 +83,22 @@ def test_the_processed_distribution_is_replayed(tmp_path, tiny_model, sampling):
     assert not run(folder, tolerance=1e-2).passed, "as if sampled from the plain distribution"
 
 
-def test_recorded_sets_are_what_tokens_were_drawn_from(tmp_path, tiny_model):
-    """The engine saw a tie where the replay does not: it kept six tokens, the replay of top-k 5 would keep five."""
+def test_a_record_can_not_choose_its_own_sets(tmp_path, tiny_model):
+    """Sets of one token each make every log-probability 0, whatever the tags."""
+    generator = Generator(tiny_model, top_k=5)
+    made = generate(generator)
+    assert run(write(folder_of(tmp_path, "sound"), tiny_model, generator, made)).passed
+    old = {"token_versions": [VersionSpan(0, 0)], "prefill_versions": [PrefillSpan(0, 0, 0)]}
+    forged = retag(made, lambda turn: {"kept": [[t] for t in turn.token_ids], "logprobs": [0.0] * LENGTH, **old})
+    report = run(write(folder_of(tmp_path, "forged"), tiny_model, generator, forged))
+    assert report.outcome is AuditOutcome.FAILED
+    assert any("largest difference" in fault for fault in report.faults)
+
+
+def test_sets_that_were_not_recorded_are_computed(tmp_path, tiny_model):
     generator = Generator(tiny_model, top_k=6)
     made = generate(generator)
     generator.top_k = 5
-    assert run(write(folder_of(tmp_path, "with"), tiny_model, generator, made), tolerance=EXACT).passed
     unknown = retag(made, lambda _: {"kept": None})
     without = run(write(folder_of(tmp_path, "without"), tiny_model, generator, unknown))
     assert not without.passed

@@ -1,7 +1,7 @@
 """A pool of child processes for calls of one kind: as many as are needed, up to a limit.
 
-A call that was lost while others ran beside it is retried once, alone in a child: if it fails there, it is itself the
-cause, and no call fails because of another one.
+A call that was lost while others ran beside it, or in a child that others had used before, is retried once, alone in
+a child: if it fails there, it is itself the cause, and no call fails because of another one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from inflight.actor import calls
 from inflight.actor.calls import Answer, Ask, Constructed, Make
-from inflight.actor.worker_process import Bounds, ChildLost, NotMade, WorkerProcess
+from inflight.actor.worker_process import Bounds, CallFailed, ChildLost, NotMade, WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ class Crew:
         frame = calls.encode(ask(number))
         try:
             return await self._call(number, frame)
-        except ChildLost as lost:
-            if not lost.company or self._alone is None:
+        except (ChildLost, CallFailed) as lost:
+            if not lost.company:
                 raise
             log.info("a child that worked on several calls has ended (%s): each is retried once, alone", lost)
-        return await self._alone._call(number, frame)
+        return await (self._alone or self)._call(number, frame)
 
     async def close(self) -> None:
         """Kills all children and their descendants."""
@@ -123,11 +123,20 @@ class Crew:
         if self._not_made:  # not at once after a failure
             self._retry = asyncio.get_running_loop().call_later(START_AGAIN_S, self._start_again)
         else:
-            self.start()
+            self._start_one()
 
     def _start_again(self) -> None:
         self._retry = None
-        self.start()
+        self._start_one()
+
+    def _start_one(self) -> None:
+        """As `start`; that no process can be started is one more child that could not be made."""
+        try:
+            self.start()
+        except OSError as error:
+            self._not_made.append(NotMade(f"no process can be started: {error}"))
+            log.warning("%s", self._not_made[-1])
+            asyncio.get_running_loop().call_soon(self._move)
 
     def _give_up(self, why: NotMade) -> None:
         for _, _, taken in self._waiting:

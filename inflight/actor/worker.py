@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import resource
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from inflight.actor import calls
 from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTokenizer, Raised, Unusable
@@ -61,8 +64,12 @@ def _make(message: Make) -> Host | Unusable:
 
 
 async def _work(made: Host, ask: Ask, writer: asyncio.StreamWriter, limit_s: float | None) -> None:
+    own = os.getpid()
     writer.write(calls.encode(calls.Begun(ask.call)))  # sent before the call, which may never return
-    writer.write(await answered(made, ask, limit_s))
+    answer = await answered(made, ask, limit_s)
+    if os.getpid() != own:  # foreign code has forked, and this is the other process: the call is not its own
+        os._exit(1)
+    writer.write(answer)
 
 
 async def answered(made: Host, ask: Ask, limit_s: float | None) -> bytes:
@@ -103,6 +110,13 @@ def _bound(memory_mib: int) -> None:
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+def _keep_from_forks(connection: int) -> None:
+    """Gives processes that foreign code forks something else than the connection, on which they would take calls and
+    answer them."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.register_at_fork(after_in_child=lambda: os.dup2(nothing, connection, inheritable=False))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0 when the actor has closed the connection, 1 when it sent something else than calls."""
     parser = argparse.ArgumentParser(prog="python -m inflight.actor.worker", description=__doc__)
@@ -116,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="worker %(asctime)s %(levelname)s %(message)s")
     connection = socket.socket(fileno=arguments.connection)
     connection.set_inheritable(False)  # else processes that the task starts would hold it open
+    _keep_from_forks(arguments.connection)
     try:
         # Not asyncio.run, which would cancel threads of foreign code and wait for them.
         asyncio.new_event_loop().run_until_complete(serve(connection))
@@ -125,7 +140,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _end() -> NoReturn:
+    """Runs `main` and ends this process, without waiting for threads and exit handlers of foreign code. Foreign code
+    may also end the event loop: SystemExit in a callback or a task of its own."""
+    code = 1
+    try:
+        code = main()
+    except BaseException:  # noqa: BLE001 - whatever it was, nothing more is answered
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    with contextlib.suppress(BaseException):  # foreign code may have closed or replaced it
+        sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # skips threads and exit handlers of foreign code
+    _end()

@@ -37,10 +37,12 @@ _children = set[int]()
 class CallFailed(Exception):
     """A call failed by itself: it raised, or its result can't be used."""
 
-    def __init__(self, kind: str, text: str, *, late: bool = False) -> None:
+    def __init__(self, kind: str, text: str, *, late: bool = False, company: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
         self.late = late
+        self.company = company
+        """The process is out of memory, which other calls may have filled."""
 
 
 class ChildLost(Exception):
@@ -51,7 +53,7 @@ class ChildLost(Exception):
         self.late = late
         """The child was killed because a call was late."""
         self.company = company
-        """Other calls ran beside this one: any of them may be at fault."""
+        """Other calls ran beside this one, or, unless it was late, before it: any of them may be at fault."""
 
 
 class NotMade(Exception):
@@ -85,10 +87,11 @@ class _Pending:
     begun: bool = False
     timer: asyncio.TimerHandle | None = None
 
-    def answer(self, message: Answer | Raised) -> None:
-        """The child has answered."""
+    def answer(self, message: Answer | Raised, *, first: bool) -> None:
+        """The child has answered; `first`: it has had no other call."""
         if isinstance(message, Raised):
-            self.fail(CallFailed(message.kind, message.text, late=message.late))
+            company = message.spent and not message.late and not first
+            self.fail(CallFailed(message.kind, message.text, late=message.late, company=company))
         else:
             self._end()
             if not self.result.done():  # else the caller has given up
@@ -117,6 +120,8 @@ class WorkerProcess:
         self.not_made: NotMade | None = None
         """Why it could not construct its task or tokenizer, once it has ended."""
         self._spent = self._late = False
+        self._calls = 0
+        """Number of calls that it was given."""
         self._heard = time.monotonic()
         self._pending: dict[int, _Pending] = {}
         self._stop = asyncio.Event()
@@ -148,6 +153,7 @@ class WorkerProcess:
         When the future is cancelled, the call keeps its slot until the child has answered it or is killed for it.
         """
         pending = _Pending(asyncio.get_running_loop().create_future())
+        self._calls += 1
         self._pending[number] = pending
         self._watch(pending)
         self._writer.write(frame)
@@ -212,7 +218,7 @@ class WorkerProcess:
             self._watch(pending)
             return
         del self._pending[message.call]
-        pending.answer(message)
+        pending.answer(message, first=self._calls == 1)
         self._spent = self._spent or (isinstance(message, Raised) and message.spent)
         if self._spent and not self._pending:
             self._stop.set()
@@ -237,7 +243,8 @@ class WorkerProcess:
             self.not_made = error if isinstance(error, NotMade) else NotMade(f"its process ended: {how}")
         elif isinstance(error, CallError):
             how = "no message"
-        company = len(self._pending) > 1
+        # A thread or an alarm that an earlier call has left may end the process.
+        company = len(self._pending) > 1 or (self._calls > 1 and not self._late)
         for pending in self._pending.values():
             pending.fail(ChildLost(how, late=self._late, company=company))
         self._pending.clear()

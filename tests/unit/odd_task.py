@@ -4,6 +4,8 @@ import asyncio
 import ctypes
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -115,6 +117,30 @@ def do(how, folder):
             orphan = subprocess.Popen(["sleep", "3600"], start_new_session=True)
             Path(folder, "orphan").write_text(str(orphan.pid))
             os._exit(139)
+        case "fork":  # the other process ends as a script would
+            if os.fork() == 0:
+                sys.exit(3)
+        case "fork and return":
+            if os.fork() == 0:
+                return 0.25
+        case "exit later":  # with a thread that the interpreter would wait for
+            threading.Thread(target=time.sleep, args=(3600,)).start()
+            asyncio.get_running_loop().call_soon(sys.exit)
+        case "close output":
+            for each in (sys.stdout, sys.stderr):
+                each.close()
+            for number in (1, 2):
+                os.close(number)
+        case "close all":
+            os.closerange(3, 1000)
+        case "signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGPIPE):
+                signal.signal(number, signal.SIG_IGN)
+        case "patch":
+            time.monotonic = socket.socket.send = os.getpid = None
+        case "write":
+            for _ in range(64):
+                os.write(1, b"x" * (1 << 20))
         case "thread":
             threading.Thread(target=time.sleep, args=(3600,)).start()
     return None

@@ -259,3 +259,38 @@ def test_the_models_own_tokenizer_is_used(tmp_path):
             assert await reason_of(code.encode(Question("k", "\ud835", ""))) == "tokenizer error: UnicodeEncodeError"
 
     asyncio.run(main())
+
+
+def test_processes_that_a_score_forks_answer_no_calls():
+    """Each would send a second answer, and then read the calls that are not its own."""
+
+    async def main():
+        async with open_task(texts=["fork", "fork and return", "fine"]) as code:
+            for _ in range(3):
+                assert await score(code, "fork") == 1.0
+                assert await score(code, "fork and return") == 1.0
+            assert [await score(code, "fine") for _ in range(4)] == [1.0] * 4
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["exit later", "close output", "signals"])
+def test_what_a_score_leaves_behind_costs_no_later_call(how):
+    async def main():
+        async with open_task(texts=[how, "fine", "sleep"], limit_s=3.0) as code:
+            assert await score(code, how) == 1.0
+            assert [await score(code, "fine") for _ in range(3)] == [1.0] * 3
+            assert await score(code, "sleep") == "reward timeout"
+            assert await score(code, "fine") == 1.0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("how", ["close all", "patch"])
+def test_who_breaks_its_own_process_is_found(how):
+    async def main():
+        async with open_task(texts=[how, "fine"]) as code:
+            assert isinstance(await score(code, how), str)
+            assert await score(code, "fine") == 1.0
+
+    asyncio.run(main())

@@ -37,7 +37,7 @@ from inflight.audit.report import AuditOutcome
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import ModelConfig, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import START_BYTES
+from inflight.rollout.stream import MAGIC
 from inflight.types import PrefillSpan, VersionSpan
 
 
@@ -92,7 +92,7 @@ def test_a_record_can_not_choose_its_own_sets(tmp_path, tiny_model):
     forged = retag(made, lambda turn: {"kept": [[t] for t in turn.token_ids], "logprobs": [0.0] * LENGTH, **old})
     report = run(write(folder_of(tmp_path, "forged"), tiny_model, generator, forged))
     assert report.outcome is AuditOutcome.FAILED
-    assert any("largest difference" in fault for fault in report.faults)
+    assert any("log-probabilities don't agree" in fault for fault in report.faults), report.faults
 
 
 def test_sets_that_were_not_recorded_are_computed(tmp_path, tiny_model):
@@ -302,7 +302,7 @@ def test_a_rollout_file_that_is_damaged_before_its_end_is_not_audited(tmp_path, 
     generator = Generator(tiny_model)
     folder = write(tmp_path, tiny_model, generator, generate(generator))
     data = bytearray((folder / ROLLOUTS_FILE).read_bytes())
-    data[START_BYTES + 20] ^= 1
+    data[len(MAGIC) + 20] ^= 1
     (folder / ROLLOUTS_FILE).write_bytes(data)
     assert main([str(folder)]) == 2
     assert "is damaged: frame of " in capsys.readouterr().err

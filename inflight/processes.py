@@ -1,8 +1,7 @@
-"""Starts the processes of a run, notices when one ends, and ends all their descendants.
+"""Has the processes of a run started (starters/), notices when one ends, and ends all their descendants.
 
-Each process gets a session of its own, so that Ctrl-C in a terminal reaches the launcher alone, and the kernel signals
-it to stop when the launcher dies. The launcher adopts orphans of its processes (such as a generator's engine and
-workers), so that `stop` finds every descendant, however it was started.
+The launcher adopts orphans of its processes (such as a generator's engine and workers), so that `stop` finds every
+descendant on this host, however it was started. Those on other hosts end by their leases.
 """
 
 from __future__ import annotations
@@ -13,41 +12,26 @@ import logging
 import os
 import select
 import signal
-import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import psutil
 
-from inflight.lifeline import end_with
-from inflight.surroundings import inherited
+from inflight.starters.base import Command, Handle, Starter
+from inflight.starters.local import LocalStarter
 
 KILL_WAIT_S = 3.0
 """Seconds that processes get to disappear after SIGKILL."""
+THERE_S = 4.0
+"""Seconds that processes on other hosts get in addition: they have the same grace, and their end is heard of later."""
+_POLL_S = 0.02
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-@dataclass(frozen=True)
-class Command:
-    """A process to start: its name, its kind, what to run and where to log.
-
-    Kinds: `trainer`, `rank` (a further rank of the trainer's), `generator`, `actor`, `evaluator`.
-    """
-
-    name: str
-    kind: str
-    argv: Sequence[str]
-    log: Path
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the environment that it inherits from the launcher (surroundings.py)."""
-    cores: Sequence[int] = ()
-    """CPU cores that it may use; empty: all."""
 
 
 @dataclass(frozen=True)
@@ -65,60 +49,46 @@ class Ended:
 class Processes:
     """The running processes of one launcher. Use as a context manager: leaving it stops them all."""
 
-    def __init__(self, stop_grace_s: float, *, keep_open: Sequence[int] = ()) -> None:
-        """`keep_open` are file descriptors that the processes inherit."""
-        self._grace_s, self._keep_open = stop_grace_s, tuple(keep_open)
-        self._running: dict[str, tuple[Command, subprocess.Popen[bytes]]] = {}
+    def __init__(self, stop_grace_s: float, *, keep_open: Sequence[int] = (), elsewhere: Starter | None = None) -> None:
+        """`keep_open` are file descriptors that processes on this host inherit; `elsewhere` starts commands that name a
+        host, and is closed with this."""
+        self._grace_s = stop_grace_s
+        self._here, self._elsewhere = LocalStarter(keep_open), elsewhere
+        self._running: dict[str, tuple[Command, Handle]] = {}
         self._others = set(psutil.Process().children(recursive=True))
         """Children of this process from before; they are not stopped."""
         if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "can't adopt the processes of a run (PR_SET_CHILD_SUBREAPER)")
 
     def start(self, command: Command) -> None:
-        """Starts a process with stdout and stderr appended to its log. Raises OSError when that fails."""
-        launcher = os.getpid()
-
-        def prepare() -> None:  # in the child, between fork and exec
-            end_with(launcher, signal.SIGTERM)
-            if command.cores:
-                os.sched_setaffinity(0, command.cores)
-
-        command.log.parent.mkdir(parents=True, exist_ok=True)
-        with command.log.open("ab") as log:
-            process = subprocess.Popen(
-                command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=inherited(os.environ, command.kind) | dict(command.environment),
-                start_new_session=True,
-                pass_fds=self._keep_open,
-                preexec_fn=prepare,
-            )
-        self._running[command.name] = (command, process)
+        """Starts a process on its host. Raises OSError when that fails, ValueError when nothing starts processes on
+        other hosts."""
+        starter = self._elsewhere if command.host else self._here
+        if starter is None:
+            raise ValueError(f"{command.name} is to run on {command.host}, where nothing starts it")
+        self._running[command.name] = (command, starter.start(command))
 
     def ended(self) -> list[Ended]:
         """Processes that have ended since the last call, in the order of their start."""
-        gone = [(c, p.returncode) for c, p in self._running.values() if p.poll() is not None]
-        for command, _ in gone:
-            del self._running[command.name]
-        return [Ended(command, code) for command, code in gone]
+        polled = [(command, handle.poll()) for command, handle in self._running.values()]
+        gone = [Ended(command, code) for command, code in polled if code is not None]
+        for each in gone:
+            del self._running[each.command.name]
+        return gone
 
     def running(self) -> list[str]:
         """Names of the processes that have not ended."""
-        return [name for name, (_, process) in self._running.items() if process.poll() is None]
+        return [name for name, (_, handle) in self._running.items() if handle.poll() is None]
 
     def wait(self, names: Sequence[str], timeout_s: float) -> None:
         """Gives the named processes up to `timeout_s` to end by themselves."""
         deadline = time.monotonic() + timeout_s
-        for name in names:
-            if name in self._running:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self._running[name][1].wait(max(0.0, deadline - time.monotonic()))
+        while set(names).intersection(self.running()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def kill_orphans(self) -> None:
         """Kills orphans of processes that have ended, which this process has adopted."""
-        own = {process.pid for _, process in self._running.values()}
+        own = {handle.pid for _, handle in self._running.values()}
         for orphan in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if orphan.pid not in own and orphan not in self._others and not is_tracker(orphan):
@@ -127,17 +97,22 @@ class Processes:
     def stop(self) -> list[str]:
         """Sends SIGTERM to each process, then SIGKILL to the processes and descendants that remain after the grace.
 
-        Takes at most the grace and KILL_WAIT_S. Returns the names of the processes that did not stop within the grace.
+        Takes at most the grace, THERE_S more if some are on other hosts, and KILL_WAIT_S. Returns the names of the
+        processes that did not stop within that time.
         """
-        for _, process in self._running.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
-        self.wait(list(self._running), self._grace_s)
+        for _, handle in self._running.values():
+            handle.stop()
+        there = any(handle.address for _, handle in self._running.values())
+        self.wait(list(self._running), self._grace_s + (THERE_S if there else 0.0))
         late = self.running()
+        for _, handle in self._running.values():
+            handle.kill()
         kill_all(lambda: living_of(set(psutil.Process().children(recursive=True)) - self._others))
-        for _, process in self._running.values():
-            process.poll()
+        for _, handle in self._running.values():
+            handle.poll()
         self._running.clear()
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         return late
 
     def __enter__(self) -> Processes:

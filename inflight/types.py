@@ -207,8 +207,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """The file that the publisher writes for the actors (RunConfig.routes_file): the newest version, and the generators
-    that get requests.
+    """What the trainer tells the actors, and writes for people (RunConfig.routes_file): the newest version, and the
+    generators that get requests.
 
     A generator that is not listed gets none: it has not received a version since it joined, is too far behind, does not
     answer, or may hold a torn one.

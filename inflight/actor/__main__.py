@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import logging
 import re
 import resource
@@ -13,15 +12,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from inflight import config as configuration
 from inflight.actor.foreign import foreign
 from inflight.actor.loop import Actor, ActorError
 from inflight.actor.pool import NoGenerator, Pool
+from inflight.actor.routing import Routing
 from inflight.actor.sampler import Sampler
 from inflight.bus import BusError, Link
 from inflight.config import ConfigError, RunConfig
@@ -29,7 +27,6 @@ from inflight.descendants import adopt
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
-from inflight.types import Routes
 
 STATUS_EVERY_S = 1.0
 MOST_CONNECTIONS = 1 << 16
@@ -39,7 +36,7 @@ async def work(config: RunConfig, name: str) -> bool:
     """Runs the actor until the run is over (True) or SIGTERM comes.
 
     Raises ConfigError when the task or the tokenizer can't be made, ActorError, NoGenerator or BusError."""
-    url_of = functools.partial(routed_url, config.routes_file)
+    routing = Routing()
     # One connection per request: an idle one that the server closes at the wrong moment would look like a lost
     # generator.
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -49,7 +46,7 @@ async def work(config: RunConfig, name: str) -> bool:
             Link(config.endpoint("rollouts"), name, config.bus) as link,
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
-            async with Pool(session, config.generator_names(), url_of, most=connections()) as pool:
+            async with Pool(session, config.generator_names(), routing.url_of, most=connections()) as pool:
                 sampler = Sampler(
                     config.rollout,
                     config.request_seed,
@@ -66,6 +63,7 @@ async def work(config: RunConfig, name: str) -> bool:
                     sampler,
                     concurrency=config.rollout.concurrency,
                     give_up_after_s=config.rollout.give_up_after_s,
+                    routing=routing,
                 )
                 return await _run(config, actor, pool, status)
 
@@ -79,20 +77,6 @@ def connections() -> int:
     return MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(soft // 2, MOST_CONNECTIONS))
 
 
-_routes = msgspec.json.Decoder(Routes)
-
-
-def routed_url(file: Path, generator: str) -> str:
-    """The URL of a generator. Raises OSError while the publisher does not list it for requests."""
-    try:
-        route = _routes.decode(file.read_bytes()).generators.get(generator)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise OSError(f"{file}: {error}") from None
-    if route is None:
-        raise FileNotFoundError(f"{generator} is not among the generators that get requests, in {file}")
-    return route.url
-
-
 async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> bool:
     """Waits for the generators, then runs the actor; reports all the time. SIGTERM ends either (False)."""
     phase = "waiting for generators"
@@ -103,9 +87,19 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
 
     async def wait_and_run() -> bool:
         nonlocal phase
-        await pool.wait_any(config.generator.start_timeout_s)
-        phase = "sampling"
-        reason = await actor.run()
+        running = asyncio.create_task(actor.run(), name="actor loop")
+        waiting = asyncio.create_task(pool.wait_any(config.generator.start_timeout_s), name="generators")
+        try:
+            await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                waiting.result()
+                phase = "sampling"
+                actor.join()
+            reason = await running
+        finally:
+            for task in (running, waiting):
+                task.cancel()
+            await asyncio.gather(running, waiting, return_exceptions=True)
         logging.info("ended: %s", reason)
         return reason != ACTOR_STOPPED
 

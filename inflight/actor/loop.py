@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 
 from inflight.actor.foreign import ForeignError, GroupLost
+from inflight.actor.routing import Routing
 from inflight.actor.sampler import Sampler
 from inflight.actor.streak import Streak
 from inflight.bus import BusError, Link, pumped
@@ -31,6 +32,8 @@ from inflight.messages import (
     GroupDone,
     GroupFailed,
     Refused,
+    Routed,
+    RoutesWanted,
     WireError,
 )
 from inflight.messages.reasons import ACTOR_STOPPED, DATA_ENDED, RUN_FINISHED
@@ -65,10 +68,21 @@ Event = AnyMessage | StopRequested | _Tick | BaseException
 class Actor:
     """One actor; the buffer decides which of the task's questions it answers."""
 
-    def __init__(self, name: str, link: Link, sampler: Sampler, *, concurrency: int, give_up_after_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        link: Link,
+        sampler: Sampler,
+        *,
+        concurrency: int,
+        give_up_after_s: float,
+        routing: Routing | None = None,
+    ) -> None:
+        """With a `routing`, which is kept up to date, the actor asks for no groups before `join`."""
         self.name = name
         self._hello = ActorHello(actor=name, incarnation=secrets.token_hex(8))
         self._hello_sent = 0.0
+        self._routing, self._joined = routing or Routing(), routing is None
         self._link = link
         self._sampler = sampler
         self._concurrency = concurrency
@@ -89,6 +103,11 @@ class Actor:
     def in_flight(self) -> int:
         """Number of groups being sampled or scored."""
         return len(self._running)
+
+    def join(self) -> None:
+        """Asks for groups: a generator is there that can answer. To be called from its event loop."""
+        self._joined = True
+        self._say_hello()
 
     def stop(self) -> None:
         """Makes `run` end soon and cleanly; to be called from its event loop."""
@@ -145,6 +164,8 @@ class Actor:
             self._waiting |= {name: index for name, index in granted.items() if not self._has(name)}
         elif isinstance(event, GroupAck):
             self._acknowledged(event.group_id)
+        elif isinstance(event, Routed):
+            self._routing.routes = event.routes
         elif isinstance(event, Refused):
             raise ActorError(f"refused by the buffer: {event.reason}")
         elif isinstance(event, BusError):
@@ -216,13 +237,14 @@ class Actor:
             if now - sent > REPEAT_AFTER_S:
                 self._unacked[name] = (message, now)
                 self._send(message, name)
-        if now - self._hello_sent > REPEAT_AFTER_S:  # lets an actor that was presumed dead rejoin
+        if not self._joined or now - self._hello_sent > REPEAT_AFTER_S:  # lets an actor that was presumed dead rejoin
             self._say_hello()
 
     def _say_hello(self) -> None:
+        """Or asks where the generators are, before it joins."""
         self._hello_sent = time.monotonic()
         with contextlib.suppress(BusError):
-            self._link.send(self._hello)
+            self._link.send(self._hello if self._joined else RoutesWanted())
 
     def _send(self, message: GroupDone | GroupFailed, name: str) -> None:
         """A link that can't queue it now loses nothing: unacknowledged deliveries are repeated."""

@@ -9,6 +9,7 @@ from inflight.config.checks import ConfigError, require
 from inflight.config.evaluation import EvalConfig, EvalSampling
 from inflight.config.file import load, save, schema
 from inflight.config.generator import SWAPS, GeneratorConfig
+from inflight.config.hosts import HostsConfig
 from inflight.config.model import ModelConfig
 from inflight.config.network import NetworkConfig
 from inflight.config.processes import BusConfig, LaunchConfig
@@ -31,6 +32,7 @@ __all__ = [
     "EvalSampling",
     "GateConfig",
     "GeneratorConfig",
+    "HostsConfig",
     "LaunchConfig",
     "ModelConfig",
     "NetworkConfig",

@@ -44,6 +44,9 @@ IDLE = (
     Idle("tracker_project", lambda run: not run.trackers, "trackers is empty"),
     Idle("bus.port", lambda run: not run.over_tcp,
          "without network.bind and bus.address all sockets are files"),
+    Idle("hosts.names hosts.actors hosts.python hosts.ssh", lambda run: run.hosts.starter != "ssh",
+         "hosts.starter is not ssh"),
+    Idle("hosts.lease_s", lambda run: not run.hosts.elsewhere, "hosts.starter is local"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from inflight.config.checks import ConfigError, require
 from inflight.config.evaluation import EvalConfig
 from inflight.config.generator import GeneratorConfig
+from inflight.config.hosts import HostsConfig
 from inflight.config.model import ModelConfig
 from inflight.config.network import NetworkConfig, joined
 from inflight.config.processes import BusConfig, LaunchConfig
@@ -54,6 +55,7 @@ class RunConfig:
     publish: PublishConfig = field(default_factory=PublishConfig)
     bus: BusConfig = field(default_factory=BusConfig)
     network: NetworkConfig = field(default_factory=NetworkConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     trackers: list[str] = field(default_factory=list)
@@ -74,6 +76,9 @@ class RunConfig:
         budget = self.trainer.micro_batch_tokens
         allowed = f"0, or {limit + 1} (generator.max_model_len) or more: a sequence has to fit"
         require(not 0 < budget <= limit, "trainer.micro_batch_tokens", budget, allowed)
+        reached = not self.hosts.elsewhere or bool(self.network.bind)
+        allowed = "local, or with network.bind, an address at which other hosts reach this one"
+        require(reached, "hosts.starter", self.hosts.starter, allowed)
         require_rewards(self.rewards)
         self._require_scores()
         require_known(self.trackers)

@@ -1,4 +1,4 @@
-"""The processes of a run: command lines, logs, threads, cores and GPUs."""
+"""The processes of a run as commands, and what starts those that are not on this host."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from inflight.config import RunConfig
 from inflight.launcher import devices
-from inflight.processes import Command
+from inflight.starters.base import Command, Starter
+from inflight.starters.ssh import SshStarter
 from inflight.surroundings import computing
 
 
@@ -24,7 +25,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
     devices.require_exportable(config, there, os.environ)
     seen = devices.assign(config, there)
 
-    def command(name: str, kind: str, arguments: Sequence[str], threads: int) -> Command:
+    def command(name: str, kind: str, arguments: Sequence[str], threads: int, number: int = 0) -> Command:
         cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
         return Command(
             name=name,
@@ -33,6 +34,8 @@ def usual_commands(config: RunConfig) -> list[Command]:
             log=config.path / "logs" / f"{name}.log",
             environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
             cores=tuple(cores),
+            host=config.hosts.of(kind, number),
+            slot=config.hosts.slot(number),
         )
 
     trainer, generator = config.trainer.threads, config.generator.threads
@@ -40,7 +43,18 @@ def usual_commands(config: RunConfig) -> list[Command]:
     return [
         command("trainer", "trainer", ["trainer"], trainer),
         *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
-        *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
-        *(command(name, "actor", ["actor", "--name", name], 1) for name in config.rollout.actor_names()),
+        *(
+            command(name, "generator", ["generator", "--name", name], generator, number)
+            for number, name in enumerate(config.generator_names())
+        ),
+        *(
+            command(name, "actor", ["actor", "--name", name], 1, number)
+            for number, name in enumerate(config.rollout.actor_names())
+        ),
         *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
     ]
+
+
+def starter_of(config: RunConfig) -> Starter | None:
+    """What starts processes on other hosts; None: nothing is started there."""
+    return SshStarter(config) if config.hosts.elsewhere else None

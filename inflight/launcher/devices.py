@@ -67,7 +67,7 @@ def require_exportable(config: RunConfig, devices: list[str], environment: Mappi
 
 
 def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
-    """Process name → CUDA_VISIBLE_DEVICES; {} without GPUs.
+    """Process name → CUDA_VISIBLE_DEVICES, of the processes on this host; {} without GPUs.
 
     Each of the trainer's ranks gets one of the first, each generator as many of the next as it has ranks; a single GPU
     is shared by all. A generator also sees the GPU of the trainer's rank 0, after its own: it pulls weights from there
@@ -79,7 +79,8 @@ def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
     """
     if not devices:
         return {}
-    names, ranks, trainers = config.generator_names(), config.generator.tensor_parallel_size, config.rank_names()
+    names = [name for number, name in enumerate(config.generator_names()) if not config.hosts.of("generator", number)]
+    ranks, trainers = config.generator.tensor_parallel_size, config.rank_names()
     if len(devices) == 1 and ranks == len(trainers) == 1:
         return dict.fromkeys([*trainers, *names], devices[0])
     wanted = len(trainers) + len(names) * ranks

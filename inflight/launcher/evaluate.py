@@ -26,14 +26,15 @@ from inflight import config as configuration
 from inflight.actor.foreign import ForeignError, foreign
 from inflight.bus import BusError, Listener
 from inflight.completions import Unpatched
-from inflight.config import CONFIG_FILE, BusConfig, ConfigError, RunConfig, schema
+from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, NetworkConfig, RunConfig, schema
 from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
 from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError, RunFolder
-from inflight.processes import Command, Processes
+from inflight.processes import Processes
+from inflight.starters.base import Command
 from inflight.surroundings import computing
 from inflight.tasks.check import usable_task
 from inflight.trainer.checkpoint import index
@@ -127,6 +128,8 @@ def alone(config: RunConfig, checkpoint: Path, folder: str) -> RunConfig:
         eval=replace(config.eval, every=0),
         trainer=replace(config.trainer, processes=1),
         publish=replace(config.publish, transport="gloo", checksum="auto"),
+        network=NetworkConfig(),
+        hosts=HostsConfig(),
         bus=BusConfig(heartbeat_s=config.bus.heartbeat_s, dead_after_s=config.bus.dead_after_s),
     )
 

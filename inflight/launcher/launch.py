@@ -22,7 +22,7 @@ from inflight.bus import BusError, Listener, Received
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import environment
-from inflight.launcher.commands import usual_commands
+from inflight.launcher.commands import starter_of, usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.interrupt import Interrupt
 from inflight.launcher.outcome import RunOutcome, report
@@ -32,7 +32,8 @@ from inflight.launcher.restarts import Restarts
 from inflight.launcher.resume import forget_end, resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
-from inflight.processes import Command, Ended, Processes
+from inflight.processes import Ended, Processes
+from inflight.starters.base import Command
 from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
 
@@ -108,7 +109,7 @@ def _run(
     interrupt = Interrupt()
     with (
         View(Progress(config), line_every_s=config.launch.line_every_s) as view,
-        Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
+        Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter_of(config)) as processes,
         interrupt,
     ):
         restarts = Restarts(config)

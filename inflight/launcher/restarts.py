@@ -8,10 +8,15 @@ from dataclasses import dataclass
 
 from inflight.config import RunConfig
 from inflight.exits import BAD_INPUT
-from inflight.processes import Command, Ended
+from inflight.processes import Ended
+from inflight.starters.base import UNREACHABLE, Command
 
 KINDS = ("generator", "actor", "evaluator")
 """A trainer is not restarted: its state is in its checkpoint, which `resume=true` resumes from."""
+
+
+RETRY_AT_MOST_S = 30.0
+"""The longest delay before a host that could not be reached is tried again."""
 
 
 @dataclass
@@ -19,6 +24,8 @@ class _RestartRecord:
     failures: int = 0
     worked: bool = False
     """Whether it has ever sent a status: a process that never did would fail again in the same way."""
+    unreachable: int = 0
+    """How often in a row its host could not be reached."""
     tokens: float = 0.0
     """Tokens that it contributed and that the trainer's buffer accepted, since its last failure."""
 
@@ -41,7 +48,7 @@ class Restarts:
     def heard(self, name: str, values: Mapping[str, object]) -> None:
         """Takes a status message. Tokens that an actor reports as accepted count for it and for the generators that
         sampled them."""
-        self._of(name).worked = True
+        self._of(name).worked, self._of(name).unreachable = True, 0
         for key, value in values.items():
             word, _, generator = key.partition(".")
             if word == "accepted" and isinstance(value, int | float):
@@ -52,6 +59,8 @@ class Restarts:
     def failed(self, ended: Ended) -> str | None:
         """Plans the restart of a process that failed and returns a line about it; None: the process is given up."""
         record, command = self._of(ended.command.name), ended.command
+        if command.host and ended.code == UNREACHABLE and record.worked:
+            return self._reach_again(record, command)
         if command.kind in self._enough and record.tokens >= self._enough[command.kind]:
             record.failures = 0
         record.failures += 1
@@ -62,6 +71,14 @@ class Restarts:
         delay = self._delay_s * 2.0 ** (record.failures - 1)
         self._due[command.name] = (time.monotonic() + delay, command)
         return f"{ended}; it is restarted in {delay:g} s ({record.failures} of {self._limit}); its log: {command.log}"
+
+    def _reach_again(self, record: _Record, command: Command) -> str:
+        """A host that is gone is no failure of its process, and has no limit of its own: as long as other generators
+        work, the run goes on; without any it ends after `publish.join_timeout_s`."""
+        record.unreachable += 1
+        delay = min(self._delay_s * 2.0 ** min(record.unreachable - 1, 10), RETRY_AT_MOST_S)
+        self._due[command.name] = (time.monotonic() + delay, command)
+        return f"{command.host} can't be reached, {command.name} is restarted in {delay:g} s; its log: {command.log}"
 
     def due(self) -> list[Command]:
         """The commands that are to be started now."""

@@ -24,6 +24,8 @@ from inflight.messages.rollouts import Grant as Grant
 from inflight.messages.rollouts import GroupAck as GroupAck
 from inflight.messages.rollouts import GroupDone as GroupDone
 from inflight.messages.rollouts import GroupFailed as GroupFailed
+from inflight.messages.rollouts import Routed as Routed
+from inflight.messages.rollouts import RoutesWanted as RoutesWanted
 from inflight.messages.weights import Abort as Abort
 from inflight.messages.weights import Aborted as Aborted
 from inflight.messages.weights import BucketMeta as BucketMeta
@@ -102,6 +104,8 @@ AnyMessage = (
     | Abort
     | Aborted
     | ActorHello
+    | RoutesWanted
+    | Routed
     | Grant
     | GroupDone
     | GroupFailed

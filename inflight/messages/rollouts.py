@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from inflight.messages.base import Message
-from inflight.types import Count, Name, RolloutGroup
+from inflight.types import Count, Name, RolloutGroup, Routes
 
 
 class ActorHello(Message, tag=True):
@@ -19,6 +19,16 @@ class ActorHello(Message, tag=True):
 
     actor: Name
     incarnation: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+
+
+class RoutesWanted(Message, tag=True):
+    """An actor that has not joined yet asks where the generators are. Answered by Routed, now and at each change."""
+
+
+class Routed(Message, tag=True):
+    """The generators that get requests now; all others get none."""
+
+    routes: Routes
 
 
 class Grant(Message, tag=True):

@@ -1,5 +1,7 @@
 """The bounded buffer between actors and the trainer: admission, acknowledgement and the gate at take time.
 
+    actor --RoutesWanted-> buffer        an actor that starts asks where the generators are
+    actor <----Routed---- buffer         where they are, also whenever that changes
     actor --ActorHello--> buffer         an actor joins, or reports that it is still there
     actor <----Grant----- buffer         slots: the questions that it is to answer
     actor --GroupDone---> buffer         validated, written to the run folder, buffered, GroupAck
@@ -23,16 +25,31 @@ from collections.abc import Callable, Sequence
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import RunConfig
 from inflight.groups import MAX_VOCABULARY
-from inflight.messages import ActorBye, ActorHello, AnyMessage, Finish, Grant, GroupAck, GroupDone, GroupFailed
+from inflight.messages import (
+    ActorBye,
+    ActorHello,
+    AnyMessage,
+    Finish,
+    Grant,
+    GroupAck,
+    GroupDone,
+    GroupFailed,
+    Routed,
+    RoutesWanted,
+)
 from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.ledger import Ledger
 from inflight.rollout.stream import Writer
 from inflight.rollout.waiting import StoredGroup
+from inflight.types import Routes
 
 ROLLOUTS_FILE = "rollouts/rollouts.msgpack"
 _POLL_S = 0.1
+NOWHERE = Routes(version=0, generators={})
+NOBODY_TOLD = Routes(version=-1, generators={})
+"""Differs from all routes."""
 log = logging.getLogger(__name__)
 
 
@@ -62,12 +79,13 @@ class Buffer:
         groups: Sequence[StoredGroup] = (),
         *,
         vocabulary: int = MAX_VOCABULARY,
+        routes: Callable[[], Routes] = lambda: NOWHERE,
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         """Starts at once. For a resumed run: `books` of its checkpoint, and the groups still to be trained on.
 
-        Refuses groups with token ids of `vocabulary` and above. Calls `warn` with a line when the gate drops
-        everything.
+        Refuses groups with token ids of `vocabulary` and above. Actors get the `routes`, which are read every
+        0.1 s. Calls `warn` with a line when the gate drops everything.
 
         Raises OSError or StreamError when the run folder's rollout file can't be written.
         """
@@ -81,6 +99,9 @@ class Buffer:
         self._synchronous = self._held_back = config.trainer.synchronous
         """No group is started until the trainer waits for some."""
         self._heard: dict[str, float] = {}
+        self._routes = routes
+        self._told: dict[str, Routes] = {}
+        """Actor → the routes that it was sent last."""
         self._finish: Finish | None = None
         self._broken: BaseException | None = None
         self._closing = threading.Event()
@@ -219,16 +240,25 @@ class Buffer:
                 event = self._listener.receive(_POLL_S)
                 if event is not None:
                     self._step(event)
+                self._tell_routes()
         except BaseException as error:  # noqa: BLE001 - stored, and raised by `take`
             with self._changed:
                 self._broken = self._broken or error
                 self._changed.notify_all()
+
+    def _tell_routes(self) -> None:
+        """To actors that were sent other ones. Without the lock: the routes are under one of the publisher's."""
+        routes = self._routes()
+        for actor in [actor for actor, told in self._told.items() if told != routes]:
+            self._told[actor] = routes
+            self._send(actor, Routed(routes=routes))
 
     def _step(self, event: Received | Lost) -> None:
         """Handles one event under the lock; an error in the middle is stored before the lock is released."""
         with self._changed:
             try:
                 if isinstance(event, Lost):
+                    self._told.pop(event.peer, None)
                     self._ledger.leave(event.peer, ACTOR_LOST)
                 else:
                     self._handle(event.peer, event.message)
@@ -241,6 +271,10 @@ class Buffer:
 
     def _handle(self, peer: str, message: AnyMessage) -> None:
         self._heard[peer] = time.monotonic()
+        if isinstance(message, RoutesWanted | ActorHello):
+            self._told[peer] = NOBODY_TOLD  # sent again with each hello, should one have been lost
+        if isinstance(message, RoutesWanted):
+            return
         if isinstance(message, ActorHello):
             self._ledger.hello(peer, message.incarnation)
             if self._finish is not None:

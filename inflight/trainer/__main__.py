@@ -103,7 +103,15 @@ def _run(config: RunConfig) -> int:
         rollouts = stack.enter_context(Listener(config.listening("rollouts"), config.bus))
         vocabulary = policy.master.config.get_text_config().vocab_size
         buffer = stack.enter_context(
-            Buffer(rollouts, config, begun.books, waiting, vocabulary=vocabulary, warn=reporter.warn)
+            Buffer(
+                rollouts,
+                config,
+                begun.books,
+                waiting,
+                vocabulary=vocabulary,
+                routes=publisher.routes,
+                warn=reporter.warn,
+            )
         )
         start = reference(config, model_dir, accelerator.device)
         learner = Learner(policy, config, accelerator, start, coordinator, step=begun.step)

@@ -20,7 +20,6 @@ from safetensors.torch import save
 from torch import nn
 
 from inflight import config as configuration
-from inflight.actor.__main__ import routed_url
 from inflight.arrays import from_msgpack, to_msgpack
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
@@ -56,7 +55,6 @@ from inflight.trainer.checkpoint.io import (
     load_optimizer,
     load_random,
 )
-from inflight.types import Route, Routes
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
 
@@ -131,12 +129,6 @@ def _summary(data: bytes) -> None:
     assert summary.table(summary.summarize(folder))
 
 
-def _routes(data: bytes) -> None:
-    path = FOLDER / "routes.json"
-    path.write_bytes(data)
-    assert routed_url(path, "g0").startswith(("http://", "https://"))
-
-
 def _api_key(data: bytes) -> None:
     config = make_config(FOLDER)
     config.api_key_file.parent.mkdir(exist_ok=True)
@@ -206,7 +198,6 @@ SWAPS = [
     {"event": "committed", "version": 1, "gap_s": 0.001, "running": 3},
     {"event": "failed", "version": 2, "phase": "build", "reason": "x"},
 ]
-ROUTES = Routes(version=3, generators={"g0": Route(url="http://127.0.0.1:1", version=3, incarnation="0" * 16)})
 ADAM = {"weight.step": torch.tensor(3.0), "weight.exp_avg": torch.zeros(2, 3), "weight.exp_avg_sq": torch.ones(2, 3)}
 
 
@@ -238,7 +229,6 @@ TARGETS = {
         _version, (AuditError,), [save({"a": torch.zeros(3, 4), "b": torch.ones(2, dtype=torch.bfloat16)})]
     ),
     "summary": Target(_summary, (ValueError,), [_lines_of(STEP) + HALVES + _lines_of(*SWAPS)]),
-    "routes": Target(_routes, (OSError,), [msgspec.json.encode(ROUTES)]),
     "api key": Target(_api_key, (ConfigError,), [b"PGvNm0Fx1tVqvd2Yl0gk6cPSuK3m9o7eT5hXaZbW4rQ\n"]),
     "curve key": Target(_curve_key, (keys.KeysError,), [_curve_sample()]),
     "optimizer": Target(_optimizer, (CheckpointError,), [save(ADAM)]),

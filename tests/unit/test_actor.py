@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import aiohttp
-import msgspec
 import pytest
 from in_process import in_process
 from openai_server import Server, Tokens, choice
@@ -677,10 +676,17 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-def write_route(folder, url):
-    """What the publisher writes."""
-    routes = Routes(version=0, generators={"g0": Route(url=url, version=0, incarnation="")})
-    (folder / "bus" / "routes.json").write_bytes(msgspec.json.encode(routes))
+class Listed:
+    """What the publisher tells."""
+
+    def __init__(self):
+        self.routes = Routes(version=0, generators={})
+
+    def add(self, url):
+        self.routes = Routes(version=0, generators={"g0": Route(url=url, version=0, incarnation="")})
+
+    def __call__(self):
+        return self.routes
 
 
 # --- the process ---
@@ -718,18 +724,18 @@ def test_no_run_folder_is_one_line(tmp_path, capsys):
 
 def test_the_process_reports_works_and_ends(tmp_path, monkeypatch, without_children):
     monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
-    config = write_run(tmp_path)
+    config, listed = write_run(tmp_path), Listed()
 
     async def main():
         async with Server() as server:
             with (
                 Listener(config.endpoint("status"), config.bus) as status,
                 Listener(config.endpoint("rollouts"), config.bus) as listener,
-                Buffer(listener, config) as buffer,
+                Buffer(listener, config, routes=listed) as buffer,
             ):
                 working = asyncio.create_task(entry.work(config, "a0"))
                 await asyncio.sleep(0.1)
-                write_route(tmp_path, server.url)
+                listed.add(server.url)
                 await asyncio.to_thread(buffer.take, 2, 0, LIMIT_S)
                 assert await asyncio.to_thread(buffer.finish, "enough", LIMIT_S)
                 await asyncio.wait_for(working, LIMIT_S)
@@ -748,20 +754,20 @@ def test_the_process_reports_works_and_ends(tmp_path, monkeypatch, without_child
 @pytest.mark.parametrize("phase", ["waiting for generators", "sampling"])
 def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, without_children, phase):
     monkeypatch.setattr(entry, "STATUS_EVERY_S", 0.05)
-    config = write_run(tmp_path)
+    config, listed = write_run(tmp_path), Listed()
     counts = []
 
     async def serve():
         async with Server(default=lambda: asyncio.sleep(60, choice())) as server:
             if phase == "sampling":
-                write_route(tmp_path, server.url)
+                listed.add(server.url)
             await asyncio.to_thread(watch)
 
     def watch():
         with (
             Listener(config.endpoint("status"), config.bus) as status,
             Listener(config.endpoint("rollouts"), config.bus) as listener,
-            Buffer(listener, config) as buffer,
+            Buffer(listener, config, routes=listed) as buffer,
         ):
             for _ in range(300):
                 values = getattr(getattr(status.receive(0.1), "message", None), "values", {})

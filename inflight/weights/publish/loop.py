@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 
 from inflight.bus import Listener, Lost, Received
 from inflight.messages import Finish
+from inflight.types import Routes
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.routes import RoutesFile, routes
@@ -84,6 +85,10 @@ class PublisherLoop:
         if stuck := self.session.channels.join(CLOSE_S):
             log.warning("%d transfers are still stuck in the transport", stuck)
 
+    def routes(self) -> Routes:
+        """The generators that get requests; to be called under `changed`."""
+        return routes(self.protocol.version, self.protocol.replicas, self.session.config.max_behind)
+
     def _hear(self, got: Received | Lost | None) -> None:
         """Drains queued messages before deadlines are checked, so a reply that arrived in time never counts as late."""
         heard = 0
@@ -113,5 +118,4 @@ class PublisherLoop:
 
     def _write_routes(self) -> None:
         if self._routes_file is not None:
-            max_behind = self.session.config.max_behind
-            self._routes_file.write(routes(self.protocol.version, self.protocol.replicas, max_behind))
+            self._routes_file.write(self.routes())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from inflight.config import Sampling
 from inflight.messages import Manifest
-from inflight.types import Route
+from inflight.types import Route, Routes
 from inflight.weights.publish.comparison import ANSWER_S, Comparison, Score, compare, require
 from inflight.weights.publish.loop import PublisherLoop
 from inflight.weights.publish.pin import Pin
@@ -32,6 +32,11 @@ class Served:
                 for each in self._loop.protocol.replicas
                 if (version := each.committed) is not None
             }
+
+    def routes(self) -> Routes:
+        """The generators that get requests."""
+        with self._loop.changed:
+            return self._loop.routes()
 
     def compare(
         self,

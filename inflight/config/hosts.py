@@ -1,0 +1,60 @@
+"""Options of the hosts on which the processes of a run are started."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from inflight.config.checks import require, require_fields
+
+STARTERS = ("local", "ssh", "join")
+DESTINATION = re.compile(r"[A-Za-z0-9_.@:%\[\]-]{1,255}")
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """Where generators and actors run. The launcher, the trainer and the evaluator are on one host."""
+
+    starter: str = "local"
+    """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects. `join`: wherever
+    `inflight join` is run, for generators; the launcher waits for them."""
+    names: list[str] = field(default_factory=list)
+    """Destinations of ssh, [USER@]HOST, for generators in turn; with several generators on one host, each gets GPUs of
+    its own."""
+    actors: list[str] = field(default_factory=list)
+    """The same for actors; empty: the launcher's host."""
+    python: str = ""
+    """The command of Python on those hosts, split as a shell does it; empty: the path of the launcher's."""
+    ssh: list[str] = field(default_factory=list)
+    """Further arguments of ssh, such as `-p`, `2222`."""
+    lease_s: float = 30.0
+    """Seconds without a sign of the launcher after which a process on another host ends."""
+
+    def __post_init__(self) -> None:
+        require(self.starter in STARTERS, "hosts.starter", self.starter, ", ".join(STARTERS))
+        for name, given in (("names", self.names), ("actors", self.actors)):
+            for each in given:
+                fits = DESTINATION.fullmatch(each) is not None and not each.startswith("-")
+                require(fits, f"hosts.{name}", each, "[USER@]HOST")
+        require_fields(self, "hosts", "lease_s", least=1)
+        fits = self.starter != "ssh" or bool(self.names or self.actors)
+        require(fits, "hosts.starter", "ssh", "together with hosts.names or hosts.actors")
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether some process is not started on the launcher's host."""
+        return self.starter != "local"
+
+    def of(self, kind: str, number: int) -> str:
+        """The destination of an actor or a generator, counted from 0; empty: the launcher's host."""
+        if self.starter == "join":
+            return ANYWHERE if kind == "generator" else ""
+        given = {"generator": self.names, "actor": self.actors}.get(kind, []) if self.elsewhere else []
+        return given[number % len(given)] if given else ""
+
+    def slot(self, number: int) -> int:
+        """How many generators with lower numbers are on the same host as this one."""
+        return number // len(self.names) if self.names else 0
+
+
+ANYWHERE = "any host that joins"

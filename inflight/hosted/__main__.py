@@ -1,0 +1,40 @@
+"""`python -m inflight.hosted`, with a parcel on standard input: one process of a run whose launcher is elsewhere."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+
+from inflight.config import ConfigError
+from inflight.exits import BAD_INPUT, GIVEN_UP
+from inflight.hosted.running import run
+from inflight.models import ModelError
+from inflight.starters.parcel import Lease, ParcelError, received
+
+
+def main() -> int:
+    """Returns the exit code of the process, or one of exits.py when it could not be started."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    try:
+        parcel = received(sys.stdin.fileno())
+        return run(parcel, lambda limit_s: Lease(sys.stdin.fileno(), limit_s))
+    except (ParcelError, ConfigError, ModelError) as error:
+        return _say(error, BAD_INPUT)
+    except OSError as error:
+        return _say(error, GIVEN_UP)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Unwinds the main thread, which ends the process and removes its folder."""
+    raise SystemExit(128 + number)
+
+
+def _say(error: Exception, code: int) -> int:
+    print(f"inflight hosted: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

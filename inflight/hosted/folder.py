@@ -1,0 +1,72 @@
+"""The folder of a process on another host than the trainer's: what a run folder holds for it, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from inflight import config as configuration
+from inflight import models
+from inflight.config import CONFIG_FILE, ModelConfig, RunConfig
+from inflight.listening import source_of
+from inflight.starters.parcel import Parcel
+
+IN_MEMORY = Path("/dev/shm")
+
+
+@contextlib.contextmanager
+def unpacked_folder(parcel: Parcel) -> Iterator[RunConfig]:
+    """Makes the folder, for its owner alone, and yields the configuration in it; removes it at the end.
+
+    Raises ConfigError or ModelError for a configuration that can't be used here, OSError when the trainer's network
+    can't be reached or nothing can be written.
+    """
+    parent = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="inflight-", dir=parent))
+    try:
+        before = os.umask(0o077)
+        try:
+            _write(parcel, folder)
+        finally:
+            os.umask(before)
+        config = _here(parcel, configuration.load(folder))
+        configuration.save(config)
+        yield config
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(parcel: Parcel, folder: Path) -> None:
+    (folder / CONFIG_FILE).write_text(parcel.config)
+    (folder / "bus").mkdir()
+    (folder / "bus" / "api.key").write_text(parcel.api_key + "\n")
+    (folder / "keys").mkdir()
+    for name, content in parcel.keys.items():
+        (folder / "keys" / name).write_text(content)
+
+
+def _here(parcel: Parcel, config: RunConfig) -> RunConfig:
+    """The run's configuration as it is on this host: its own address and keys, the trainer's address, its own copy of
+    the model. Versions come from the trainer, also the one of a checkpoint from which it resumes."""
+    return replace(
+        config,
+        resume=False,
+        checkpoint="",
+        model=_model(config.model),
+        bus=replace(config.bus, address=parcel.trainer, keys=str(config.path / "keys")),
+        network=replace(config.network, bind=source_of(parcel.trainer), advertise=""),
+    )
+
+
+def _model(model: ModelConfig) -> ModelConfig:
+    """The launcher names a model that is not of the hub by its directory there, which this host need not have."""
+    name = model.name if Path(model.name).is_dir() or models.is_of_hub(model.name) else model.served_name
+    models.fetch(name, model.revision, trust_remote_code=model.trust_remote_code)
+    if models.is_of_hub(name):
+        return model
+    return replace(model, name=str(models.prepare(name)))

@@ -1,0 +1,63 @@
+"""Runs the process of a parcel as a child, with the GPUs of its slot, until it ends or its lease does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from inflight.config import ConfigError, RunConfig
+from inflight.exits import STOPPED
+from inflight.hosted.folder import unpacked_folder
+from inflight.launcher.devices import available
+from inflight.processes import Processes
+from inflight.starters.base import Command
+from inflight.starters.parcel import Parcel
+
+POLL_S = 0.2
+MODULES = {"generator": "inflight.generator", "actor": "inflight.actor"}
+
+
+class Held(Protocol):
+    """A lease: parcel.Lease, or that of a process that has joined."""
+
+    @property
+    def ended(self) -> str:
+        """Why it is over; empty while it is valid."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits, at most for `timeout_s`; False when it is over."""
+
+
+def run(parcel: Parcel, lease_of: Callable[[float], Held]) -> int:
+    """Returns the exit code of the process; STOPPED when its lease ended first. `lease_of` takes the lease's time in
+    seconds. Raises ConfigError, ModelError or OSError when it can't be started."""
+    with unpacked_folder(parcel) as config:
+        lease = lease_of(config.hosts.lease_s)
+        command = Command(
+            name=parcel.name,
+            kind=parcel.kind,
+            argv=[sys.executable, "-m", MODULES[parcel.kind], "--run-dir", config.run_dir, "--name", parcel.name],
+            log=None,
+            environment=parcel.environment | _gpus(config, parcel, available()),
+        )
+        with Processes(config.launch.stop_grace_s) as processes:
+            processes.start(command)
+            while lease.wait(POLL_S):
+                if ended := processes.ended():
+                    return ended[0].code if ended[0].code >= 0 else 128 - ended[0].code
+            print(f"inflight hosted: {parcel.name} ends: {lease.ended}", file=sys.stderr, flush=True)
+        return STOPPED
+
+
+def _gpus(config: RunConfig, parcel: Parcel, devices: list[str]) -> dict[str, str]:
+    """Those of a generator's slot; none on a host without. Raises ConfigError when there are too few."""
+    if not devices or parcel.kind != "generator":
+        return {}
+    ranks = config.generator.tensor_parallel_size
+    own = devices[parcel.slot * ranks : (parcel.slot + 1) * ranks]
+    if len(own) < ranks:
+        raise ConfigError(
+            f"{parcel.name} is generator {parcel.slot + 1} of this host and takes {ranks} GPUs, of {len(devices)} here"
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

@@ -1,5 +1,5 @@
 # Each target sets itself up on a fresh machine with Python 3.11 to 3.13; a second call starts at once.
-.PHONY: help setup demo test test-slow test-faults test-browser fuzz lint bench verify-patches clean
+.PHONY: help setup demo test test-slow test-faults test-hosts test-browser fuzz lint bench verify-patches clean
 
 PY := .venv/bin/python
 READY := .venv/ready
@@ -16,6 +16,7 @@ help:
 	@echo "make demo            train SmolLM2-135M with a generator that never stops (some minutes on 2 cores)"
 	@echo "make test            unit tests, tests against a real vLLM on CPU, and a whole tiny run"
 	@echo "make test-faults     harm done to real processes: kills, stops, full disks, strangers"
+	@echo "make test-hosts      runs over several hosts: network namespaces, ssh, cut and slow links (root)"
 	@echo "make test-browser    the HTML report in a real Chromium, which is installed where there is none"
 	@echo "make fuzz            every decoder against damaged input (SECONDS=600)"
 	@echo "make test-slow       the tests that take minutes each"
@@ -44,6 +45,9 @@ test-slow: $(READY)
 
 test-faults: $(READY)
 	$(PY) -m pytest -m "faults and not gpu" tests/faults $(ARGS)
+
+test-hosts: $(READY)
+	$(PY) -m pytest -m netns tests/hosts $(ARGS)
 
 test-browser: $(READY)
 	@./scripts/browser.sh

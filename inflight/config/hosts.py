@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from inflight.config.checks import require, require_fields
 
-STARTERS = ("local", "ssh", "join")
+STARTERS = ("local", "ssh")
 DESTINATION = re.compile(r"[A-Za-z0-9_.@:%\[\]-]{1,255}")
 
 
@@ -16,8 +16,7 @@ class HostsConfig:
     """Where generators and actors run. The launcher, the trainer and the evaluator are on one host."""
 
     starter: str = "local"
-    """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects. `join`: wherever
-    `inflight join` is run, for generators; the launcher waits for them."""
+    """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects."""
     names: list[str] = field(default_factory=list)
     """Destinations of ssh, [USER@]HOST, for generators in turn; with several generators on one host, each gets GPUs of
     its own."""
@@ -47,14 +46,10 @@ class HostsConfig:
 
     def of(self, kind: str, number: int) -> str:
         """The destination of an actor or a generator, counted from 0; empty: the launcher's host."""
-        if self.starter == "join":
-            return ANYWHERE if kind == "generator" else ""
         given = {"generator": self.names, "actor": self.actors}.get(kind, []) if self.elsewhere else []
         return given[number % len(given)] if given else ""
 
     def slot(self, number: int) -> int:
-        """How many generators with lower numbers are on the same host as this one."""
-        return number // len(self.names) if self.names else 0
-
-
-ANYWHERE = "any host that joins"
+        """How many generators with lower numbers are on the host of this one."""
+        host = self.of("generator", number)
+        return sum(self.of("generator", before) == host for before in range(number))

@@ -32,10 +32,10 @@ def unpacked_folder(parcel: Parcel) -> Iterator[RunConfig]:
         before = os.umask(0o077)
         try:
             _write(parcel, folder)
+            config = _here(parcel, configuration.load(folder))
+            configuration.save(config)
         finally:
             os.umask(before)
-        config = _here(parcel, configuration.load(folder))
-        configuration.save(config)
         yield config
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -65,7 +65,8 @@ def _here(parcel: Parcel, config: RunConfig) -> RunConfig:
 
 def _model(model: ModelConfig) -> ModelConfig:
     """The launcher names a model that is not of the hub by its directory there, which this host need not have."""
-    name = model.name if Path(model.name).is_dir() or models.is_of_hub(model.name) else model.served_name
+    absent = Path(model.name).is_absolute() and not Path(model.name).is_dir()
+    name = model.served_name if absent and model.served_name else model.name
     models.fetch(name, model.revision, trust_remote_code=model.trust_remote_code)
     if models.is_of_hub(name):
         return model

@@ -35,7 +35,7 @@ def usual_commands(config: RunConfig) -> list[Command]:
             environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
             cores=tuple(cores),
             host=config.hosts.of(kind, number),
-            slot=config.hosts.slot(number),
+            slot=config.hosts.slot(number) if kind == "generator" else 0,
         )
 
     trainer, generator = config.trainer.threads, config.generator.threads

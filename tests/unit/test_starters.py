@@ -1,0 +1,319 @@
+"""Starting processes on other hosts: what they are given, how they end with their launcher, and what is restarted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from inflight import __version__
+from inflight import config as configuration
+from inflight.bus import make_keys
+from inflight.config import ConfigError, RunConfig
+from inflight.exits import STOPPED
+from inflight.hosted.folder import unpacked_folder
+from inflight.hosted.running import _gpus
+from inflight.launcher import devices
+from inflight.launcher.commands import usual_commands
+from inflight.launcher.compose import compose
+from inflight.launcher.restarts import RETRY_AT_MOST_S, Restarts
+from inflight.processes import Ended, Processes
+from inflight.starters import parcel as parcels
+from inflight.starters.base import UNREACHABLE, Command, Handle
+from inflight.starters.parcel import MAX_BYTES, Lease, Parcel, ParcelError, packed, parcel_of, received
+from inflight.starters.ssh import SshStarter
+
+LIMIT_S = 30.0
+API_KEY = "k" * 43
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    """A run folder as its launcher leaves it, of a run with generators on two hosts."""
+    folder = tmp_path / "run"
+    make_keys(folder / "keys", ["trainer", "a0", "g0", "g1"])
+    options = ["network.bind=127.0.0.1", "hosts.starter=ssh", "hosts.names=[h1,me@h2]", "generator.count=2"]
+    made = compose("tiny", [f"run_dir={folder}", *options])
+    made = replace(made, bus=replace(made.bus, keys=str(folder / "keys")))
+    configuration.save(made)
+    (folder / "bus").mkdir()
+    made.api_key_file.write_text(API_KEY + "\n")
+    return made
+
+
+def command(name: str = "g0", kind: str = "generator", **changes: object) -> Command:
+    return replace(Command(name, kind, ["true"], None, {"OMP_NUM_THREADS": "2"}, host="h1"), **changes)
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """What a process reads its parcel from, and what its launcher writes to."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+def test_a_parcel_holds_what_one_process_needs_and_no_other_secret(run: RunConfig, pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], packed(parcel_of(run, command())))
+    parcel = received(pipe[0], LIMIT_S)
+    assert (parcel.name, parcel.kind, parcel.slot, parcel.trainer) == ("g0", "generator", 0, "127.0.0.1")
+    assert parcel.api_key == API_KEY
+    keys = Path(run.bus.keys)
+    assert parcel.keys == {name: (keys / name).read_text() for name in ("listener.key", "g0.key_secret")}
+    secret = (keys / "listener.key_secret").read_text().split("secret-key")[1].split('"')[1]
+    assert secret not in packed(parcel).decode()
+
+
+def test_what_must_be_with_the_trainer_goes_nowhere(run: RunConfig) -> None:
+    with pytest.raises(ConfigError, match="trainer can't run on another host: only generator and actor can"):
+        parcel_of(run, command("trainer", "trainer"))
+
+
+BAD = {
+    "nothing": (b"", "the input ended before the parcel did, after 0 of 8 bytes"),
+    "a shell's greeting": (b"Welcome to host h1!\n", "it begins with b'Welcome '"),
+    "too large": (f"{MAX_BYTES + 1:08x}".encode(), "at most"),
+    "none": (b"00000000", "a parcel of 0 bytes"),
+    "half": (b"00000010{", "after 1 of 16 bytes"),
+    "another text": (b"00000002[]", "no parcel of a launcher"),
+    "no text": (b"00000002\xff\xff", "no parcel of a launcher"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_no_parcel_is_refused(pipe: tuple[int, int], what: str) -> None:
+    data, said = BAD[what]
+    os.write(pipe[1], data)
+    os.close(pipe[1])
+    with pytest.raises(ParcelError) as caught:
+        received(pipe[0], LIMIT_S)
+    assert said in str(caught.value)
+
+
+def test_a_parcel_that_does_not_come_is_not_waited_for(pipe: tuple[int, int]) -> None:
+    os.write(pipe[1], b"0000")
+    with pytest.raises(ParcelError, match="no parcel came in time, 4 of 8 bytes did"):
+        received(pipe[0], 0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"inflight": "0.0.1"}, rf"this host has inflight {__version__}, the launcher's 0\.0\.1"),
+        ({"name": "../g0"}, "no parcel of a launcher"),
+        ({"kind": "trainer"}, "no parcel of a launcher"),
+        ({"keys": {"../../.ssh/id": "x"}}, "no parcel of a launcher"),
+        ({"unknown": 1}, "unknown field"),
+    ],
+)
+def test_a_parcel_of_another_release_or_with_other_fields_is_refused(
+    run: RunConfig, changes: dict[str, object], said: str
+) -> None:
+    body = msgspec.json.encode(msgspec.to_builtins(parcel_of(run, command())) | changes)
+    with pytest.raises(ParcelError, match=said):
+        parcels.unpacked(body)
+
+
+def test_a_lease_ends_with_the_input_or_with_silence(pipe: tuple[int, int]) -> None:
+    lease = Lease(pipe[0], LIMIT_S)
+    os.write(pipe[1], b"..")
+    assert lease.wait(LIMIT_S)
+    os.close(pipe[1])
+    assert not lease.wait(LIMIT_S)
+    assert lease.ended == "the launcher has ended it"
+    silent = os.pipe()
+    short = Lease(silent[0], 0.05)
+    while short.wait(0.01):
+        pass
+    assert short.ended == "no sign of the launcher for 0.05 s (hosts.lease_s)"
+    for end in silent:
+        os.close(end)
+
+
+def test_the_folder_there_is_the_owners_alone_and_gone_afterwards(run: RunConfig) -> None:
+    parcel = parcel_of(run, command("a0", "actor"))
+    with unpacked_folder(parcel) as there:
+        folder = there.path
+        assert folder != run.path
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+        assert found == {"config.yaml", "bus/api.key", "keys/listener.key", "keys/a0.key_secret"}
+        assert all(not stat.S_IMODE(file.stat().st_mode) & 0o077 for file in folder.rglob("*"))
+        again = configuration.load(folder)
+        assert again.api_key() == API_KEY
+        assert again.endpoint("rollouts") == run.endpoint("rollouts") == "tcp://127.0.0.1:5701"
+        assert (again.bus.keys, again.network.bind) == (str(folder / "keys"), "127.0.0.1")
+        assert (again.checkpoint, again.resume, again.seed) == ("", False, run.seed)
+    assert not folder.exists()
+
+
+def test_a_generator_there_has_the_gpus_of_its_slot(run: RunConfig) -> None:
+    two = replace(run, generator=replace(run.generator, tensor_parallel_size=2))
+    parcel = parcel_of(run, command(slot=1))
+    assert _gpus(two, parcel, ["0", "1", "2", "3"]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert _gpus(two, parcel, []) == {}
+    assert _gpus(two, parcel_of(run, command("a0", "actor")), ["0"]) == {}
+    with pytest.raises(ConfigError, match="g0 is generator 2 of this host and takes 2 GPUs, of 3 here"):
+        _gpus(two, parcel, ["0", "1", "2"])
+
+
+# --- ssh ---
+
+SSH = """#!/bin/sh
+printf '%s\\n' "$@" > {said}
+while [ "$1" != -- ]; do shift; done
+[ "$2" = gone ] && exit 255
+exec sh -c "$3"
+"""
+THERE = """
+import sys
+from inflight.starters.parcel import Lease, received
+parcel = received(0)
+print(parcel.name, flush=True)
+lease = Lease(0, 30)
+while lease.wait(1):
+    if parcel.slot == 7:
+        sys.exit(7)
+print(lease.ended, flush=True)
+sys.exit(5)
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    """In place of ssh, a shell of this host, and in place of a generator, a process that has its parcel and lease."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "there.py").write_text(THERE)
+    program = tmp_path / "bin" / "ssh"
+    program.write_text(SSH.format(said=tmp_path / "said"))
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    python = f"{sys.executable} '{tmp_path / 'there.py'}'"
+    return replace(run, hosts=replace(run.hosts, python=python, ssh=["-p", "2222"], lease_s=4.0))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_ssh_gets_the_parcel_and_the_lease_and_passes_output_and_exit_code_on(ssh: RunConfig, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "g0.log"
+    with Processes(20.0, elsewhere=SshStarter(ssh)) as processes:
+        processes.start(command(log=log))
+        until(lambda: log.exists() and "g0" in log.read_text())
+        arguments = (tmp_path / "said").read_text().splitlines()
+        assert {"BatchMode=yes", "ServerAliveInterval=5"} <= set(arguments)
+        python = f"{sys.executable} {tmp_path / 'there.py'}"
+        assert arguments[-5:] == ["-p", "2222", "--", "h1", f"exec {python} -m inflight.hosted"]
+        assert API_KEY not in "".join(arguments)
+        processes.start(command("g1", slot=7, log=log))
+        ended: list[Ended] = []
+        until(lambda: ended.extend(processes.ended()) or ended)
+        assert [(each.command.name, each.code) for each in ended] == [("g1", 7)]
+        processes.start(command("g1", host="gone", log=log))
+        ended.clear()
+        until(lambda: ended.extend(processes.ended()) or ended)
+        assert ended[0].code == UNREACHABLE
+        assert processes.running() == ["g0"]
+        assert processes.stop() == []
+    assert "the launcher has ended it" in log.read_text()
+
+
+def test_only_a_starter_of_other_hosts_starts_there() -> None:
+    with Processes(5.0) as processes, pytest.raises(ValueError, match="g0 is to run on h1, where nothing starts it"):
+        processes.start(command())
+
+
+class Fake:
+    """A starter without processes."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def start(self, command: Command) -> Handle:
+        self.done.append(f"start {command.name}")
+        code: list[int] = []
+
+        def stop() -> None:
+            self.done.append(f"stop {command.name}")
+            code.append(STOPPED)
+
+        return SimpleNamespace(
+            pid=None, address=command.host, poll=lambda: code[0] if code else None, stop=stop, kill=lambda: None
+        )
+
+    def close(self) -> None:
+        self.done.append("close")
+
+
+def test_the_launcher_needs_no_more_than_the_protocol() -> None:
+    there = Fake()
+    with Processes(5.0, elsewhere=there) as processes:
+        processes.start(command())
+        processes.kill_orphans()
+        assert processes.ended() == []
+    assert there.done == ["start g0", "stop g0", "close"]
+
+
+def test_a_host_that_is_gone_is_tried_again_and_counts_as_no_failure(run: RunConfig) -> None:
+    restarts = Restarts(replace(run, launch=replace(run.launch, restart_delay_s=1.0, restarts=2)))
+    gone = Ended(command(), UNREACHABLE)
+    assert restarts.failed(gone) is None, "it was never reached: the name is wrong, or the key"
+    restarts.heard("g0", {"phase": "serving"})
+    said = [str(restarts.failed(gone)) for _ in range(8)]
+    assert [line.split(" in ")[1].split(" s;")[0] for line in said[:3]] == ["1", "2", "4"]
+    assert f"in {RETRY_AT_MOST_S:g} s" in said[-1]
+    assert "h1 can't be reached" in said[0]
+    restarts.heard("g0", {"phase": "serving"})
+    assert " in 1 s" in str(restarts.failed(gone)), "it was there meanwhile"
+    assert restarts.failed(Ended(command(), 1)) is not None
+    here = Ended(command(host=""), UNREACHABLE)
+    assert restarts.failed(here) is None, "on this host 255 is an exit code like others"
+
+
+# --- what is started where ---
+
+
+def test_generators_go_to_the_hosts_in_turn_and_the_rest_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available", lambda: ["0"])
+    options = ["network.bind=10.0.0.1", "hosts.starter=ssh", "hosts.names=[h1,h2,h1]", "generator.count=4"]
+    config = compose("tiny", [f"run_dir={tmp_path}/run", *options, "hosts.actors=[h2]"])
+    found = {each.name: (each.host, each.slot) for each in usual_commands(config)}
+    assert found == {
+        "trainer": ("", 0), "g0": ("h1", 0), "g1": ("h2", 0), "g2": ("h1", 1), "g3": ("h1", 2), "a0": ("h2", 0),
+    }  # fmt: skip
+    environments = {each.name: each.environment.get("CUDA_VISIBLE_DEVICES") for each in usual_commands(config)}
+    assert environments == {"trainer": "0"} | dict.fromkeys(["g0", "g1", "g2", "g3", "a0"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["hosts.starter=ssh", "hosts.names=[h1]"], "hosts.starter='ssh' is not allowed: local, or with network.bind"),
+        (["hosts.starter=ssh", "network.bind=10.0.0.1"], "together with hosts.names or hosts.actors"),
+        (["hosts.starter=telnet"], "hosts.starter='telnet' is not allowed: local, ssh"),
+        (["hosts.starter=ssh", "hosts.names=['-oProxyCommand=x']"], "hosts.names='-oProxyCommand=x' is not allowed"),
+    ],
+)
+def test_hosts_that_can_not_be_used_are_refused(tmp_path: Path, options: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose("tiny", [f"run_dir={tmp_path}/run", *options])
+    assert said in str(caught.value)
+
+
+def test_a_parcel_is_checked_like_any_message() -> None:
+    assert Parcel.__struct_config__.forbid_unknown_fields

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass, field
 
 from inflight.config.checks import require, require_fields
@@ -24,8 +25,8 @@ class HostsConfig:
     """The same for actors; empty: the launcher's host."""
     python: str = ""
     """The command of Python on those hosts, split as a shell does it; empty: the path of the launcher's."""
-    ssh: list[str] = field(default_factory=list)
-    """Further arguments of ssh, such as `-p`, `2222`."""
+    ssh: str = ""
+    """Further arguments of ssh, such as `-p 2222`, split as a shell does it."""
     lease_s: float = 30.0
     """Seconds without a sign of the launcher after which a process on another host ends."""
 
@@ -36,6 +37,8 @@ class HostsConfig:
                 fits = DESTINATION.fullmatch(each) is not None and not each.startswith("-")
                 require(fits, f"hosts.{name}", each, "[USER@]HOST")
         require_fields(self, "hosts", "lease_s", least=1)
+        for name, text in (("python", self.python), ("ssh", self.ssh)):
+            require(_splits(text), f"hosts.{name}", text, "a command line, with its quotes closed")
         fits = self.starter != "ssh" or bool(self.names or self.actors)
         require(fits, "hosts.starter", "ssh", "together with hosts.names or hosts.actors")
 
@@ -53,3 +56,11 @@ class HostsConfig:
         """How many generators with lower numbers are on the host of this one."""
         host = self.of("generator", number)
         return sum(self.of("generator", before) == host for before in range(number))
+
+
+def _splits(text: str) -> bool:
+    try:
+        shlex.split(text)
+    except ValueError:
+        return False
+    return True

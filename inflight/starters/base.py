@@ -39,6 +39,7 @@ class Command:
     slot: int = 0
     """How many processes of its kind, that compute on GPUs as well, are on its host before it."""
 
+
 class Handle(Protocol):
     """A process that was started, or is being started."""
 

@@ -73,7 +73,7 @@ class SshStarter:
         python = shlex.split(hosts.python) or [sys.executable]
         options = [text for name, value in OPTIONS.items() for text in ("-o", f"{name}={value}")]
         there = shlex.join([*python, "-m", MODULE])
-        argv = ["ssh", "-T", *options, *hosts.ssh, "--", command.host, f"exec {there}"]
+        argv = ["ssh", "-T", *options, *shlex.split(hosts.ssh), "--", command.host, f"exec {there}"]
         parcel = packed(parcel_of(self._config, command))
         child = spawned(command, argv, inherited(os.environ, command.kind), subprocess.PIPE)
         return SshHandle(child, command.host, parcel, hosts.lease_s / RENEWALS)

@@ -15,12 +15,17 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 
+import torch
 from aiohttp import web
 from fake_generator import FakeGenerator
 
 from inflight import config as configuration
 from inflight.bus import Link
+from inflight.config.network import joined
+from inflight.listening import listen
 from inflight.messages import Finish, Status
+from inflight.weights.transport import make_receiver
+from inflight.weights.transport.place import place_of
 
 SLOWEST_S = float(os.environ.get("STAND_IN_SLOWEST_S", "0.6"))
 STOPPED = 128 + signal.SIGTERM
@@ -69,9 +74,13 @@ async def serve(run_dir: str, name: str) -> int:
     app.add_routes([web.post("/v1/completions", complete), web.get("/health", health)])
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    generator = FakeGenerator(config.endpoint("weights"), name, url=url, bus=config.bus).start()
+    listening = listen(config.network)
+    await web.SockSite(runner, listening).start()
+    generator = FakeGenerator(
+        config.endpoint("weights"), name, bus=config.bus, place=place_of(torch.device("cpu")),
+        url=f"http://{joined(config.network.reached, listening.getsockname()[1])}",
+        connect=lambda welcome: make_receiver(welcome, config.network),
+    ).start()  # fmt: skip
     with Link(config.endpoint("status"), name, config.bus) as status:
         while not ended.is_set() and not any(isinstance(message, Finish) for message in generator.heard):
             status.send(Status(source=name, values={} if generator.version is None else {"version": generator.version}))

@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 SWITCH = "inflightsw"
 LIMIT_S = 30.0
@@ -81,6 +83,16 @@ class Hosts:
         for pid in map(int, listed.stdout.split()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def processes(self, number: int) -> list[str]:
+        """Command lines of all that runs on a host."""
+        ask = ["ip", "netns", "pids", self.names[number]]
+        listed = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()
+        lines = []
+        for pid in map(int, listed):
+            with contextlib.suppress(psutil.Error):
+                lines.append(" ".join(psutil.Process(pid).cmdline()))
+        return lines
 
     def boot(self, number: int) -> None:
         """Starts a host again whose processes were ended."""

@@ -200,7 +200,7 @@ def ssh(tmp_path: Path, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunC
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     python = f"{sys.executable} '{tmp_path / 'there.py'}'"
-    return replace(run, hosts=replace(run.hosts, python=python, ssh=["-p", "2222"], lease_s=4.0))
+    return replace(run, hosts=replace(run.hosts, python=python, ssh="-p 2222", lease_s=4.0))
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -305,6 +305,7 @@ def test_generators_go_to_the_hosts_in_turn_and_the_rest_stays(tmp_path: Path, m
     [
         (["hosts.starter=ssh", "hosts.names=[h1]"], "hosts.starter='ssh' is not allowed: local, or with network.bind"),
         (["hosts.starter=ssh", "network.bind=10.0.0.1"], "together with hosts.names or hosts.actors"),
+        (['hosts.ssh="-i \'key"'], "with its quotes closed"),
         (["hosts.starter=telnet"], "hosts.starter='telnet' is not allowed: local, ssh"),
         (["hosts.starter=ssh", "hosts.names=['-oProxyCommand=x']"], "hosts.names='-oProxyCommand=x' is not allowed"),
     ],

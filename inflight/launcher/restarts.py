@@ -72,9 +72,9 @@ class Restarts:
         self._due[command.name] = (time.monotonic() + delay, command)
         return f"{ended}; it is restarted in {delay:g} s ({record.failures} of {self._limit}); its log: {command.log}"
 
-    def _reach_again(self, record: _Record, command: Command) -> str:
+    def _reach_again(self, record: _RestartRecord, command: Command) -> str:
         """A host that is gone is no failure of its process, and has no limit of its own: as long as other generators
-        work, the run goes on; without any it ends after `publish.join_timeout_s`."""
+        work, the run continues; without any it ends after `publish.join_timeout_s`."""
         record.unreachable += 1
         delay = min(self._delay_s * 2.0 ** min(record.unreachable - 1, 10), RETRY_AT_MOST_S)
         self._due[command.name] = (time.monotonic() + delay, command)

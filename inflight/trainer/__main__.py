@@ -102,17 +102,8 @@ def _run(config: RunConfig) -> int:
         stack.callback(publisher.close)
         rollouts = stack.enter_context(Listener(config.listening("rollouts"), config.bus))
         vocabulary = policy.master.config.get_text_config().vocab_size
-        buffer = stack.enter_context(
-            Buffer(
-                rollouts,
-                config,
-                begun.books,
-                waiting,
-                vocabulary=vocabulary,
-                routes=publisher.routes,
-                warn=reporter.warn,
-            )
-        )
+        shown = {"vocabulary": vocabulary, "routes": publisher.routes, "warn": reporter.warn}
+        buffer = stack.enter_context(Buffer(rollouts, config, begun.books, waiting, **shown))
         start = reference(config, model_dir, accelerator.device)
         learner = Learner(policy, config, accelerator, start, coordinator, step=begun.step)
         if config.checkpoint:

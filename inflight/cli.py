@@ -53,6 +53,12 @@ def _show(arguments: list[str]) -> int:
     return show.main(arguments)
 
 
+def _watch(arguments: list[str]) -> int:
+    from inflight.view import watch
+
+    return watch.main(arguments)
+
+
 def _doctor(arguments: list[str]) -> int:
     from inflight.doctor import command
 
@@ -102,6 +108,7 @@ def _version(arguments: list[str]) -> int:
 
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
+    "watch": ("the live view of a run that was started elsewhere", _watch),
     "audit": ("replay a run's rollouts and check every version tag", _audit),
     "report": ("the results of a run, and figures of its tokens by lag", _report),
     "eval": ("answer a run's held-out questions with a checkpoint", _eval),

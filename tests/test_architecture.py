@@ -134,6 +134,7 @@ MAY_IMPORT = {
         "generator",
     },
     "doctor": {"config", "exits", "launcher", "models", "patching", "surroundings", "weights"},
+    "view": {"config", "metrics", "report", "types"},
     "report": {"types", "audit", "config", "groups", "metrics", "rollout"},
     "export": {"config", "merge", "trainer"},
     "merge": set(),

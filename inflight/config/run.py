@@ -186,6 +186,11 @@ class RunConfig:
         return self.path / "versions" / f"{version:06d}.safetensors"
 
     @property
+    def snapshot_file(self) -> Path:
+        """The latest values of the run's processes (view/snapshot.py), replaced atomically."""
+        return self.path / "bus" / "status.json"
+
+    @property
     def routes_file(self) -> Path:
         """Which generators get requests, and their URLs: types.Routes as JSON, replaced atomically."""
         return self.path / "bus" / "routes.json"

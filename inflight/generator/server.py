@@ -231,15 +231,16 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
     Not at once: the launcher restarts processes that have reported, and a generator that the trainer refuses at its
     hello would be refused again.
     """
-    tokens, at = _generated_tokens(), time.monotonic()
+    tokens, at = _own_figure("vllm:generation_tokens_total"), time.monotonic()
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
-        tokens_now, now = _generated_tokens(), time.monotonic()
+        tokens_now, now = _own_figure("vllm:generation_tokens_total"), time.monotonic()
         commits = agent.commits
         values: dict[str, float | int | str] = {
             **({"version": commits.version} if commits.version is not None else {}),
             "swaps": commits.swaps,
             "running": running(agent.engine),
+            "waiting": int(_own_figure("vllm:num_requests_waiting")),
             "gap_ms": round(commits.gap_s * 1e3, 3),
             "max_gap_ms": round(commits.max_gap_s * 1e3, 3),
             "tokens_per_s": round((tokens_now - tokens) / (now - at), 1),
@@ -249,11 +250,11 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
             status.send(Status(source=name, values=values))
 
 
-def _generated_tokens() -> float:
-    """Number of tokens that this server's engine has generated, from vLLM's own metrics; 0 when they are off."""
+def _own_figure(name: str) -> float:
+    """A figure of this server's engine, from vLLM's own metrics; 0 when they are off."""
     from prometheus_client import REGISTRY
 
-    found = REGISTRY.restricted_registry(["vllm:generation_tokens_total"]).collect()
+    found = REGISTRY.restricted_registry([name]).collect()
     return sum(sample.value for metric in found for sample in metric.samples)
 
 

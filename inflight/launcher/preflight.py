@@ -28,6 +28,7 @@ from inflight.tasks.__main__ import SAYS
 from inflight.tasks.examine import Examined
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.objectives import OBJECTIVES
+from inflight.view.stage import stage
 
 CHECK_S = 120.0
 
@@ -44,13 +45,15 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     require_sound(config)
     require_effect(config)
     require_installed(config.trackers)
-    _require_named(config)
-    _require_task(config)
+    with stage("checking objective, task and rewards"):
+        _require_named(config)
+        _require_task(config)
     for line in warnings(config):
         print(f"inflight launch: {line}", file=sys.stderr, flush=True)
     try:
-        state = patching.check()
-        model = _placed(config.model)
+        with stage("checking vLLM and preparing the model"):
+            state = patching.check()
+            model = _placed(config.model)
     except (patching.PatchError, models.ModelError) as error:
         raise LaunchError(str(error)) from None
     if state is not patching.PatchState.PATCHED:
@@ -134,7 +137,8 @@ def with_data(config: RunConfig) -> RunConfig:
     if config.task.name != "dataset" and ":" not in config.task.name:
         return config
     limit_s = config.rollout.task_start_timeout_s
-    looked = _look(config, "inflight.tasks", ["--examine"], "actor", within_s=limit_s, downloads=True)
+    with stage("reading the data"):
+        looked = _look(config, "inflight.tasks", ["--examine"], "actor", within_s=limit_s, downloads=True)
     what = f"task.name={config.task.name!r}"
     if looked.code is None:
         raise ConfigError(f"{what}: its data were not read within rollout.task_start_timeout_s={limit_s:g}")

@@ -162,6 +162,11 @@ class Buffer:
         with self._changed:
             return self._ledger.counts()
 
+    def ages(self, version: int) -> dict[int, int]:
+        """Of the groups that wait, by how many versions their oldest token is older than `version`."""
+        with self._changed:
+            return self._ledger.ages(version)
+
     def lengths(self) -> dict[str, float]:
         """Mean lengths of completions, for metrics."""
         with self._changed:

@@ -72,6 +72,7 @@ class Ledger:
         self._group_size, self._vocabulary = config.rollout.group_size, vocabulary
         self._accounts: dict[str, _Account] = {}
         self._queue = Waiting(groups, most_bytes(config))
+        self.ages = self._queue.ages
         self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
         self.drought = Drought(self._step)
         """Detects that nothing passes the gate."""

@@ -23,11 +23,14 @@ class StoredGroup:
 
     name: str
     frame: bytes
+    oldest: int | None = None
+    """The oldest version that has sampled one of its tokens; None: unknown."""
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Self:
         """Encodes a group. Raises StreamError when it is too large to be written."""
-        return cls(group.group_id, encode_frame(group))
+        versions = [span.version for rollout in group.rollouts for span in rollout.turn.token_versions]
+        return cls(group.group_id, encode_frame(group), min(versions, default=None))
 
     @property
     def index(self) -> int | None:
@@ -61,6 +64,11 @@ class Waiting:
     def indices(self) -> frozenset[int]:
         """The indices of the groups' questions."""
         return frozenset(self._indices)
+
+    def ages(self, version: int) -> dict[int, int]:
+        """Versions between the oldest token of a group and `version` → how many groups."""
+        oldest = [group.oldest for group in self._queue if group.oldest is not None]
+        return dict(collections.Counter(version - each for each in oldest))
 
     def append(self, group: StoredGroup) -> None:
         """Appends a group to the queue."""

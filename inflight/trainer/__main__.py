@@ -76,6 +76,7 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.checkpoint.rewind import begin
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
+    from inflight.trainer.now import now
     from inflight.trainer.policy import reference
     from inflight.trainer.report import Reporter
     from inflight.trainer.run_policy import policy_of
@@ -114,7 +115,7 @@ def _run(config: RunConfig) -> int:
         trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun, evaluations)
         stack.callback(trainer.writer.close)
         trainer.keep(begun.step)
-        reporter.follow(publisher)
+        reporter.follow(publisher, lambda: now(publisher, buffer))
         reporter.phase("waiting for generators")
         publisher.wait_joined(config.publish.join_timeout_s, at_least=1)  # further generators may join later
         signal.signal(signal.SIGTERM, lambda *_: stop.set())

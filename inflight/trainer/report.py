@@ -173,6 +173,7 @@ class Reporter:
         self._values: dict[str, Value] = {"steps": config.trainer.steps}
         self._warnings: deque[str] = deque(maxlen=WARNINGS_KEPT)
         self._publisher: Publisher | None = None
+        self._now: Callable[[], dict[str, Value]] = dict
         self._trackers: Trackers | None = None
         self._noted = 0
         self._error: OSError | None = None
@@ -181,9 +182,9 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="trainer report", daemon=True)
         self._thread.start()
 
-    def follow(self, publisher: Publisher) -> None:
-        """Records the swaps of this publisher from now on."""
-        self._publisher = publisher
+    def follow(self, publisher: Publisher, now: Callable[[], dict[str, Value]] = dict) -> None:
+        """Records the swaps of this publisher from now on; what `now` returns goes into each status."""
+        self._publisher, self._now = publisher, now
 
     def track(self, trackers: Trackers) -> None:
         """Shows all further lines there, too."""
@@ -252,10 +253,7 @@ class Reporter:
     def _send(self) -> None:
         with self._lock:
             values = dict(self._values)
-        if self._publisher is not None:
-            values |= {f"committed_{name}": version for name, version in self._publisher.committed.items()}
-            values |= {f"behind_{name}": count for name, count in self._publisher.behind.items()}
-            values |= {f"state_{name}": state.name for name, (state, _) in self._publisher.states.items()}
+        values |= self._now()
         with contextlib.suppress(BusError):  # no launcher listens: one that died has ended this process or will
             self._link.send(Status(source="trainer", values=values))
 

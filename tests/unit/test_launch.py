@@ -27,10 +27,11 @@ from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.last_words import last_lines, last_words
 from inflight.launcher.launch import LaunchError, launch
-from inflight.launcher.progress import Progress, View
 from inflight.launcher.restarts import Restarts
 from inflight.messages import Status
 from inflight.processes import Command, Ended
+from inflight.view.progress import Progress
+from inflight.view.view import View
 
 LIVE_FOREVER = "import time; time.sleep(600)"
 IGNORES_TERM = (

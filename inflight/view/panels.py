@@ -1,0 +1,197 @@
+"""The parts of the live view, each a table of text for a given width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from inflight.report.visible import visible
+from inflight.view.figures import Value, duration, finite, milliseconds, number, sparkline, whole
+from inflight.view.progress import Progress
+
+LABEL = 9
+"""Columns of the labels at the left."""
+LEAST_CURVE, MOST_CURVE = 8, 60
+BAR = 20
+"""Columns of the buffer's bar."""
+NEXT = {
+    "IDLE": "next",
+    "SENDING": "arriving",
+    "READY": "ready, kept back for an evaluation",
+    "COMMITTING": "swapping",
+    "ABORTING": "given up",
+    "UNSURE": "not confirmed",
+}
+"""What happens to a generator's next version, by its state at the publisher."""
+OUT = {"ABSENT": "not there", "STALLED": "does not answer", "POISONED": "poisoned", "INCOMPATIBLE": "refused"}
+
+
+def labelled(rows: Iterable[tuple[str, Text]]) -> Table:
+    """Rows with a label each."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=LABEL, no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for label, text in rows:
+        table.add_row(Text(label), text)
+    return table
+
+
+def head(progress: Progress, width: int) -> Group:
+    """The name of the run, time spent and left, and the progress bar."""
+    steps, done = progress.config.trainer.steps, whole(progress.step)
+    left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
+    title = Text.assemble(("inflight ", "bold"), visible(progress.config.path.name))
+    times = Text(f"{duration(progress.elapsed_s)}{left}")
+    first = Table.grid(expand=True)
+    first.add_column(overflow="ellipsis", no_wrap=True)
+    first.add_column(justify="right", no_wrap=True)
+    first.add_row(title, times)
+    said = f"{progress.step}/{steps}"
+    room = max(width - LABEL - len(said) - 3, LEAST_CURVE)
+    filled = round(room * min(done or 0, steps) / steps)
+    bar = Text.assemble((("━" * filled), "green"), ("─" * (room - filled), "dim"), f" {said}")
+    return Group(first, labelled([("step", bar)]))
+
+
+def learning(progress: Progress, width: int) -> Table:
+    """Reward, held-out reward and loss as curves; lag and speed."""
+    rows = progress.record.steps
+    last = progress.record.last
+    room = min(max(width - LABEL - 32, LEAST_CURVE), MOST_CURVE)
+    found = []
+    of_all = "" if last.get("reward_all") in (None, last.get("reward")) else f"  all {number(last['reward_all'])}"
+    for label, name, style, more in (("reward", "reward", "green", of_all), ("loss", "loss", "cyan", "")):
+        if curve := _curve(rows, name, room, style):
+            found.append((label, curve.append(more)))
+    if held_out := _curve(progress.record.evaluations, "eval/reward", room, "magenta"):
+        found.insert(1, ("held-out", held_out.append(f"  version {_held_out(progress)}")))
+    if last:
+        speed = f"   {number(finite(last.get('tokens_per_s')))} tokens/s" if "tokens_per_s" in last else ""
+        lag = f"{number(finite(last.get('lag_mean')))} mean, {last.get('lag_max', '?')} max"
+        found.append(("lag", Text(f"{lag} at training{speed}")))
+    elif not progress.over:
+        found.append(("trainer", Text(str(progress.of("trainer").get("phase", "starting")))))
+    return labelled(found)
+
+
+def _curve(rows: Iterable[Mapping[str, Any]], name: str, width: int, style: str) -> Text | None:
+    values = [value for row in rows if (value := finite(row.get(name))) is not None]
+    if not values:
+        return None
+    return Text.assemble((sparkline(values, width), style), f" {number(values[-1])}")
+
+
+def _held_out(progress: Progress) -> object:
+    done = [row["version"] for row in progress.record.evaluations if "eval/reward" in row and "version" in row]
+    return done[-1] if done else "?"
+
+
+def generators(progress: Progress, most: int) -> Table:
+    """A row each, `most` of them: version, what happens to the next one, speed, requests."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("generator", width=LABEL, no_wrap=True)
+    table.add_column("version", justify="right")
+    table.add_column("next version", min_width=16)
+    for name in ("tokens/s", "running", "waiting"):
+        table.add_column(name, justify="right")
+    names = progress.config.generator_names()
+    for name in names[:most]:
+        values = progress.of(name)
+        figures = [_figure(values, key) for key in ("tokens_per_s", "running", "waiting")]
+        version = str(values["version"]) if "version" in values else "–"
+        table.add_row(Text(name), version, _next(progress, name), *figures)
+    if len(names) > most:
+        table.add_row(Text(f"+{len(names) - most}"), "", Text("more: the window is too low", style="dim"))
+    return table
+
+
+def _next(progress: Progress, name: str) -> Text:
+    trainer, values = progress.of("trainer"), progress.of(name)
+    state = str(trainer.get(f"state_{name}", ""))
+    if state in OUT:
+        here = state == "ABSENT" and "version" not in values
+        return Text(str(values.get("phase", "starting")) if here else OUT[state], style="yellow")
+    behind, committed = whole(trainer.get(f"behind_{name}")), whole(trainer.get(f"committed_{name}"))
+    if behind is None or committed is None:
+        return Text(str(values.get("phase", "–" if "version" in values else "starting")))
+    if not behind:
+        return Text("– (up to date)", style="dim")
+    return Text(f"{committed + behind} {NEXT.get(state, '')}".strip())
+
+
+def _figure(values: Mapping[str, Value], name: str) -> str:
+    return number(values[name]) if name in values else "–"
+
+
+def flow(progress: Progress) -> Table:
+    """The buffer with the ages of its groups, the actors, and what the gate has left out, by reason."""
+    trainer = progress.of("trainer")
+    rows = []
+    if (buffered := whole(trainer.get("buffer"))) is not None:
+        in_flight, capacity = whole(trainer.get("in_flight")) or 0, max(progress.config.capacity, 1)
+        full = min(round(BAR * buffered / capacity), BAR)
+        under_way = min(round(BAR * in_flight / capacity), BAR - full)
+        bar = ("█" * full, "green"), ("▒" * under_way, "green"), ("░" * (BAR - full - under_way), "dim")
+        ages = str(trainer.get("buffer_ages", ""))
+        said = f" {buffered} of {progress.config.capacity} groups wait{f' ({ages})' if ages else ''}"
+        rows.append(("buffer", Text.assemble(*bar, f"{said}, {in_flight} under way")))
+    actors = [(name, text) for name in progress.sources() if name[0] == "a" and (text := _actor(progress.of(name)))]
+    rows += [(name, Text(text)) for name, text in actors]
+    rows.append(("gate", Text(_left_out(progress) or "nothing left out", style="" if _left_out(progress) else "dim")))
+    return labelled(rows)
+
+
+def _actor(values: Mapping[str, Value]) -> str:
+    known = {"in_flight": "groups under way", "done": "done", "failed": "failed"}
+    return ", ".join(f"{values[key]} {word}" for key, word in known.items() if key in values)
+
+
+def _left_out(progress: Progress) -> str:
+    last = progress.record.last
+    kinds = (("groups", "dropped/", "groups_dropped"), ("rollouts", "rollouts/", "rollouts_dropped"))
+    parts = []
+    for word, prefix, name in (*kinds, ("failed groups", "failed/", "groups_failed")):
+        recorded = last.get(name) if isinstance(last.get(name), dict) else {}
+        counts = {**(recorded or {}), **progress.counted(prefix)}
+        parts.append(_by_reason(word, counts))
+    masked: dict[str, int] = {}
+    for row in progress.record.steps:
+        for name in ("tokens_masked_by_rule", "tokens_masked_by_ratio"):
+            for reason, count in (row.get(name) or {}).items():
+                masked[reason] = masked.get(reason, 0) + int(count)
+    parts.append(_by_reason("tokens", masked))
+    return " · ".join(part for part in parts if part)
+
+
+def _by_reason(word: str, counts: Mapping[str, int]) -> str:
+    """For example `groups 3 too old, 2 all rewards equal`; the three most frequent reasons."""
+    ordered = sorted(((count, visible(str(reason))) for reason, count in counts.items() if count), reverse=True)
+    more = sum(count for count, _ in ordered[3:])
+    said = [f"{count:,} {reason}" for count, reason in ordered[:3]] + ([f"{more:,} other"] if more else [])
+    return f"{word}: {', '.join(said)}" if said else ""
+
+
+def swaps(progress: Progress, most: int) -> Table:
+    """The last swaps, newest first."""
+    rows = []
+    for at, row in enumerate(list(progress.record.swaps)[: -most - 1 : -1]):
+        transfer = finite(row.get("transfer_s"))
+        took = "?" if transfer is None else f"{number(transfer)} s"
+        text = f"{row.get('generator')} → {row.get('version')}   gap {milliseconds(row.get('gap_s'))}"
+        text += f"   transfer {took}   {row.get('running', '?')} sequences ran through it"
+        rows.append(("swaps" if at == 0 else "", Text(visible(text))))
+    return labelled(rows)
+
+
+def warnings(lines: Sequence[str]) -> Table:
+    """One after another, wrapped."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1, style="yellow")
+    table.add_column(overflow="fold", style="yellow")
+    for line in lines:
+        table.add_row("!", Text(line))
+    return table

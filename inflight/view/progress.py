@@ -1,0 +1,148 @@
+"""How far a run is: what its processes have reported last, and what its files say of its steps.
+
+Fed by the processes' `Status` messages. Known keys, all optional:
+
+* trainer    step, reward, reward_all, lag_mean, lag_max, tokens_per_s, swaps, gap_ms (last swap), running_at_swap,
+             phase, eval_reward, eval_step; committed_G, behind_G and state_G of a generator G; of the buffer: buffer,
+             in_flight, buffer_ages (in versions, as text), dropped/REASON, rollouts/REASON, failed/REASON;
+* generator  version, running, waiting, tokens_per_s, phase;
+* actor      in_flight, done, failed, phase.
+
+Each line of `warnings` is shown once. `phase` is a short text such as "loading", shown until there are numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Mapping
+
+from inflight.config import RunConfig
+from inflight.report.visible import visible
+from inflight.view.figures import Value, duration, finite, number, whole
+from inflight.view.record import Record
+
+PACE_STEPS = 20
+"""Last steps whose median duration predicts the time left."""
+
+
+class Progress:
+    """The latest values of every process and the run's record."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.record = Record(config.path)
+        self.over = False
+        """Whether the run has ended."""
+        self._started = time.monotonic()
+        self._latest: dict[str, dict[str, Value]] = {}
+
+    def update(self, source: str, values: Mapping[str, Value]) -> None:
+        """Merges one status message; keys that it does not contain keep their last values. Texts may hold what a model
+        or foreign code has written, so that control codes are made visible."""
+        shown = {name: visible(value) if isinstance(value, str) else value for name, value in values.items()}
+        self._latest.setdefault(source, {}).update(shown)
+
+    def end(self) -> None:
+        """The run has ended: what its processes have reported last describes nothing that is."""
+        self.over = True
+        self._latest.clear()
+
+    def forget(self, source: str) -> None:
+        """Drops the values of a process that ended: they do not describe the one that replaces it."""
+        self._latest.pop(source, None)
+
+    def began(self, elapsed_s: float) -> None:
+        """Tells that the launcher began `elapsed_s` seconds ago."""
+        self._started = time.monotonic() - elapsed_s
+
+    @property
+    def latest(self) -> Mapping[str, Mapping[str, Value]]:
+        """The latest values of every process that has reported, by name."""
+        return self._latest
+
+    def of(self, source: str) -> Mapping[str, Value]:
+        """The latest values of a process."""
+        return self._latest.get(source, {})
+
+    def sources(self) -> list[str]:
+        """The processes that have reported, by name."""
+        return sorted(self._latest)
+
+    def counted(self, prefix: str) -> dict[str, int]:
+        """Counts of the trainer's status whose name begins with `prefix`, by the rest of the name; zeros left out."""
+        named = self.of("trainer").items()
+        counts = {name.removeprefix(prefix): whole(value) for name, value in named if name.startswith(prefix)}
+        return {name: count for name, count in counts.items() if count}
+
+    @property
+    def step(self) -> Value:
+        """The last step that was reported or recorded, or the one that the run is resumed from."""
+        recorded = whole(self.record.last.get("step")) or self.config.start_version
+        reported = self.of("trainer").get("step", recorded)
+        return max(reported, recorded) if isinstance(reported, int) else reported
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the launcher began."""
+        return time.monotonic() - self._started
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until all steps are done if they take as long as the last ones; None before the second step."""
+        times = [finite(each.get("time_s")) for each in list(self.record.steps)[-PACE_STEPS - 1 :]]
+        took = [b - a for a, b in itertools.pairwise(times) if a is not None and b is not None and b > a]
+        done = whole(self.step)
+        if not took or done is None or self.over:
+            return None
+        return statistics.median(took) * max(self.config.trainer.steps - done, 0)
+
+    def line(self) -> str:
+        """One line of plain text."""
+        return f"{duration(self.elapsed_s)} · {self.news()}"
+
+    def news(self) -> str:
+        """The line without the elapsed time."""
+        trainer = self.of("trainer")
+        parts = [f"step {self.step}/{self.config.trainer.steps}"]
+        parts += self._trainer_parts(trainer)
+        if not self.over:
+            parts += [f"{name} {self._generator_text(name)}" for name in self.config.generator_names()]
+        if (left := self.left_s) is not None:
+            parts.append(f"{duration(left)} left")
+        return " · ".join(parts)
+
+    def _trainer_parts(self, values: Mapping[str, Value]) -> list[str]:
+        """The known figures on learning and swaps, each a few words; before the first step, the phase."""
+        parts = [] if "reward" in values else [str(values.get("phase", "has ended" if self.over else "starting"))]
+        if "reward" in values:
+            of_all = f" (all {number(values['reward_all'])})" if _differs(values) else ""
+            parts.append(f"reward {number(values['reward'])}{of_all}")
+        if "lag_mean" in values:
+            parts.append(f"lag {number(values['lag_mean'])} (max {values.get('lag_max', '?')})")
+        if "buffer" in values:
+            parts.append(f"buffer {values['buffer']}/{self.config.capacity}")
+        if "tokens_per_s" in values:
+            parts.append(f"{number(values['tokens_per_s'])} tokens/s")
+        if values.get("swaps"):
+            gap = f", last gap {number(values['gap_ms'])} ms" if "gap_ms" in values else ""
+            parts.append(f"{values['swaps']} swaps{gap}")
+        if "eval_reward" in values:
+            parts.append(f"held-out {number(values['eval_reward'])} (version {values['eval_step']})")
+        return parts
+
+    def _generator_text(self, name: str) -> str:
+        values = self.of(name)
+        if "version" not in values:
+            return str(values.get("phase", "starting"))
+        parts = [f"version {values['version']}"]
+        parts += [f"{values[key]} {key}" for key in ("running", "waiting") if key in values]
+        if "tokens_per_s" in values:
+            parts.append(f"{number(values['tokens_per_s'])} tokens/s")
+        return ", ".join(parts)
+
+
+def _differs(values: Mapping[str, Value]) -> bool:
+    """Whether the gate has dropped groups, so that the reward of those trained on is not that of all."""
+    return "reward_all" in values and values["reward_all"] != values["reward"]

@@ -1,0 +1,353 @@
+"""What a person sees of a run: in terminals of 80 and 200 columns, on a real pty, and as lines elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from terminal import Terminal
+
+from inflight.config import CONFIG_FILE, RunConfig, save
+from inflight.launcher.compose import compose
+from inflight.view import snapshot, view, watch
+from inflight.view.advice import advice
+from inflight.view.figures import duration, number, sparkline
+from inflight.view.progress import Progress
+from inflight.view.record import Record
+from inflight.view.stage import stage
+from inflight.view.view import View
+
+SHAPE = ["trainer.steps=8", "trainer.groups_per_step=2", "gate.max_lag=4"]
+
+
+@pytest.fixture(scope="module")
+def composed() -> RunConfig:
+    return compose("tiny", ["run_dir=night", "generator.count=2", *SHAPE])
+
+
+@pytest.fixture
+def config(composed, tmp_path) -> RunConfig:
+    run = dataclasses.replace(composed, run_dir=f"{tmp_path}/night")
+    run.path.mkdir()
+    return run
+
+
+@pytest.fixture
+def progress(config) -> Progress:
+    return Progress(config)
+
+
+def step(number_: int, **more: object) -> dict[str, object]:
+    return {"step": number_, "version": number_, "time_s": 4.0 * number_, "reward": number_ / 8, **more}
+
+
+def lines(path: Path, *rows: dict[str, object]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def busy(progress: Progress) -> None:
+    """A run in the middle of its fifth step."""
+    folder = progress.config.path
+    dropped = {"groups_dropped": {"all rewards equal": 3}, "tokens_masked_by_rule": {"too old": 20}}
+    figures = {"lag_mean": 1.5, "lag_max": 3, "tokens_per_s": 412.7, "wait_s": 1.0, "train_s": 3.0}
+    lines(folder / "metrics.jsonl", *(step(at, loss=1 / at, **figures, **dropped) for at in range(1, 5)))
+    lines(
+        folder / "eval.jsonl",
+        {"step": 2, "version": 2, "eval/reward": 0.25},
+        {"step": 4, "version": 4, "eval/reward": 0.5},
+    )
+    for version in (1, 2, 3):
+        swap = {"event": "committed", "generator": "g0", "version": version, "gap_s": 0.0003127, "transfer_s": 0.8123}
+        lines(folder / "swaps.jsonl", {**swap, "running": 12})
+    progress.update(
+        "trainer",
+        {"step": 4, "buffer": 3, "in_flight": 4, "buffer_ages": "2 of age 0, 1 of age 1", "phase": "training"},
+    )
+    progress.update("trainer", {"committed_g0": 3, "behind_g0": 1, "state_g0": "SENDING"})
+    progress.update("trainer", {"committed_g1": 4, "behind_g1": 0, "state_g1": "IDLE"})
+    progress.update("g0", {"version": 3, "running": 16, "waiting": 3, "tokens_per_s": 210.5})
+    progress.update("g1", {"version": 4, "running": 15, "waiting": 0, "tokens_per_s": 99.5})
+    progress.update("a0", {"in_flight": 4, "done": 9, "unknown": 1})
+
+
+def shown(progress: Progress, columns: int, rows: int = 40) -> Terminal:
+    """A terminal after the view was shown in it and closed."""
+    with Terminal(columns, rows) as terminal:
+        with View(progress, line_every_s=1, console=terminal.console()) as live:
+            live.refresh()
+        terminal.release()
+    return terminal
+
+
+def test_sparkline_spans_its_values():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 40) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2, 2], 40) == "▁▁"
+    assert sparkline([], 40) == ""
+    assert sparkline([9, 0, 1], 2) == "▁█"
+
+
+def test_numbers_and_durations_are_short():
+    assert [number(each) for each in (0.3127, 412.7, 12345.6, 7, "starting")] == [
+        "0.313",
+        "413",
+        "12,346",
+        "7",
+        "starting",
+    ]
+    assert [duration(each) for each in (5, 65, 3661)] == ["0:05", "1:05", "1:01:01"]
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_all_that_matters_fits_the_window(progress, columns):
+    busy(progress)
+    text = shown(progress, columns).text
+    for said in (
+        "inflight night",
+        "4/8",
+        "0:16 left",
+        "reward    ▁▃▅█ 0.5",
+        "loss      █▃▁▁ 0.25",
+        "held-out  ▁█ 0.5  version 4",
+        "1.5 mean, 3 max at training   413 tokens/s",
+        "buffer    ██████▒▒▒▒▒▒▒▒░░░░░░ 3 of 10 groups wait (2 of age 0, 1",
+        "of age 1), 4 under way",
+        "groups: 3 all rewards equal · tokens: 80 too old",
+        "a0        4 groups under way, 9 done",
+        "g0 → 3   gap 0.313 ms   transfer 0.812 s   12 sequences ran through it",
+    ):
+        assert said in text or said in " ".join(text.split()), f"{said!r} is not in\n{text}"
+    assert re.search(r"g0 +3 +4 arriving +210 +16 +3", text), text
+    assert re.search(r"g1 +4 +– \(up to date\) +99.5 +15 +0", text), text
+    assert text.count("gap") == 3, "the last three swaps"
+    assert len(text.splitlines()) < (22 if columns == 80 else 12), text
+
+
+def test_a_low_window_says_how_many_generators_it_leaves_out(config):
+    many = dataclasses.replace(config, generator=dataclasses.replace(config.generator, count=20))
+    text = shown(Progress(many), 80, rows=24).text
+    assert "g6" in text
+    assert re.search(r"\+13 +more", text), text
+
+
+def test_before_any_news_everybody_is_starting(progress):
+    assert "step 0/8 · starting · g0 starting · g1 starting" in progress.line()
+    text = shown(progress, 80).text
+    assert re.search(r"trainer +starting", text), text
+    assert re.search(r"g0 +– +starting", text), text
+
+
+def test_a_resumed_run_starts_from_its_step(config):
+    progress = Progress(dataclasses.replace(config, checkpoint="night/step-5"))
+    assert "step 5/8 · starting" in progress.line()
+    progress.update("trainer", {"step": 6})
+    assert "step 6/8" in progress.line()
+
+
+def test_what_a_process_said_before_it_ended_is_shown_no_more(progress):
+    for name in ("g0", "g1"):
+        progress.update(name, {"version": 3, "running": 4})
+    progress.forget("g0")
+    progress.forget("a0")  # ended before it said anything
+    assert "g0 starting · g1 version 3, 4 running" in progress.line()
+
+
+def test_the_line_has_the_figures(progress):
+    progress.update("g1", {"phase": "loading"})
+    assert "g1 loading" in progress.line()
+    progress.update("trainer", {"step": 1, "phase": "training", "buffer": 3})
+    assert "step 1/8 · training · buffer 3/10 · " in progress.line()
+    progress.update(
+        "trainer", {"reward": 0.75, "reward_all": 0.75, "lag_mean": 1.5, "lag_max": 3, "tokens_per_s": 412.7}
+    )
+    progress.update("trainer", {"swaps": 2, "gap_ms": 0.3127, "eval_reward": 0.25, "eval_step": 6})
+    progress.update("g1", {"version": 2, "running": 5, "tokens_per_s": 99.5})
+    assert (
+        "reward 0.75 · lag 1.5 (max 3) · buffer 3/10 · 413 tokens/s · 2 swaps, last gap 0.313 ms · "
+        "held-out 0.25 (version 6) · g0 starting · g1 version 2, 5 running, 99.5 tokens/s"
+    ) in progress.line()
+    progress.update("trainer", {"reward_all": 0.05})
+    assert "reward 0.75 (all 0.05)" in progress.line()
+
+
+def test_what_is_no_number_ends_no_view(progress):
+    for at, reward in ((1, 0.5), (2, None), (3, "NaN")):
+        lines(progress.config.path / "metrics.jsonl", {**step(at), "reward": reward, "loss": None})
+    progress.update("trainer", {"step": "many", "buffer": "full"})
+    text = shown(progress, 80).text
+    assert "many/8" in text
+    assert "▁ 0.5" in text
+
+
+def test_text_of_a_model_has_no_control_over_the_terminal(progress, capfd):
+    """Neither escape sequences nor rich's own markup reach the terminal from what processes report."""
+    evil = "\x1b]0;owned\x07\x1b[2J[red]boom[/red]\u202e"
+    busy(progress)
+    lines(progress.config.path / "metrics.jsonl", step(5, groups_dropped={evil: 4}))
+    with Terminal(80, 40) as terminal:
+        with View(progress, line_every_s=1, console=terminal.console()) as live:
+            live.heard("trainer", {"warnings": f"reward says {evil}", "phase": evil})
+            live.heard("a0", {"in_flight": evil})
+            live.refresh()
+        terminal.release()
+    assert b"\x1b]0;" not in terminal.raw
+    assert b"\x1b[2J" not in terminal.raw
+    assert "\u202e".encode() not in terminal.raw
+    assert terminal.text.count("[red]boom[/red]") >= 3, terminal.text
+    with View(progress, line_every_s=600, console=Console(file=io.StringIO())) as plain:
+        plain.heard("g0", {"phase": evil, "warnings": evil})
+    assert "\x1b" not in "".join(capfd.readouterr())
+
+
+def test_files_are_read_as_they_grow_and_anew_when_they_shrink(config):
+    """A torn last line is read when it is whole; a resumed run drops the lines of undone steps."""
+    record, path = Record(config.path), config.path / "metrics.jsonl"
+    record.refresh()
+    assert not record.steps
+    lines(path, step(1), step(2))
+    with path.open("a") as file:
+        file.write('{"step": 3, "rew')
+    record.refresh()
+    assert [row["step"] for row in record.steps] == [1, 2]
+    with path.open("a") as file:
+        file.write('ard": 1}\nno json\n')
+    record.refresh()
+    assert [row["step"] for row in record.steps] == [1, 2, 3]
+    path.write_text(json.dumps(step(1)) + "\n")
+    record.refresh()
+    assert [row["step"] for row in record.steps] == [1]
+
+
+def test_without_a_terminal_there_is_a_line_now_and_then(progress, capsys):
+    with View(progress, line_every_s=3600, console=Console(file=io.StringIO())) as plain:
+        plain.refresh()
+        assert capsys.readouterr().out == ""
+        for _ in range(2):  # the second time there is nothing new
+            plain._next_line = 0
+            plain.refresh()
+        assert capsys.readouterr().out.count("\n") == 1
+        plain._same_since = time.monotonic() - view.SAME_LINE_S - 0.1
+        plain._next_line = 0
+        plain.refresh()
+        assert capsys.readouterr().out.count("\n") == 1, "it is never silent for more than 10 s"
+    assert capsys.readouterr().out.count("\n") == 1  # the last state
+
+
+def test_lines_come_less_than_once_a_second_and_at_least_every_ten(config):
+    every = config.launch.line_every_s
+    assert 1 < every < 10
+    assert view.SAME_LINE_S < 2 * every <= 10, "the second line after the last news repeats it"
+
+
+def test_a_warning_is_shown_once(progress, capsys):
+    with View(progress, line_every_s=600, console=Console(file=io.StringIO())) as plain:
+        for warnings in ("the gate: 16", "the gate: 16\nthe gate: 32", "the gate: 16\nthe gate: 32"):
+            plain.heard("trainer", {"step": 3, "warnings": warnings})
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["inflight launch: trainer: the gate: 16", "inflight launch: trainer: the gate: 32"]
+    assert "step 3/8" in said.out
+
+
+FULL, EMPTY = {"wait_s": 0.1, "train_s": 3.0}, {"wait_s": 3.0, "train_s": 1.0}
+
+
+@pytest.mark.parametrize(
+    "rows, status, said",
+    [
+        (FULL, {}, []),
+        (FULL, {"behind_g1": 3, "committed_g1": 1, "state_g1": "SENDING"}, ["g1 is 3 versions behind"]),
+        (FULL, {"behind_g1": 2}, []),
+        (FULL, {"state_g0": "POISONED"}, ["g0 may hold parts of two versions"]),
+        (EMPTY, {}, ["The buffer is empty too often: the trainer waits for rollouts 75% of its time"]),
+        (FULL, {"buffer": 10}, ["The buffer is full (10 of 10 groups)"]),
+        (FULL, {"buffer": 9}, []),
+        (FULL, {"failed/reward timeout": 4}, ["A reward times out (4 groups lost)"]),
+        (FULL, {"failed/reward error: ValueError": 4}, ["A reward fails: reward error: ValueError (4 groups lost)"]),
+        (FULL, {"dropped/all rewards equal": 30}, ["The gate drops more groups than are trained on (30 of 40"]),
+        (FULL, {"dropped/all rewards equal": 9}, []),
+        ({**FULL, "lag_0": {"agrees": False, "median": 0.25}}, {}, ["At lag 0 generator and trainer disagree ("]),
+        ({**FULL, "lag_0": {"agrees": True, "median": 0.0}}, {}, []),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_what_to_do(progress, rows, status, said):
+    lines(progress.config.path / "metrics.jsonl", *(step(at, **rows) for at in range(1, 6)))
+    progress.record.refresh()
+    progress.update("trainer", {"step": 5, **status})
+    found = advice(progress)
+    assert len(found) == len(said), found
+    assert all(text.startswith(start) for text, start in zip(found, said, strict=True)), found
+    if said:
+        assert found[0] in " ".join(line.strip(" !") for line in shown(progress, 80).text.splitlines())
+
+
+def test_advice_is_a_line_without_a_terminal(progress, capsys):
+    lines(progress.config.path / "metrics.jsonl", *(step(at, **EMPTY) for at in range(1, 6)))
+    with View(progress, line_every_s=1, console=Console(file=io.StringIO())) as plain:
+        for _ in range(2):
+            plain._next_line = 0
+            plain.refresh()
+    assert capsys.readouterr().err.count("The buffer is empty too often") == 1
+
+
+def test_a_stage_that_takes_long_says_so(capsys, monkeypatch):
+    monkeypatch.setattr("inflight.view.stage.QUIET_S", 0.05)
+    monkeypatch.setattr("inflight.view.stage.EVERY_S", 0.05)
+    with stage("preparing the model", Console(file=io.StringIO())):
+        deadline = time.monotonic() + 20
+        while (said := capsys.readouterr().out).count("preparing the model …") < 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert "· preparing the model …" in said
+    with Terminal(80, 10) as terminal:
+        with stage("preparing the model", terminal.console()):
+            deadline = time.monotonic() + 20
+            while "preparing the model …" not in terminal.text and time.monotonic() < deadline:
+                time.sleep(0.02)
+            during = terminal.text
+        terminal.release()
+    assert "preparing the model …" in during
+    assert not terminal.text, "it leaves nothing behind"
+
+
+def test_watch_shows_what_the_launcher_sees(config, progress, capsys, monkeypatch):
+    """The launcher's view leaves a snapshot, from which another process shows the same."""
+    save(config)
+    (config.path / "bus").mkdir()
+    busy(progress)
+    monkeypatch.setattr(watch, "is_running", lambda _: True)  # no process holds the folder's lock
+    with View(progress, line_every_s=600, console=Console(file=io.StringIO()), kept=config.snapshot_file) as live:
+        live.refresh()
+        mine = progress.news()
+    capsys.readouterr()
+    assert watch.main([str(config.path), "--once"]) == 0
+    out = capsys.readouterr().out
+    assert mine in out
+
+
+def test_watch_of_a_run_that_has_ended_needs_no_snapshot(config, progress, capsys):
+    save(config)
+    busy(progress)
+    assert watch.main([str(config.path)]) == 0
+    out = capsys.readouterr().out
+    assert "step 4/8 · has ended · 0:16 left" not in out
+    assert "step 4/8 · has ended" in out
+    assert "ended early, 4 of 8 steps" in out
+
+
+def test_watch_refuses_in_one_line(config, tmp_path, capsys):
+    assert watch.main([str(tmp_path / "none")]) == 2
+    folder = tmp_path / "none"
+    assert capsys.readouterr().err == (
+        f"inflight watch: {folder}/{CONFIG_FILE} does not exist: {folder} is not a run folder\n"
+    )
+    save(config)
+    (config.path / "bus").mkdir()
+    config.snapshot_file.write_text('{"time": 1')
+    assert watch.main([str(config.path), "--once"]) == 2
+    assert "status.json is damaged, or of another release" in capsys.readouterr().err
+    assert snapshot.read(config.path / "none.json") is None

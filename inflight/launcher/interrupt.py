@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Signals that end a run."""
-=======
-"""Signals that end a run: noted, and acted on by the launcher's loop."""
->>>>>>> a3e824a (Live view: curves, next versions, buffer ages, gate, swaps and advice; inflight watch; set-up is never silent)
 
 from __future__ import annotations
 

@@ -25,11 +25,7 @@ from inflight.launcher import environment
 from inflight.launcher.commands import starter_of, usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.interrupt import Interrupt
-<<<<<<< HEAD
 from inflight.launcher.outcome import RunOutcome, report
-=======
-from inflight.launcher.last_words import last_words
->>>>>>> a3e824a (Live view: curves, next versions, buffer ages, gate, swaps and advice; inflight watch; set-up is never silent)
 from inflight.launcher.preflight import ready_to_start, with_data
 from inflight.launcher.restarts import Restarts
 from inflight.launcher.resume import forget_end, resumed_config, set_anew
@@ -129,47 +125,9 @@ def _run(
             return outcome, processes.stop()
 
 
-<<<<<<< HEAD
 def _watch(
     processes: Processes, listener: Listener, view: View, interrupt: Interrupt, restarts: Restarts
 ) -> RunOutcome:
-=======
-def usual_commands(config: RunConfig) -> list[Command]:
-    """The trainer's ranks, the generators, an actor and, where versions are evaluated, an evaluator: with their logs,
-    threads, cores and GPUs.
-
-    Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
-    """
-    run_dir = config.run_dir
-    devices.require_cores(config)
-    there = devices.available()
-    devices.require_exportable(config, there, os.environ)
-    seen = devices.assign(config, there)
-
-    def command(name: str, kind: str, arguments: Sequence[str], threads: int) -> Command:
-        cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
-        return Command(
-            name=name,
-            kind=kind,
-            argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
-            log=config.path / "logs" / f"{name}.log",
-            environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
-            cores=tuple(cores),
-        )
-
-    trainer, generator = config.trainer.threads, config.generator.threads
-    further = list(enumerate(config.rank_names()))[1:]
-    return [
-        command("trainer", "trainer", ["trainer"], trainer),
-        *(command(name, "rank", ["trainer", "--rank", str(rank)], trainer) for rank, name in further),
-        *(command(name, "generator", ["generator", "--name", name], generator) for name in config.generator_names()),
-        command("a0", "actor", ["actor", "--name", "a0"], 1),
-        *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
-    ]
-
-
-def _watch(processes: Processes, listener: Listener, view: View, interrupt: Interrupt, restarts: Restarts) -> Outcome:
->>>>>>> a3e824a (Live view: curves, next versions, buffer ages, gate, swaps and advice; inflight watch; set-up is never silent)
     """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
     Others may end before the trainer, with code 0, after its Finish message; then it must follow within FAREWELL_S.
@@ -209,56 +167,3 @@ def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequ
             view.heard(event.peer, event.message.values)
             restarts.heard(event.peer, event.message.values)
         event = listener.receive(0)
-<<<<<<< HEAD
-=======
-
-
-def _report(config: RunConfig, outcome: Outcome, late: Sequence[str]) -> None:
-    grace = config.launch.stop_grace_s
-    for name in late:
-        text = f"{name} did not stop within {grace} s, killed"
-        if outcome.interrupted is not None:  # no failure: a trainer's step can take longer than the grace period
-            lost = "; its work since the last checkpoint is lost and will be repeated" if name == "trainer" else ""
-            text = f"{name} was busy when it was asked to stop and was killed after {grace} s, as planned{lost}"
-        print(f"inflight launch: {text}", file=sys.stderr)
-    if (config.path / "metrics.jsonl").exists():
-        with stage("writing summary and report"):
-            _summarize(config)
-            _write_page(config, outcome)
-    if outcome.failed is not None:
-        command = outcome.failed.command
-        for line in last_words(command.log, LOG_LINES):
-            print(f"  {command.name} | {line}", file=sys.stderr)
-        print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
-    if outcome.trainer is not None and outcome.trainer.code != DONE:
-        for line in last_words(outcome.trainer.command.log, 1):
-            print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
-    if outcome.code and (checkpoint := index.newest(config.path)) is not None:
-        print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} resumes from it")
-    if outcome.interrupted is not None:
-        print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
-
-
-def _summarize(config: RunConfig) -> None:
-    """Reports a failure in one line: a failed run may have damaged files, and its own error must still be shown."""
-    from inflight.report import summary
-
-    try:
-        result = summary.summarize(config.path)
-        summary.write(config.path, result)
-        print(summary.table(result), flush=True)
-    except (ValueError, OSError) as error:
-        print(f"inflight launch: no summary: {error}", file=sys.stderr)
-
-
-def _write_page(config: RunConfig, outcome: Outcome) -> None:
-    """As above: what keeps the page from being written is one line, and the run's exit code stays what it is."""
-    from inflight.report.html import page
-
-    target = config.path / page.REPORT_FILE
-    try:
-        page.write([config.path], target, outcome.text)
-        print(f"report      {target}", flush=True)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
-        print(f"inflight launch: no report: {' '.join(str(error).split())}", file=sys.stderr)
->>>>>>> a3e824a (Live view: curves, next versions, buffer ages, gate, swaps and advice; inflight watch; set-up is never silent)

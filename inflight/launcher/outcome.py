@@ -12,6 +12,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher.last_words import last_words
 from inflight.processes import Ended
 from inflight.trainer.checkpoint import index
+from inflight.view.stage import stage
 
 LOG_LINES = 20
 """Lines of a failed process's log that are printed."""
@@ -59,8 +60,9 @@ def report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
             text = f"{name} was busy when it was asked to stop and was killed after {grace} s, as planned{lost}"
         print(f"inflight launch: {text}", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
-        _summarize(config)
-        _write_page(config, outcome)
+        with stage("writing summary and report"):
+            _summarize(config)
+            _write_page(config, outcome)
     if outcome.failed is not None:
         command = outcome.failed.command
         for line in last_words(command.log, LOG_LINES):

@@ -65,13 +65,14 @@ def test_a_killed_helper_is_started_again(make_run, victim):
 def test_several_actors_share_the_questions_and_a_resume_may_have_another_number_of_them(make_run):
     """Over TCP, where each needs a key of its own; one is killed, then the launcher."""
     keyed = ("bus.address=127.0.0.1", f"bus.port={free_port()}")
-    run = make_run(SHORT, KEEP_OLD, "gate.max_lag=2", "rollout.concurrency=2", *keyed).start("rollout.actors=2")
+    several = ("trainer.steps=30", KEEP_OLD, "gate.max_lag=2", "rollout.concurrency=2", *keyed)
+    run = make_run(*several).start("rollout.actors=2")
     run.until(lambda: run.steps() >= 3, alive=True)
     assert run.kill("a1")
     run.until(lambda: "actor lost" in run.lines()[-1]["groups_failed"], alive=True)
     run.kill("launcher")
     assert run.wait() != 0
-    all_is_trained(run.start("resume=true", "rollout.actors=3"))
+    all_is_trained(run.start("resume=true", "rollout.actors=3"), 30)
     assert "rollout.actors=3" in run.output
     assert {path.stem for path in (run.folder / "logs").glob("a*.log")} == {"a0", "a1", "a2"}
 

@@ -25,7 +25,7 @@ class _Caller:
         return message
 
 
-def in_process(task, tokens, limit_s=30.0):
+def in_process(task, tokens, limit_s=30.0, *, epochs=1):
     """A Foreign whose task and tokenizer run here; what blocks, blocks."""
-    host = TaskHost(task, Course(task))
+    host = TaskHost(task, Course(task, epochs))
     return Foreign(_Caller(host, limit_s), _Caller(host, limit_s), _Caller(TextHost(tokens), limit_s), limit_s)

@@ -1,5 +1,6 @@
-"""A run on 200 chats of one's own over two epochs, killed and resumed: which are asked, in which order, and how often.
-What is real: data, chat template, tokenizer, actor, sockets, buffer, files. tests/slow/test_own_model.py has the rest."""
+"""A run on 200 chats of one's own over two epochs, killed and resumed: which are asked, in which order, how often.
+
+Data, chat template, tokenizer, actor, sockets, buffer and files are real; tests/slow/test_own_model.py has the rest."""
 
 from __future__ import annotations
 

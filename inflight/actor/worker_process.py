@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from inflight.actor import calls
 from inflight.actor.calls import Answer, Begun, CallError, Constructed, FromChild, Make, Raised, Unusable
+from inflight.actor.output import ChildOutput
 from inflight.descendants import kill_tree, orphans
 
 GRACE_S = 1.0
@@ -127,7 +128,14 @@ class WorkerProcess:
         self._stop = asyncio.Event()
         here, there = socket.socketpair()
         with there:
-            self._process = _start(there, bounds.memory_mib)
+            self._output = ChildOutput()
+            try:
+                self._process = _start(there, bounds.memory_mib, self._output.write_end)
+            except OSError:
+                self._output.close()
+                here.close()
+                raise
+            self._output.started()
         self._life = asyncio.create_task(self._live(here), name=f"worker {self._process.pid}")
 
     @property
@@ -184,6 +192,7 @@ class WorkerProcess:
             os.close(exited)
             self._writer.close()
         code = await asyncio.to_thread(self._reap)
+        self._output.close()
         results = await asyncio.gather(talking, return_exceptions=True)
         self._over(results[0], _how(code))
 
@@ -264,14 +273,16 @@ class WorkerProcess:
         return code
 
 
-def _start(connection: socket.socket, memory_mib: int) -> subprocess.Popen[bytes]:
-    """A child of this process that holds one end of a connection."""
+def _start(connection: socket.socket, memory_mib: int, output: int) -> subprocess.Popen[bytes]:
+    """A child of this process that holds one end of a connection, and writes to the file descriptor `output`."""
     number = connection.fileno()
     command = ["--connection", str(number), "--parent", str(os.getpid()), "--memory-mib", str(memory_mib)]
     with _births:
         process = subprocess.Popen(
             [sys.executable, "-m", "inflight.actor.worker", *command],
             stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
             pass_fds=[number],
         )

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from inflight.tasks.base import Item, Score
 
+LEAK = []
+
 
 @dataclass(frozen=True)
 class Odd:
@@ -141,6 +143,16 @@ def do(how, folder):
         case "write":
             for _ in range(64):
                 os.write(1, b"x" * (1 << 20))
+        case "die later":
+            threading.Timer(0.3, os._exit, (139,)).start()
+        case "print":
+            print("a line", flush=True)
+        case "slow":
+            time.sleep(0.8)
+        case "leak":
+            LEAK.append(bytearray(600 << 20))
+        case "need":
+            return float(len(bytearray(600 << 20)) > 0)
         case "thread":
             threading.Thread(target=time.sleep, args=(3600,)).start()
     return None

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -294,3 +296,46 @@ def test_who_breaks_its_own_process_is_found(how):
             assert await score(code, "fine") == 1.0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("before, victim", [("die later", "slow"), ("leak", "need")])
+def test_an_earlier_call_of_the_child_costs_no_later_one(before, victim):
+    async def main():
+        async with open_task(texts=[before, victim], limit_s=10.0, concurrency=2) as code:
+            assert await score(code, before) == 1.0
+            assert await score(code, victim) == 1.0
+
+    asyncio.run(main())
+
+
+def test_a_moment_without_room_for_a_process_costs_no_call(monkeypatch):
+    start, refused = subprocess.Popen, iter([True, True])
+
+    def popen(*args, **kwargs):
+        if next(refused, False):
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return start(*args, **kwargs)
+
+    async def main():
+        async with open_task(texts=["die", "fine"]) as code:
+            monkeypatch.setattr(subprocess, "Popen", popen)
+            assert await score(code, "die") == "reward crash: code 139"
+            assert await score(code, "fine") == 1.0
+        assert not any(refused), "both were tried"
+
+    asyncio.run(main())
+
+
+def test_output_is_copied_up_to_a_bound(capfd):
+    """64 MiB in one call: nearly all is left out, and what comes later is there."""
+
+    async def main():
+        async with open_task(texts=["write", "print"], limit_s=20.0) as code:
+            assert await score(code, "write") == 1.0
+            assert await score(code, "print") == 1.0
+
+    asyncio.run(main())
+    text = capfd.readouterr().err
+    assert len(text) < 2 << 20
+    assert re.search(r"\d{7,8} bytes of a child's output were left out", text)
+    assert text.count("x") >= 1 << 16

@@ -1,0 +1,84 @@
+"""The output of a child process that runs foreign code: copied to this process's log, up to a bound.
+
+Foreign code that prints without end would else fill the disk, which ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+BURST_BYTES = 1 << 20
+"""Most bytes of a child that are copied at once."""
+BYTES_PER_S = 4096
+"""What is added to that per second."""
+_READ_BYTES = 1 << 16
+_LAST_READS = 64
+"""Most reads of what a child has left in the pipe: as much as a pipe holds."""
+
+
+class ChildOutput:
+    """A pipe for a child's stdout and stderr; to be used in an event loop. Give `write_end` to the child, then call
+    `started`; `close` in any case."""
+
+    def __init__(self, target: int = 2) -> None:
+        """`target`: the file descriptor that the output is copied to. Raises OSError."""
+        self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self._read_end, False)
+        self._target = target
+        self._left, self._at = float(BURST_BYTES), time.monotonic()
+        self._dropped = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._read_end, self._copy)
+
+    def started(self) -> None:
+        """The child has its own end of the pipe."""
+        os.close(self.write_end)
+        self.write_end = -1
+
+    def close(self) -> None:
+        """Copies what is left; a process that still holds the other end is not waited for."""
+        if self._read_end < 0:
+            return
+        for _ in range(_LAST_READS):
+            if not self._copy():
+                break
+        self._say_dropped()
+        self._loop.remove_reader(self._read_end)
+        for end in (self._read_end, self.write_end):
+            if end >= 0:
+                os.close(end)
+        self._read_end = self.write_end = -1
+
+    def _copy(self) -> bool:
+        """One read; False at the end of the output, or when there is none now."""
+        try:
+            text = os.read(self._read_end, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        if not text:
+            self._loop.remove_reader(self._read_end)
+            return False
+        now = time.monotonic()
+        self._left = min(self._left + (now - self._at) * BYTES_PER_S, BURST_BYTES)
+        self._at = now
+        if len(text) > self._left:
+            self._dropped += len(text)
+            return True
+        self._left -= len(text)
+        self._say_dropped()
+        self._write(text)
+        return True
+
+    def _say_dropped(self) -> None:
+        if self._dropped:
+            self._write(f"\n{self._dropped} bytes of a child's output were left out\n".encode())
+            self._dropped = 0
+
+    def _write(self, text: bytes) -> None:
+        try:
+            while text:
+                text = text[os.write(self._target, text) :]
+        except OSError:  # a full disk; the log is not worth the run
+            self._dropped += len(text)

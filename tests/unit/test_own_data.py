@@ -35,7 +35,14 @@ from inflight.tasks.dataset import Dataset
 ROWS, EPOCHS, STEP = 200, 2, 19
 HELD_OUT = 10
 STEPS = (ROWS - HELD_OUT) * EPOCHS // STEP
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+)
+BAD = {"template error: TemplateError": "system", "prompt too long": "user"}
+"""Rows that can't be asked: how they are counted, and the role of their message."""
+SHORT = {"max_prompt_tokens": 40}
+QUESTIONS = (ROWS - HELD_OUT + len(BAD)) * EPOCHS
 SAVED, KILLED = 5, 8
 """The steps of the checkpoint, and of the kill."""
 
@@ -53,6 +60,7 @@ def task(tmp_path, monkeypatch):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     sums = [(n % 10, n // 10) for n in range(ROWS)]
     rows = [{"messages": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b)} for a, b in sums]
+    rows += [{"messages": [{"role": role, "content": "1" * 60}], "answer": "1"} for role in BAD.values()]
     path = str(lines(tmp_path / "problems.jsonl", rows))
     return Scored(0, path, messages="messages", held_out=0.05, chat_template=str(tmp_path / "t.jinja"))
 
@@ -79,7 +87,7 @@ async def start(config, task, tokens, server, books=NO_BOOKS, groups=()):
 
 def test_each_chat_is_asked_once_an_epoch_in_the_order_of_the_task_though_the_run_was_killed(tmp_path, task):
     (tmp_path / "bus").mkdir()
-    config = make_config(tmp_path, step=STEP, concurrency=8, keep=True, steps=1000, file_mib=0.02)
+    config = make_config(tmp_path, step=STEP, concurrency=8, keep=True, steps=1000, file_mib=0.02, **SHORT)
     tokens, version = ModelTokens(str(prepare("tiny"))), 0
 
     def answer():
@@ -107,26 +115,28 @@ def test_each_chat_is_asked_once_an_epoch_in_the_order_of_the_task_though_the_ru
             waiting = restore(tmp_path / ROLLOUTS_FILE, saved[0], SAVED)
             async with start(resumed, task, tokens, server, saved[0], waiting) as buffer:
                 rest = await steps(buffer, SAVED + 1, STEPS)
-                with pytest.raises(DataEnded, match=f"all {STEPS * STEP} questions were asked, and 0 groups are left"):
+                with pytest.raises(DataEnded, match=f"all {QUESTIONS} questions were asked, and 0 groups are left"):
                     await asyncio.to_thread(buffer.take, STEP, STEPS, LIMIT_S)
                 counts = buffer.counts()
                 counts.check()
                 assert (counts.trained, counts.dropped) == (STEPS * STEP, {})
+                assert {reason: counts.failed[reason] for reason in BAD} == dict.fromkeys(BAD, EPOCHS)
             return {step: begun[step] for step in range(1, SAVED + 1)} | rest
 
     trained = asyncio.run(scene())
     course = Course(task, EPOCHS)
-    items = [course.item(index) for index in range(STEPS * STEP)]
-    assert sorted(index for step in trained.values() for index in step) == list(range(len(items)))
-    assert Counter(item.key for item in items) == dict.fromkeys((item.key for item in items), EPOCHS)
+    items = {index: course.item(index) for index in range(QUESTIONS)}
+    items = {index: item for index, item in items.items() if len(item.prompt.messages[0]["content"]) < 60}
+    keys = [item.key for item in items.values()]
+    assert sorted(index for step in trained.values() for index in step) == sorted(items)
+    assert Counter(keys) == dict.fromkeys(keys, EPOCHS)
     found = {index_of(group.group_id): group for group in Reader(tmp_path / ROLLOUTS_FILE)}
     assert len(list((tmp_path / ROLLOUTS_FILE).parent.iterdir())) > 3, "several files"
-    assert sorted(found) == list(range(len(items)))
-    for index, item in enumerate(items):
+    assert sorted(found) == sorted(items)
+    for index, item in items.items():
         assert found[index].prompt_key == item.key
         assert found[index].rollouts[0].prompt_ids.tolist() == list(tokens.encode(item.prompt))
-    half = len(items) // EPOCHS
-    assert [item.key for item in items[:half]] != [item.key for item in items[half:]], "another order"
+    assert keys[: len(keys) // EPOCHS] != keys[len(keys) // EPOCHS :], "another order in the second epoch"
     held_out = {task.held_out_item(index).prompt.messages[0]["content"] for index in range(task.held_out_size())}
     assert len(held_out) == HELD_OUT
-    assert not held_out & {item.prompt.messages[0]["content"] for item in items}
+    assert not held_out & {item.prompt.messages[0]["content"] for item in items.values()}

@@ -25,7 +25,7 @@ from inflight.trainer.learner import Learner
 from inflight.trainer.loop import Trainer
 from inflight.trainer.policy import Policy
 from inflight.trainer.report import Reporter
-from inflight.trainer.stop import Stop
+from inflight.trainer.stop import StopFlag
 from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.source import WeightSource
@@ -118,7 +118,7 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     begun = shared.publish(shared.start)
     config = replace(actor.config, trainer=replace(actor.config.trainer, steps=begun + actor.config.trainer.steps))
     set_seed(config.seed)
-    stop, saved = Stop(), Saved(schema=SCHEMA, step=begun, elapsed_s=0.0, books=NO_BOOKS)
+    stop, saved = StopFlag(), Saved(schema=SCHEMA, step=begun, elapsed_s=0.0, books=NO_BOOKS)
     publisher = ArmPublisher(shared.publisher, way, shared.caller, shared.transfer if way.pause else None)
     learner = Learner(shared.policy, config, shared.accelerator, step=begun)
     shared.fence.hold(learner.optimizer.optimizer)
@@ -152,7 +152,7 @@ def _trainer(
     learner: Learner,
     publisher: ArmPublisher,
     reporter: Reporter,
-    stop: Stop,
+    stop: StopFlag,
     saved: Saved,
     actor: Actor,
     every_s: float,

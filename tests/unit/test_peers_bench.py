@@ -247,3 +247,12 @@ def test_the_reward_in_trls_rollout_process_is_the_tasks_own():
     task, tokens = make(TaskConfig("addition", options), 3), ModelTokens("tiny")
     right = list(tokens.encode(str(task.item(5).answer)))
     assert asyncio.run(reward([right, right[:1], []], index=[5, 5, 5])) == [1.0, 0.5, 0.0]
+
+
+def test_the_whole_bench_can_be_imported():
+    """Most of it runs under `slow` only: a name that has changed shows here."""
+    from bench.peers.bench import Bench
+    from bench.peers.generator import worker_of
+
+    assert callable(Bench)
+    assert worker_of(None, cpu=True).startswith("bench.peers.worker_cpu.")

@@ -106,9 +106,7 @@ class Pool:
             finally:
                 generator.load -= 1
 
-    async def _one_that_is_up(
-        self, avoid: Collection[str], timeout_s: float, together: Together | None
-    ) -> Generator:
+    async def _one_that_is_up(self, avoid: Collection[str], timeout_s: float, together: Together | None) -> Generator:
         generator = self._choose(avoid, together)
         if generator is None:
             async with self._came_up:

@@ -29,9 +29,7 @@ class Books(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return Indices(self.settled_below, self.settled_beyond)
 
 
-NO_BOOKS = Books(
-    settled_below=0, settled_beyond=[], trained=0, dropped={}, failed={}, rollouts_dropped={}, ignored={}
-)  # fmt: skip
+NO_BOOKS = Books(settled_below=0, settled_beyond=[], trained=0, dropped={}, failed={}, rollouts_dropped={}, ignored={})
 """The state of a new run."""
 
 

@@ -16,13 +16,14 @@ from __future__ import annotations
 import collections
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from inflight.config import GateConfig, RunConfig
 from inflight.groups import MAX_VOCABULARY, attempt_of, defect, index_of
 from inflight.messages import GroupDone, GroupFailed
 from inflight.messages.reasons import ACTOR_LOST, NO_GENERATOR
+from inflight.rollout.accounts import Accounts
 from inflight.rollout.books import NO_BOOKS, Books, Counts
+from inflight.rollout.counters import GroupCounters
 from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
 from inflight.rollout.judged import Judged
@@ -33,19 +34,8 @@ from inflight.rollout.waiting import StoredGroup, Waiting, most_bytes
 log = logging.getLogger(__name__)
 
 UNDELIVERED = "not delivered before the buffer closed"
-MAX_REASONS = 64
-"""Distinct reasons counted by name; further ones are counted as `other`."""
 MAX_TRIES = 5
 """Failed attempts at a question, for reasons other than a missing generator, after which it is given up."""
-
-
-@dataclass
-class _Account:
-    """One actor's slots since its hello."""
-
-    incarnation: str
-    in_flight: set[int] = field(default_factory=set)
-    """Questions that were granted and are not settled."""
 
 
 class Ledger:
@@ -69,12 +59,14 @@ class Ledger:
         self.capacity = config.capacity
         self._wanted = books.trained + (config.trainer.steps - config.start_version) * config.trainer.groups_per_step
         self._concurrency = config.rollout.concurrency
-        self._group_size, self._vocabulary = config.rollout.group_size, vocabulary
-        self._accounts: dict[str, _Account] = {}
+        self._group_size = config.rollout.group_size
+        self._vocabulary = vocabulary
+        self._accounts = Accounts()
         self._queue = Waiting(groups, most_bytes(config))
         self.ages = self._queue.ages
-        self._step, self._max_bytes = config.trainer.groups_per_step, int(config.rollout.buffer_mib * (1 << 20))
-        self.drought = Drought(self._step)
+        self._groups_per_step = config.trainer.groups_per_step
+        self._max_bytes = int(config.rollout.buffer_mib * (1 << 20))
+        self.drought = Drought(self._groups_per_step)
         """Detects that nothing passes the gate."""
         self.lengths = Lengths()
         self._questions = Questions(books.settled, self._queue.indices)
@@ -82,18 +74,12 @@ class Ledger:
         self._too_old = collections.Counter(books.too_old)
         """Unsettled question → how many of its groups were too stale."""
         self.judged = Judged()
-        self._trained = books.trained
-        self._dropped = collections.Counter(books.dropped)
-        self._failed = collections.Counter(books.failed)
-        self._rollouts_dropped = collections.Counter(books.rollouts_dropped)
-        self._ignored = collections.Counter(books.ignored)
-        self._produced = self._trained + self._dropped.total() + len(self._queue)
-        self._granted = self._produced + self._failed.total()
+        self._counters = GroupCounters(books, len(self._queue))
 
     @property
     def in_flight(self) -> dict[str, int]:
         """Groups granted and not settled, by actor."""
-        return {name: len(account.in_flight) for name, account in self._accounts.items()}
+        return self._accounts.in_flight
 
     @property
     def buffered(self) -> int:
@@ -103,25 +89,18 @@ class Ledger:
     def books(self) -> Books:
         """The settled state. Buffered groups are not in it: they are in the run folder. Those in flight are
         re-queued."""
-        settled = self._questions.settled
-        return Books(
-            settled_below=settled.below, settled_beyond=settled.beyond, trained=self._trained,
-            dropped=dict(self._dropped), failed=dict(self._failed), rollouts_dropped=dict(self._rollouts_dropped),
-            ignored=dict(self._ignored), too_old=dict(self._too_old),
-        )  # fmt: skip
+        return self._counters.books(self._questions.settled, self._too_old)
 
     def hello(self, actor: str, incarnation: str) -> None:
         """An actor joins, or is still there. With a new incarnation, the work of its predecessor is lost."""
-        known = self._accounts.get(actor)
-        if known is None or known.incarnation != incarnation:
+        if not self._accounts.knows(actor, incarnation):
             self.leave(actor, ACTOR_LOST)
-            self._accounts[actor] = _Account(incarnation)
+            self._accounts.open(actor, incarnation)
 
     def leave(self, actor: str, reason: str) -> None:
         """An actor is gone. Its groups in flight have failed and are re-queued, unless they killed it (suspects.py)."""
-        account = self._accounts.pop(actor, None)
-        for index in sorted(account.in_flight) if account else ():
-            self._count_failed(reason)
+        for index in self._accounts.close(actor):
+            self._counters.fail(reason)
             if reason == ACTOR_LOST and self._questions.killed(index):
                 log.warning("question %d is given up: its actor died while it worked on nothing else", index)
                 self._settled(index)
@@ -131,19 +110,19 @@ class Ledger:
     def grants(self) -> dict[str, list[int]]:
         """Grants every free slot to the actor with the fewest in flight; returns actor → new questions."""
         taken = sum(self.in_flight.values()) + len(self._queue)
-        left = self._wanted - self._trained - taken
-        room = min(self.capacity, max(self._step, self._fitting())) - taken
-        told: dict[str, list[int]] = {}
+        left = self._wanted - self._counters.trained - taken
+        room = min(self.capacity, max(self._groups_per_step, self._fitting())) - taken
+        granted: dict[str, list[int]] = {}
         while min(room, left) > 0:
-            held = {name: account.in_flight for name, account in self._accounts.items()}
-            if (chosen := self._questions.take(held, self._concurrency, left)) is None:
+            if (chosen := self._questions.take(self._accounts.held, self._concurrency, left)) is None:
                 break
             name, index = chosen
-            self._accounts[name].in_flight.add(index)
-            self._granted += 1
-            told.setdefault(name, []).append(index)
-            room, left = room - 1, left - 1
-        return told
+            self._accounts.grant(name, index)
+            self._counters.granted += 1
+            granted.setdefault(name, []).append(index)
+            room -= 1
+            left -= 1
+        return granted
 
     @property
     def data_ended(self) -> int | None:
@@ -179,14 +158,14 @@ class Ledger:
             self.ignore("not granted")
         else:
             self._queue.append(stored := StoredGroup.of(message.group))
-            self._produced += 1
+            self._counters.produced += 1
             self.lengths.finished(message.group)
             return stored
         return None
 
     def ignore(self, reason: str) -> None:
         """Counts a message without effect."""
-        self._ignored[reason] += 1
+        self._counters.ignore(reason)
 
     def judge(self, usable: list[GatedGroup], wanted: int, version: int, gate: GateConfig) -> None:
         """Extends `usable`, the gate's results for the first groups of the queue, towards `wanted`; drops groups that
@@ -204,7 +183,7 @@ class Ledger:
             index = self._leaves(len(usable), gated)
             retried = gated.stale and gate.on_stale == "retry" and self._too_old[index] < gate.stale_retries
             reason = GroupDrop.RETRIED.value if retried else str(gated.dropped)
-            self._dropped[reason] += 1
+            self._counters.drop(reason)
             self.judged.leave_out(gated, reason)
             if retried:
                 self._too_old[index] += 1
@@ -216,59 +195,42 @@ class Ledger:
         """The trainer takes the first groups of the queue, which `judge` found usable."""
         for gated in usable:
             self._settled(self._leaves(0, gated))
-        self._trained += len(usable)
+        self._counters.trained += len(usable)
         self.judged.train(usable)
 
     def reject(self, groups: Sequence[GatedGroup], reason: str) -> None:
         """Counts groups that the trainer took and could not train on; others are requested in their place."""
-        self._trained -= len(groups)
-        self._dropped[reason] += len(groups)
+        self._counters.trained -= len(groups)
+        self._counters.drop(reason, len(groups))
         self.judged.reject(groups, reason)
 
     def close(self) -> None:
         """Counts the groups that are still in flight as failed."""
-        for actor in list(self._accounts):
+        for actor in self._accounts.in_flight:
             self.leave(actor, UNDELIVERED)
 
     def counts(self) -> Counts:
         """How many groups are where now."""
-        return Counts(
-            granted=self._granted,
-            in_flight=sum(self.in_flight.values()),
-            produced=self._produced,
-            buffered=len(self._queue),
-            trained=self._trained,
-            dropped=dict(self._dropped),
-            failed=dict(self._failed),
-            rollouts_dropped=dict(self._rollouts_dropped),
-            ignored=dict(self._ignored),
-        )
+        return self._counters.counts(in_flight=sum(self.in_flight.values()), buffered=len(self._queue))
 
     def _claim(self, index: int) -> bool:
         """Ends all attempts at a question; False when it was never granted."""
-        for account in self._accounts.values():
-            if index in account.in_flight:
-                account.in_flight.remove(index)
-                return True
+        if any(self._accounts.returned(actor, index) for actor in self._accounts.in_flight):
+            return True
         late = self._questions.claim(index)
-        self._granted += late  # its grant was already counted as failed
+        self._counters.granted += late  # its grant was already counted as failed
         return late
 
     def _end(self, questions: int) -> None:
         """The task has this many questions: those beyond count as never granted."""
         self._questions.end(questions)
-        for account in self._accounts.values():
-            beyond = {index for index in account.in_flight if index >= questions}
-            account.in_flight -= beyond
-            self._granted -= len(beyond)
+        self._counters.granted -= self._accounts.end(questions)
 
     def _fail(self, actor: str, index: int, reason: str, *, again: bool, lengths: Iterable[int] = ()) -> None:
-        account = self._accounts.get(actor)
-        if account is None or index not in account.in_flight:
+        if not self._accounts.returned(actor, index):
             self.ignore("not granted")
             return
-        account.in_flight.remove(index)
-        self._count_failed(reason or "no reason given")
+        self._counters.fail(reason or "no reason given")
         self.lengths.lost(lengths)
         self._tries[index] += reason != NO_GENERATOR  # an outage, however long, is not the question's fault
         if again and self._tries[index] < MAX_TRIES:
@@ -276,17 +238,13 @@ class Ledger:
         else:
             self._settled(index)
 
-    def _count_failed(self, reason: str) -> None:
-        known = reason in self._failed or len(self._failed) < MAX_REASONS
-        self._failed[reason if known else "other"] += 1
-
     def _leaves(self, at: int, gated: GatedGroup) -> int:
         """Removes a group from the queue, to be trained on or dropped; returns its question."""
         stored = self._queue[at]
         if stored.name != gated.group.group_id or stored.index is None:
             raise RuntimeError(f"group {gated.group.group_id} is not where it was in the buffer: {stored.name} is")
         self._queue.pop(at)
-        self._rollouts_dropped.update({str(why): count for why, count in gated.members_dropped.items()})
+        self._counters.judged(gated)
         return stored.index
 
     def _fitting(self) -> int:

@@ -111,8 +111,8 @@ def tell_live(*_: object) -> None:
 fake_generator.FakeShadow = Shadow
 generator = Generator(endpoint, name, int(world), connect=Halfway)
 for receiver in generator.receivers:
-    tell = receiver._tell
-    receiver._tell = lambda message, tell=tell: (isinstance(message, Ready) and at("ready"), tell(message))
+    tell = receiver._publisher.tell
+    receiver._publisher.tell = lambda message, tell=tell: (isinstance(message, Ready) and at("ready"), tell(message))
 signal.signal(signal.SIGUSR1, tell_live)
 generator.start()
 while not any(isinstance(message, Refused) for message in generator.heard):  # else a generator ends

@@ -361,7 +361,7 @@ def test_an_abort_during_the_transfer_takes_effect_before_the_build(publisher, r
     publisher.prepare(1, gate=False)
     eventually(lambda: "receive" in publisher.shadow.events, "receiving")
     publisher.send(Abort(version=1, attempt=1, reason="late"))
-    eventually(lambda: receiver._link._inbox.qsize() == 1, "the abort's coming")
+    eventually(lambda: receiver._publisher.link._inbox.qsize() == 1, "the abort's coming")
     publisher.transports[0].gate.set()
     assert publisher.next().reason == "RuntimeError: aborted by the publisher"
     assert publisher.next() == Aborted(version=1, attempt=1)

@@ -12,7 +12,7 @@ from rollout_samples import make_config, make_group, make_rollout
 from inflight.groups import attempt_of, defect, group_id, index_of
 from inflight.messages import GroupDone, GroupFailed
 from inflight.messages.reasons import ACTOR_LOST
-from inflight.rollout import ledger as ledger_module
+from inflight.rollout import counters
 from inflight.rollout.gated import GroupDrop
 from inflight.rollout.ledger import MAX_TRIES, UNDELIVERED, Ledger
 from inflight.rollout.questions import Indices, Questions
@@ -332,7 +332,7 @@ def test_closing_counts_what_never_came():
 
 
 def test_reasons_are_bounded(monkeypatch):
-    monkeypatch.setattr(ledger_module, "MAX_REASONS", 2)
+    monkeypatch.setattr(counters, "MAX_REASONS", 2)
     ledger = Ledger(make_config("unused", concurrency=4))
     ledger.hello("a0", "x")
     ledger.grants()
@@ -594,7 +594,7 @@ def test_a_question_that_kills_its_actors_is_given_up_and_no_other():
         for number in range(100):
             ledger.hello("a0", f"{number:016x}")
             ledger.grants()
-            in_flight = ledger._accounts["a0"].in_flight
+            in_flight = ledger._accounts.held["a0"]
             if poison in in_flight:
                 deaths += 1
                 ledger.leave("a0", ACTOR_LOST)

@@ -230,7 +230,7 @@ class Generator:
                 asyncio.run(self.agent._obey(message))
             else:
                 receiver = self.receivers[int(peer.rpartition(".r")[2])]
-                receiver._link.now.append(message)
+                receiver._publisher.link.now.append(message)
                 receiver._step()
         except GeneratorEnded:
             self.die()

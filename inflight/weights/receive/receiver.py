@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 
-import msgspec
-
-from inflight.bus import BusError, Link, PeerLost
+from inflight.bus import Link, PeerLost
 from inflight.messages import (
     Abort,
     Aborted,
@@ -28,6 +25,7 @@ from inflight.messages import (
 from inflight.messages.base import reason_of
 from inflight.weights.pack import ChecksumError, verify
 from inflight.weights.receive.accepted import AcceptedWelcome
+from inflight.weights.receive.publisher_link import PublisherLink
 from inflight.weights.receive.rank_state import RankState, ReceiverState
 from inflight.weights.receive.shadow import ManifestMismatch, Shadow, SwapRefused, TornWeights
 from inflight.weights.transport import make_receiver
@@ -61,11 +59,12 @@ class WeightReceiver:
         """The newest attempt that was begun or aborted since the Welcome: earlier ones are ignored."""
         self._alone = False
         """The publisher was lost and has not been heard since."""
-        self._link, self._shadow, self._connect = link, shadow, connect
-        self._name, self._greeting = f"{hello.generator}.r{hello.rank}", hello
+        self._publisher = PublisherLink(link, hello)
+        self._name = self._publisher.name
+        self._shadow = shadow
+        self._connect = connect
         self._agreement: AcceptedWelcome | None = None
         self._transport: Receiver | None = None
-        self._pending: collections.deque[AnyMessage] = collections.deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"weights {self._name}", daemon=True)
 
@@ -115,7 +114,7 @@ class WeightReceiver:
                 transport.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(JOIN_S)
-        self._link.close()
+        self._publisher.close()
 
     # --- the thread ------------------------------------------------------------------------------------------------
 
@@ -131,12 +130,12 @@ class WeightReceiver:
         finally:
             with contextlib.suppress(TransportError):
                 self._drop_transport()
-            self._link.close()  # the publisher notices the loss of this rank
+            self._publisher.close()
 
     def _step(self) -> None:
         """Handles the next message or the publisher's loss."""
         try:
-            message = self._pending.popleft() if self._pending else self._link.receive(POLL_S)
+            message = self._publisher.receive(POLL_S)
         except PeerLost as error:
             self._lose(error)
             return
@@ -163,8 +162,7 @@ class WeightReceiver:
                 log.warning("%s ignores %s", self._name, type(message).__name__)
 
     def _hello(self) -> None:
-        live = self._rank_state
-        self._tell(msgspec.structs.replace(self._greeting, version=live.version, publisher=live.publisher))
+        self._publisher.hello(self._rank_state.version, self._rank_state.publisher)
 
     def _lose(self, error: PeerLost) -> None:
         """The publisher is lost: says hello once, for its successor."""
@@ -184,7 +182,8 @@ class WeightReceiver:
         agreement = AcceptedWelcome(welcome)
         self._discard_ready()
         self._drop_transport()
-        self._agreement, self._attempt = agreement, 0
+        self._agreement = agreement
+        self._attempt = 0
         try:
             self._transport = self._connect(welcome)
         except TransportError as error:  # reported when a version comes: the publisher then sends another Welcome
@@ -198,7 +197,8 @@ class WeightReceiver:
         if message.attempt <= self._attempt:
             log.warning("%s: attempt %d comes too late", self._name, message.attempt)
             return
-        self._attempt, phase = message.attempt, "prepare"
+        self._attempt = message.attempt
+        phase = "prepare"
         try:
             manifest, transport = self._require(message)
             self._rank_state.enter(ReceiverState.RECEIVING, message)
@@ -209,7 +209,7 @@ class WeightReceiver:
             phase = "verify"
             digest = verify(manifest, buffer, message.checksums)
             received = time.monotonic()
-            if self._was_aborted(message):
+            if self._publisher.was_aborted(message):
                 raise RuntimeError("aborted by the publisher")
             phase = "build"
             self._rank_state.enter(ReceiverState.BUILDING)
@@ -221,7 +221,7 @@ class WeightReceiver:
             return
         times = {"receive_s": received - started, "build_s": time.monotonic() - received}
         self._rank_state.enter(ReceiverState.READY)
-        self._tell(Ready(version=message.version, attempt=message.attempt, digest=digest, **times))
+        self._publisher.tell(Ready(version=message.version, attempt=message.attempt, digest=digest, **times))
 
     def _require(self, message: Prepare) -> tuple[Manifest, Receiver]:
         if self.state is not ReceiverState.IDLE or self._agreement is None or self._transport is None:
@@ -249,7 +249,7 @@ class WeightReceiver:
             if self._rank_state.hand is message and self.state in (ReceiverState.RECEIVING, ReceiverState.BUILDING):
                 self._forget()
             about = {"version": message.version, "attempt": message.attempt}
-            self._tell(Failed(**about, phase=phase, reason=reason, poisoned=False))
+            self._publisher.tell(Failed(**about, phase=phase, reason=reason, poisoned=False))
         if phase in ("prepare", "fit"):
             self._drop_transport()
 
@@ -259,13 +259,7 @@ class WeightReceiver:
         hand = self._rank_state.hand
         if hand is not None and hand.attempt <= message.attempt and self._discard_ready():
             log.info("%s: version %d aborted: %s", self._name, message.version, message.reason)
-        self._tell(Aborted(version=message.version, attempt=message.attempt))
-
-    def _was_aborted(self, prepare: Prepare) -> bool:
-        """Whether its Abort is among the messages received during the transfer; keeps all of them, in order."""
-        while (message := self._link.receive(0)) is not None:
-            self._pending.append(message)
-        return any(isinstance(message, Abort) and message.attempt >= prepare.attempt for message in self._pending)
+        self._publisher.tell(Aborted(version=message.version, attempt=message.attempt))
 
     def _discard_ready(self) -> bool:
         """Discards a ready version, after which `swap` refuses it. False when none was ready (any more)."""
@@ -283,17 +277,12 @@ class WeightReceiver:
 
     def _tell_poisoned(self, version: int | None) -> None:
         version = version or 0  # a failed swap has corrupted the weights, so there is a version
-        self._tell(Failed(version=version, phase="commit", reason=self.error or "torn weights", poisoned=True))
+        self._publisher.tell(
+            Failed(version=version, phase="commit", reason=self.error or "torn weights", poisoned=True)
+        )
 
     def _drop_transport(self) -> None:
         """Raises TransportError when the old one may still write: the rank then receives nothing more."""
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
-
-    def _tell(self, message: AnyMessage) -> None:
-        """Sends a message; the publisher notices a link that is closed or lost."""
-        try:
-            self._link.send(message)
-        except BusError as error:
-            log.warning("%s: %s not sent: %s", self._name, type(message).__name__, error)

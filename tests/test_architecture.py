@@ -264,7 +264,7 @@ def test_names_tell_what_a_thing_is(path):
             assert not vague.search(node.name), f"{path.name}, line {node.lineno}: {node.name} is a vague name"
 
 
-def test_a_class_name_is_one_thing():
+def test_a_class_name_is_one_thing_in_every_module():
     """In all of inflight/, with or without an underscore: `State` would have to be looked up by its import."""
     places: dict[str, list[str]] = {}
     for name, (_, tree) in sources().items():

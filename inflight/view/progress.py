@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from inflight.config import RunConfig
 from inflight.report.visible import visible
 from inflight.view.figures import Value, duration, finite, number, whole
-from inflight.view.record import Record
+from inflight.view.record import RecentLines
 
 PACE_STEPS = 20
 """Last steps whose median duration predicts the time left."""
@@ -32,7 +32,7 @@ class Progress:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.record = Record(config.path)
+        self.record = RecentLines(config.path)
         self.over = False
         """Whether the run has ended."""
         self._started = time.monotonic()

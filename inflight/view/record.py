@@ -45,7 +45,7 @@ class Tail:
         return shorter, [line for text in whole.splitlines() if (line := _object(text))]
 
 
-class Record:
+class RecentLines:
     """The last steps, swaps and evaluations of a run folder."""
 
     def __init__(self, run_dir: Path) -> None:

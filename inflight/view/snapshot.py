@@ -19,7 +19,7 @@ LARGEST = 1 << 24
 Values = Annotated[dict[Name, float | int | str], Meta(max_length=4096)]
 
 
-class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The file's content."""
 
     time: float
@@ -31,14 +31,16 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def write(path: Path, elapsed_s: float, processes: Mapping[str, Mapping[str, Value]]) -> None:
     """Replaces the file. A disk that is full costs the snapshot, and nothing else."""
-    snapshot = Snapshot(time=time.time(), elapsed_s=elapsed_s, processes={k: dict(v) for k, v in processes.items()})
+    snapshot = StatusSnapshot(
+        time=time.time(), elapsed_s=elapsed_s, processes={k: dict(v) for k, v in processes.items()}
+    )
     partial = path.with_suffix(".partial")
     with contextlib.suppress(OSError):
         partial.write_bytes(msgspec.json.encode(snapshot))
         partial.replace(path)
 
 
-def read(path: Path) -> Snapshot | None:
+def read(path: Path) -> StatusSnapshot | None:
     """None when there is none. Raises ValueError for a file that is damaged or of another release."""
     try:
         with path.open("rb") as file:
@@ -48,6 +50,6 @@ def read(path: Path) -> Snapshot | None:
     if len(content) > LARGEST:
         raise ValueError(f"{path} is damaged: it has more than {LARGEST} bytes")
     try:
-        return msgspec.json.decode(content, type=Snapshot)
+        return msgspec.json.decode(content, type=StatusSnapshot)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is damaged, or of another release: {error}") from None

@@ -11,7 +11,7 @@ from pathlib import Path
 from inflight.config import ConfigError, load
 from inflight.report.html.state import is_running, state
 from inflight.view.progress import Progress
-from inflight.view.snapshot import Snapshot, read
+from inflight.view.snapshot import StatusSnapshot, read
 from inflight.view.view import View
 
 POLL_S = 0.5
@@ -67,7 +67,7 @@ def watch(run_dir: Path, *, once: bool = False) -> int:
     return 0
 
 
-def _take(view: View, progress: Progress, snapshot: Snapshot | None) -> None:
+def _take(view: View, progress: Progress, snapshot: StatusSnapshot | None) -> None:
     if snapshot is None:  # the run has ended, or was just begun: its files say the rest
         return
     progress.began(snapshot.elapsed_s + max(time.time() - snapshot.time, 0.0))
@@ -77,7 +77,7 @@ def _take(view: View, progress: Progress, snapshot: Snapshot | None) -> None:
         view.heard(name, values)
 
 
-def _tell_age(view: View, snapshot: Snapshot | None, told: bool) -> bool:
+def _tell_age(view: View, snapshot: StatusSnapshot | None, told: bool) -> bool:
     """Warns once when nothing new comes; returns whether that was done for this silence."""
     age = 0.0 if snapshot is None else time.time() - snapshot.time
     if age > OLD_S and not told:

@@ -19,7 +19,7 @@ from inflight.view import snapshot, view, watch
 from inflight.view.advice import advice
 from inflight.view.figures import duration, number, sparkline
 from inflight.view.progress import Progress
-from inflight.view.record import Record
+from inflight.view.record import RecentLines
 from inflight.view.stage import stage
 from inflight.view.view import View
 
@@ -207,7 +207,7 @@ def test_text_of_a_model_has_no_control_over_the_terminal(progress, capfd):
 
 def test_files_are_read_as_they_grow_and_anew_when_they_shrink(config):
     """A torn last line is read when it is whole; a resumed run drops the lines of undone steps."""
-    record, path = Record(config.path), config.path / "metrics.jsonl"
+    record, path = RecentLines(config.path), config.path / "metrics.jsonl"
     record.refresh()
     assert not record.steps
     lines(path, step(1), step(2))

@@ -74,7 +74,7 @@ def test_a_run_on_chats_ends_with_its_second_epoch_in_the_order_that_it_began_wi
         "task.name=dataset", f"task.epochs={EPOCHS}", f"+task.options.path={tmp_path}/data.jsonl",
         "+task.options.messages=messages", f"+task.options.chat_template={tmp_path}/t.jinja",
         f"rewards=[{{name: '{tmp_path}/own_reward.py:digits'}}]", "rollout.max_tokens=4", "trainer.steps=50",
-        "gate.max_token_lag=1000",
+        "gate.max_token_lag=1000", "rollout.file_mib=0.005",
     )  # fmt: skip
     run.start()
     run.until(lambda: run.steps() >= 5, alive=True)
@@ -82,6 +82,7 @@ def test_a_run_on_chats_ends_with_its_second_epoch_in_the_order_that_it_began_wi
     assert run.wait() != 0
     assert run.resume().wait() == DATA_ENDED, run.logs()
 
+    assert len(list((run.folder / "rollouts").iterdir())) > 2, "several files"
     wanted = expected(run)
     assert len(wanted) == ROWS * EPOCHS
     assert groups(run) == wanted

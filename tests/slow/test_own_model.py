@@ -52,7 +52,7 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generati
 SMALL = (
     "machine=cpu", "launch.needs_gpu=false", "generator.max_model_len=96", "generator.max_num_seqs=16",
     "generator.kv_cache_gib=0.25", "rollout.group_size=2", f"trainer.groups_per_step={STEP}", "trainer.micro_batch=19",
-    "publish.join_timeout_s=400", "generator.start_timeout_s=400",
+    "publish.join_timeout_s=400", "generator.start_timeout_s=400", "rollout.file_mib=0.1",
 )  # fmt: skip
 MODELS = {
     "tiny": ("model.dtype=float32", "trainer.autocast=false", "rollout.max_tokens=4"),
@@ -81,6 +81,7 @@ def test_the_page_from_a_file_of_problems_to_a_served_model(model, tmp_path, mon
         assert resumed.returncode == DATA_ENDED, f"{output}\n{logs(tmp_path / 'runs/mine')}"
     run_dir = tmp_path / "runs/mine"
     assert configuration.load(run_dir).model.revision == COMMIT
+    assert len(list((run_dir / "rollouts").iterdir())) > 2, "several files"
     require_questions(run_dir, undone)
     require_figures(run_dir)
     for command in (

@@ -36,7 +36,10 @@ IDLE = (
     Idle("generator.share_prefix_across_versions rollout.together_from_tokens",
          lambda run: not run.generator.prefix_caching, "generator.prefix_caching is false"),
     Idle("rollout.file_mib", lambda run: not run.rollout.keep, "rollout.keep is false"),
-    Idle("gate.max_token_lag", lambda run: run.trainer.synchronous, "with trainer.synchronous no token is stale"),
+    Idle("gate.max_token_lag gate.on_stale gate.stale_retries", lambda run: run.trainer.synchronous,
+         "with trainer.synchronous no token is stale"),
+    Idle("audit.keep_versions", lambda run: run.audit.keep_versions and not _auditable(run),
+         "an audit needs rollout.keep, and replays no penalties and no code of the model's own"),
     Idle("gate.stale_retries", lambda run: run.gate.on_stale == "drop", "gate.on_stale is drop"),
     Idle("eval.at_start eval.training_requests eval.keep_best eval.best_by", lambda run: not run.eval.every,
          "eval.every is 0"),
@@ -49,6 +52,10 @@ IDLE = (
     Idle("hosts.lease_s", lambda run: not run.hosts.elsewhere, "hosts.starter is local"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )  # fmt: skip
+
+
+def _auditable(run: RunConfig) -> bool:
+    return run.rollout.keep and not run.rollout.penalises and not run.model.trust_remote_code
 
 
 def require_effect(run: RunConfig) -> None:

@@ -88,8 +88,13 @@ def test_every_value_that_can_be_idle_exists_and_is_refused_when_it_was_set(tiny
 
 def idle_with(idle):
     other = {
-        "gate.max_token_lag": {"trainer": {"synchronous": True}, "gate": {"max_lag": 0}},
-        "generator.share_prefix_across_versions": {"generator": {"prefix_caching": False}},
+        "gate.max_token_lag gate.on_stale gate.stale_retries": {
+            "trainer": {"synchronous": True},
+            "gate": {"max_lag": 0},
+        },
+        "audit.keep_versions": {"rollout": {"repetition_penalty": 1.1}},
+        "generator.share_prefix_across_versions rollout.together_from_tokens": {"generator": {"prefix_caching": False}},
+        "rollout.file_mib": {"rollout": {"keep": False}},
         "generator.swap": {"trainer": {"lora": LoraConfig(rank=8)}},
         "trainer.micro_batch": {"trainer": {"micro_batch_tokens": 256}},
         "eval.best_by": {"eval": {"every": 3, "keep_best": False}},
@@ -256,3 +261,11 @@ def test_a_configuration_made_in_python_is_taken_as_it_is(tmp_path):
     before = begun(tmp_path)
     asked = dataclasses.replace(before, resume=True, chosen=None, trainer=dataclasses.replace(before.trainer, steps=99))
     assert resumed_config(asked) is asked
+
+
+@pytest.mark.parametrize("why", [{"rollout": {"keep": False}}, {"model": {"trust_remote_code": True}}])
+def test_versions_that_no_audit_can_use_are_not_kept_on_request(tiny, why):
+    run = dataclasses.replace(changed(tiny, **why), chosen=["audit.keep_versions"])
+    with pytest.raises(ConfigError, match=r"audit\.keep_versions is set and has no effect: an audit needs"):
+        require_effect(run)
+    require_effect(changed(run, audit={"keep_versions": False}))

@@ -93,7 +93,9 @@ def idle_with(idle):
             "gate": {"max_lag": 0},
         },
         "audit.keep_versions": {"rollout": {"repetition_penalty": 1.1}},
-        "generator.share_prefix_across_versions rollout.together_from_tokens": {"generator": {"prefix_caching": False}},
+        "generator.share_prefix_across_versions rollout.together_from_tokens": {
+            "generator": {"prefix_caching": False, "count": 2},
+        },
         "rollout.file_mib": {"rollout": {"keep": False}},
         "generator.swap": {"trainer": {"lora": LoraConfig(rank=8)}},
         "trainer.micro_batch": {"trainer": {"micro_batch_tokens": 256}},

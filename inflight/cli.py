@@ -100,6 +100,12 @@ def _export(arguments: list[str]) -> int:
     return export.main(arguments)
 
 
+def _join(arguments: list[str]) -> int:
+    from inflight.hosted import join
+
+    return join.main(arguments)
+
+
 def _version(arguments: list[str]) -> int:
     argparse.ArgumentParser(prog="inflight version", description="Print the version.").parse_args(arguments)
     print(f"inflight {__version__}")
@@ -109,6 +115,7 @@ def _version(arguments: list[str]) -> int:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
     "watch": ("the live view of a run that was started elsewhere", _watch),
+    "join": ("offer this host to a run: inflight join ADDRESS", _join),
     "audit": ("replay a run's rollouts and check every version tag", _audit),
     "report": ("the results of a run, and figures of its tokens by lag", _report),
     "eval": ("answer a run's held-out questions with a checkpoint", _eval),

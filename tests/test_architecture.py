@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "surroundings": set(),
     "lifeline": set(),
     "processes": {"lifeline", "starters", "surroundings"},
-    "starters": {"config", "lifeline", "surroundings"},
+    "starters": {"bus", "config", "exits", "lifeline", "messages", "surroundings"},
     "exits": set(),
     "descendants": {"processes"},
     "hub": set(),

@@ -9,6 +9,7 @@ replayed.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import os
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import zmq
 import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
 
 LISTENER = "listener"
 _Z85 = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
@@ -38,6 +40,24 @@ def make_keys(folder: Path, names: Iterable[str]) -> None:
             public, _ = zmq.auth.create_certificates(folder, name)
             if name != LISTENER:
                 os.replace(public, allowed / Path(public).name)
+    finally:
+        os.umask(before)
+
+
+def derive_keys(folder: Path, token: str, name: str) -> None:
+    """Writes the key pairs of one listener and of one name that connects to it, both computed from a secret that both
+    sides have. Raises OSError when they can't be written."""
+    before = os.umask(0o077)
+    try:
+        (folder / "allowed").mkdir(parents=True, exist_ok=True)
+        for each in (LISTENER, name):
+            digest = hashlib.blake2b(token.encode(), digest_size=32, person=each.encode()[:16]).digest()
+            secret = z85.encode(digest)
+            public = zmq.curve_public(secret)
+            shown = f'curve\n    public-key = "{public.decode()}"\n'
+            target = folder if each == LISTENER else folder / "allowed"
+            (target / f"{each}.key").write_text(shown)
+            (folder / f"{each}.key_secret").write_text(f'{shown}    secret-key = "{secret.decode()}"\n')
     finally:
         os.umask(before)
 

@@ -49,7 +49,8 @@ IDLE = (
          "without network.bind and bus.address all sockets are files"),
     Idle("hosts.names hosts.actors hosts.python hosts.ssh", lambda run: run.hosts.starter != "ssh",
          "hosts.starter is not ssh"),
-    Idle("hosts.lease_s", lambda run: not run.hosts.elsewhere, "hosts.starter is local"),
+    Idle("hosts.lease_s", lambda run: run.hosts.starter != "ssh", "hosts.starter is not ssh"),
+    Idle("hosts.actors_join", lambda run: run.hosts.starter != "join", "hosts.starter is not join"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )  # fmt: skip
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from inflight.config.checks import require, require_fields
 
-STARTERS = ("local", "ssh")
+STARTERS = ("local", "ssh", "join")
+ANYWHERE = "a host that joins"
 DESTINATION = re.compile(r"[A-Za-z0-9_.@:%\[\]-]{1,255}")
 
 
@@ -17,12 +18,15 @@ class HostsConfig:
     """Where generators and actors run. The launcher, the trainer and the evaluator are on one host."""
 
     starter: str = "local"
-    """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects."""
+    """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects. `join`: wherever
+    `inflight join` is run; `generator.count` is then the most generators that there may be."""
     names: list[str] = field(default_factory=list)
     """Destinations of ssh, [USER@]HOST, for generators in turn; with several generators on one host, each gets GPUs of
     its own."""
     actors: list[str] = field(default_factory=list)
     """The same for actors; empty: the launcher's host."""
+    actors_join: bool = False
+    """With `join`: actors run where `inflight join --kind actor` does, not on the launcher's host."""
     python: str = ""
     """The command of Python on those hosts, split as a shell does it; empty: the path of the launcher's."""
     ssh: str = ""
@@ -49,6 +53,8 @@ class HostsConfig:
 
     def of(self, kind: str, number: int) -> str:
         """The destination of an actor or a generator, counted from 0; empty: the launcher's host."""
+        if self.starter == "join":
+            return ANYWHERE if kind == "generator" or (kind == "actor" and self.actors_join) else ""
         given = {"generator": self.names, "actor": self.actors}.get(kind, []) if self.elsewhere else []
         return given[number % len(given)] if given else ""
 

@@ -15,7 +15,8 @@ class BusConfig:
     address: str = ""
     """An IP address of this host to listen on instead, with CURVE keys that the launcher makes."""
     port: int = 5700
-    """The first of five consecutive ports, for weights, rollouts, status, the trainer's ranks and the evaluator."""
+    """The first of six consecutive ports: weights, rollouts, status, the trainer's ranks, the evaluator, and hosts that
+    join."""
     keys: str = ""
     """Folder of the CURVE keys; made by the launcher if there is an `address`."""
     heartbeat_s: float = 1.0
@@ -23,7 +24,7 @@ class BusConfig:
     """Seconds without a message after which a peer is presumed dead."""
 
     def __post_init__(self) -> None:
-        require(1024 <= self.port <= 65531, "bus.port", self.port, "1024 to 65531")
+        require(1024 <= self.port <= 65530, "bus.port", self.port, "1024 to 65530")
         require(not self.address or is_address(self.address), "bus.address", self.address, "an IP address, or empty")
         require_fields(self, "bus", "heartbeat_s dead_after_s")
         fits = self.heartbeat_s < self.dead_after_s

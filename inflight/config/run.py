@@ -20,7 +20,7 @@ from inflight.config.rollout import GateConfig, RolloutConfig, TaskConfig
 from inflight.config.trackers import require_known
 from inflight.config.trainer import TrainerConfig
 
-SERVICES = ("weights", "rollouts", "status", "ranks", "eval")
+SERVICES = ("weights", "rollouts", "status", "ranks", "eval", "join")
 """Control sockets, in the order of their ports."""
 
 

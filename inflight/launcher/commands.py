@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from inflight.config import RunConfig
 from inflight.launcher import devices
 from inflight.starters.base import Command, Starter
+from inflight.starters.joining import JoinStarter
 from inflight.starters.ssh import SshStarter
 from inflight.surroundings import computing
 
@@ -56,5 +57,6 @@ def usual_commands(config: RunConfig) -> list[Command]:
 
 
 def starter_of(config: RunConfig) -> Starter | None:
-    """What starts processes on other hosts; None: nothing is started there."""
-    return SshStarter(config) if config.hosts.elsewhere else None
+    """What starts processes on other hosts; None: nothing is started there. Raises what making it raises."""
+    made = {"ssh": SshStarter, "join": JoinStarter}
+    return made[config.hosts.starter](config) if config.hosts.elsewhere else None

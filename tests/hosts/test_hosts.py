@@ -21,6 +21,8 @@ from tests.hosts.namespaces import ROOT, Hosts, missing
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(missing()), reason=missing() or "")]
 
 RUN_S = 900.0
+JOINED = ("hosts.starter=join", "hosts.actors_join=true")
+SETTINGS = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "INFLIGHT_JOIN_KEY": "k" * 43}
 STAND_INS = ROOT / "tests" / "faults" / "launcher.py"
 
 
@@ -33,19 +35,31 @@ def three(tmp_path: Path) -> Iterator[Hosts]:
 class Run(OneHost):
     """A run with its trainer on the first host, a generator on each of the others, and the actor on the last."""
 
-    def __init__(self, hosts: Hosts, *overrides: str, vllm: bool = False) -> None:
+    def __init__(self, hosts: Hosts, *overrides: str, vllm: bool = False, ssh: bool = True) -> None:
         super().__init__(hosts.folder / "run" / "tiny")
         self.hosts = hosts
-        there = [hosts.address(1), hosts.address(2)]
         program = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(STAND_INS), *ALWAYS]
-        python = hosts.python if vllm else f"{hosts.python} {ROOT}/tests/hosts/hosted.py"
+        self.python = hosts.python if vllm else f"{hosts.python} {ROOT}/tests/hosts/hosted.py"
         self._launcher = hosts.within(
             0, sys.executable, *program, f"run_dir={self.folder}", f"network.bind={hosts.address(0)}",
-            "network.ports=21000-21999", "generator.count=2", "hosts.starter=ssh", f"hosts.names=[{','.join(there)}]",
-            f"hosts.actors=[{there[1]}]", f"hosts.python='{python}'", f"hosts.ssh='{' '.join(hosts.ssh)}'",
-            *overrides, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            "network.ports=21000-21999", "generator.count=2", *(self._by_ssh() if ssh else JOINED), *overrides,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=SETTINGS,
         )  # fmt: skip
+        self.joined = [] if ssh else [self.join(1), self.join(2), self.join(2, "--kind", "actor")]
+
+    def _by_ssh(self) -> list[str]:
+        there = [self.hosts.address(1), self.hosts.address(2)]
+        return [
+            "hosts.starter=ssh", f"hosts.names=[{','.join(there)}]", f"hosts.actors=[{there[1]}]",
+            f"hosts.python='{self.python}'", f"hosts.ssh='{' '.join(self.hosts.ssh)}'", "hosts.lease_s=15",
+        ]  # fmt: skip
+
+    def join(self, number: int, *arguments: str) -> subprocess.Popen[str]:
+        """`inflight join` on a host."""
+        program = [*self.python.split(), "join"] if "hosted.py" in self.python else [
+            *self.python.split(), "-m", "inflight.cli", "join"
+        ]  # fmt: skip
+        return self.hosts.within(number, *program, self.hosts.address(0), *arguments, env=SETTINGS)
 
     def finish(self) -> str:
         """All steps are done; what the launcher said."""
@@ -61,6 +75,14 @@ class Run(OneHost):
         groups = Reader(self.folder / ROLLOUTS_FILE)
         return Counter(rollout.generator for group in groups for rollout in group.rollouts)
 
+    def until_nothing_left(self) -> None:
+        """At the latest when the leases are over."""
+        deadline = time.monotonic() + RUN_S
+        while any("hosts" in line or "inflight." in line for each in (1, 2) for line in self.hosts.processes(each)):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        self.nothing_left()
+
     def nothing_left(self) -> None:
         """No process and no file of the run is left on the other hosts."""
         for number in (1, 2):
@@ -74,8 +96,8 @@ class Run(OneHost):
 def started() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(hosts: Hosts, *overrides: str, vllm: bool = False) -> Run:
-        runs.append(Run(hosts, *overrides, vllm=vllm))
+    def start(hosts: Hosts, *overrides: str, **how: bool) -> Run:
+        runs.append(Run(hosts, *overrides, **how))
         return runs[-1]
 
     yield start
@@ -83,10 +105,63 @@ def started() -> Iterator[Callable[..., Run]]:
         run.end()
 
 
-def test_a_run_by_ssh(three: Hosts, started: Callable[..., Run]) -> None:
-    run = started(three, "trainer.steps=6")
+@pytest.mark.parametrize("ssh", [True, False], ids=["ssh", "join"])
+def test_trainer_generators_and_actor_on_three_hosts(three: Hosts, started: Callable[..., Run], ssh: bool) -> None:
+    run = started(three, "trainer.steps=6", ssh=ssh)
     run.finish()
     assert run.steps() == 6
     assert set(run.samplers()) == {"g0", "g1"}
     run.account()
+    assert [each.wait(60) for each in run.joined] == [0] * len(run.joined)
     run.nothing_left()
+
+
+def test_a_link_that_is_cut_and_heals_loses_nothing(three: Hosts, started: Callable[..., Run]) -> None:
+    """Longer than peers are presumed dead after, shorter than the connection of ssh lives."""
+    run = started(three, "trainer.steps=30")
+    run.until(lambda: run.steps() >= 3, alive=True)
+    three.cut(1)
+    run.until(lambda: "g0" not in run.routed(), alive=True)
+    before = run.steps()
+    run.until(lambda: run.steps() >= before + 2, alive=True)
+    three.heal(1)
+    run.until(lambda: "g0" in run.routed(), alive=True)
+    run.finish()
+    assert run.steps() == 30
+    run.account()
+    run.nothing_left()
+
+
+def test_a_host_that_goes_takes_only_its_processes_and_is_used_again(three: Hosts, started: Callable[..., Run]) -> None:
+    run = started(three, "trainer.steps=60", "launch.restarts=1")
+    run.until(lambda: run.steps() >= 3, alive=True)
+    three.cut(1)
+    three.end_processes(1)
+    run.until(lambda: "g0" not in run.routed(), alive=True)
+    before = run.steps()
+    run.until(lambda: run.steps() >= before + 2, alive=True)
+    three.heal(1)
+    three.boot(1)
+    run.until(lambda: "g0" in run.routed(), alive=True)
+    said = run.finish()
+    assert f"{three.address(1)} can't be reached, g0 is restarted" in said
+    assert run.steps() == 60
+    run.account()
+
+
+def test_a_slow_link_delays_one_generator_and_no_other(three: Hosts, started: Callable[..., Run]) -> None:
+    run = started(three, "trainer.steps=12")
+    run.until(lambda: run.steps() >= 2, alive=True)
+    three.slow(1, "3mbit")
+    run.finish()
+    assert run.steps() == 12
+    assert set(run.samplers()) == {"g0", "g1"}
+    run.account()
+
+
+def test_processes_elsewhere_end_with_a_launcher_that_is_killed(three: Hosts, started: Callable[..., Run]) -> None:
+    run = started(three, "trainer.steps=1000")
+    run.until(lambda: run.steps() >= 2, alive=True)
+    assert run.kill("launcher")
+    run.wait()
+    run.until_nothing_left()

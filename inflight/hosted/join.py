@@ -1,0 +1,141 @@
+"""`inflight join ADDRESS`: offers this host to a run, and runs the processes that its launcher places here.
+
+Ends with the run, or when the launcher was silent for too long. Within a job of Slurm or torchrun, one such command for
+each generator: the task's number on its host decides which GPUs it takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from inflight.bus import BusError, Link, PeerLost
+from inflight.bus.keys import derive_keys
+from inflight.config import BusConfig, ConfigError
+from inflight.config.network import is_address, joined, parted
+from inflight.config.run import SERVICES
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
+from inflight.hosted.running import run
+from inflight.messages import Finish, Join, Left, Placed, Refused
+from inflight.models import ModelError
+from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
+from inflight.starters.parcel import ParcelError, unpacked
+
+AGAIN_S = 2.0
+"""Seconds between two offers."""
+LOCAL_NUMBERS = ("SLURM_LOCALID", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+"""Variables with the number of this task among those of its host: of Slurm, torchrun and MPI."""
+
+
+class Joined:
+    """The lease of a process that was placed here: it ends with Finish, or with the launcher."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.ended = ""
+        self.over = False
+        """The launcher is gone, or needs this host no more."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """See running.Held."""
+        try:
+            message = self._link.receive(timeout_s)
+        except PeerLost as error:
+            self.ended, self.over = str(error), True
+            return False
+        if isinstance(message, Finish):
+            self.ended = message.reason
+        return not self.ended
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns one of exits.py."""
+    parser = argparse.ArgumentParser(prog="inflight join", description=__doc__.split("\n")[0])
+    parser.add_argument("address", help="IP address of the launcher, or ADDRESS:PORT of its socket (bus.port + 5)")
+    parser.add_argument("--kind", choices=("generator", "actor"), default="generator")
+    parser.add_argument("--key-file", type=Path, help=f"file with the join key (default: the variable {VARIABLE})")
+    parser.add_argument("--slot", type=int, help="which generator of this host it is (default: the task's number)")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the launcher")
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        key = _key(arguments.key_file, os.environ)
+        slot = arguments.slot if arguments.slot is not None else slot_of(os.environ)
+        with tempfile.TemporaryDirectory(prefix="inflight-join-") as folder:
+            derive_keys(Path(folder), key, NAME)
+            bus = BusConfig(dead_after_s=DEAD_AFTER_S, keys=folder)
+            name = f"{NAME}.{secrets.token_hex(8)}"
+            with Link(endpoint_of(arguments.address), name, bus, first_contact_s=arguments.wait) as link:
+                return offer(link, Join(number=0, kind=arguments.kind, slot=slot, host=socket.gethostname()[:255]))
+    except (ParcelError, ConfigError, ModelError) as error:
+        return _say(error, BAD_INPUT)
+    except (BusError, OSError) as error:
+        return _say(error, GIVEN_UP)
+
+
+def offer(link: Link, join: Join) -> int:
+    """Runs what the launcher places here, one process after the other, until it needs this host no more (0).
+
+    Raises PeerLost when it is not there (any more), ParcelError, ConfigError, ModelError or OSError for a process that
+    can't be started here.
+    """
+    asked = -AGAIN_S
+    while True:
+        if time.monotonic() - asked >= AGAIN_S:
+            asked = time.monotonic()
+            link.send(join)
+        message = link.receive(AGAIN_S / 10)
+        if isinstance(message, Placed) and message.number == join.number:
+            parcel, lease = unpacked(message.parcel), Joined(link)
+            print(f"inflight join: {parcel.name} runs here", flush=True)
+            code = run(parcel, lambda _, lease=lease: lease)
+            if lease.over:
+                raise PeerLost(lease.ended)
+            print(f"inflight join: {parcel.name} ended with code {code}", flush=True)
+            link.send(Left(number=join.number, code=max(-255, min(code, 255))))
+            join, asked = msgspec.structs.replace(join, number=join.number + 1), -AGAIN_S
+        elif isinstance(message, Finish):
+            print(f"inflight join: {message.reason}", flush=True)
+            return DONE
+        elif isinstance(message, Refused):
+            raise ConfigError(f"the launcher refuses this host: {message.reason}")
+
+
+def endpoint_of(address: str) -> str:
+    """The launcher's socket for hosts that join. Raises ConfigError for anything else than an IP address, and a port if
+    it is not the default."""
+    if is_address(address):
+        return f"tcp://{joined(address, BusConfig().port + SERVICES.index('join'))}"
+    try:
+        return f"tcp://{joined(*parted(address))}"
+    except ValueError:
+        raise ConfigError(f"{address!r} is not allowed: an IP address, or ADDRESS:PORT") from None
+
+
+def slot_of(environment: Mapping[str, str]) -> int:
+    """The number of this task among those of its host; 0 without a scheduler."""
+    for name in LOCAL_NUMBERS:
+        if environment.get(name, "").isdecimal():
+            return int(environment[name])
+    return 0
+
+
+def _key(file: Path | None, environment: Mapping[str, str]) -> str:
+    if file is not None:
+        return checked(file.read_text().strip(), str(file))
+    return checked(environment.get(VARIABLE, ""), VARIABLE)
+
+
+def _say(error: Exception, code: int) -> int:
+    print(f"inflight join: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+    return code

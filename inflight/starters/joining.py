@@ -1,0 +1,171 @@
+"""Places processes on hosts that join by themselves, as tasks of Slurm, torchrun or a user do with `inflight join`.
+
+    host --Join-->   launcher     offers to run a process, until there is one for it
+    host <--Placed-- launcher     the parcel of a process that is to be started, or started again
+    host --Left-->   launcher     the process has ended
+    host <--Finish-- launcher     the process is to end; without one, the host is not needed any more
+
+Launcher and hosts share one secret, the join key. The key pairs of CURVE on this socket are computed from it, so no
+file has to be copied: a job script makes it and gives it to all of its tasks in INFLIGHT_JOIN_KEY.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Mapping
+
+from inflight.bus import BusError, Listener, Lost, Received
+from inflight.bus.keys import derive_keys
+from inflight.config import BusConfig, ConfigError, RunConfig
+from inflight.exits import STOPPED
+from inflight.messages import AnyMessage, Finish, Join, Left, Placed
+from inflight.starters.base import UNREACHABLE, Command
+from inflight.starters.parcel import body_of, parcel_of
+
+VARIABLE = "INFLIGHT_JOIN_KEY"
+NAME = "join"
+"""Hosts' names on the socket begin with it."""
+KEY_FILE = "join.key"
+SHORTEST = 32
+"""Characters of a join key."""
+DEAD_AFTER_S = 30.0
+"""Seconds of silence after which a host is presumed lost, and after which it ends its process."""
+_POLL_S = 0.2
+
+
+class JoinHandle:
+    """A process that waits for a host, runs on one, or has ended."""
+
+    pid: int | None = None
+
+    def __init__(self, starter: JoinStarter, command: Command) -> None:
+        self._starter, self.command = starter, command
+        self.address = ""
+        """The host's name; empty while it waits for one."""
+        self.offer: tuple[str, int] | None = None
+        """The peer that runs it, and the number of its offer."""
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """See Handle."""
+        return self.code
+
+    def stop(self) -> None:
+        """See Handle."""
+        self._starter.stop(self)
+
+    def kill(self) -> None:
+        """The host keeps to its grace period, and ends its process at the latest when the launcher is silent."""
+        self._starter.stop(self)
+
+
+class JoinStarter:
+    """For the processes of one run; has a thread over its socket."""
+
+    def __init__(self, config: RunConfig, environment: Mapping[str, str] = os.environ) -> None:
+        """Takes the join key from the environment, or makes one and writes it into the run folder.
+
+        Raises ConfigError for a key that is too short, BusError when the socket can't be opened, OSError when nothing
+        can be written.
+        """
+        self._config = config
+        config.path.mkdir(parents=True, exist_ok=True)
+        folder = config.path / "join-keys"
+        key, source = _key(config, environment)
+        derive_keys(folder, key, NAME)
+        bus = BusConfig(heartbeat_s=config.bus.heartbeat_s, dead_after_s=DEAD_AFTER_S, keys=str(folder))
+        self._listener = Listener(config.listening("join"), bus)
+        place = config.endpoint("join").removeprefix("tcp://")
+        print(f"hosts join this run: inflight join {place} (the key: {source})", flush=True)
+        self._lock = threading.Lock()
+        self._waiting: collections.deque[JoinHandle] = collections.deque()
+        self._placed: dict[str, JoinHandle] = {}
+        """Peer → the process that it runs."""
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="joins", daemon=True)
+        self._thread.start()
+
+    def start(self, command: Command) -> JoinHandle:
+        """See Starter: the process waits for a host, without a limit of its own."""
+        handle = JoinHandle(self, command)
+        with self._lock:
+            self._waiting.append(handle)
+        return handle
+
+    def stop(self, handle: JoinHandle) -> None:
+        """Asks for a process's end; one that waits for a host has ended."""
+        with self._lock:
+            if handle in self._waiting:
+                self._waiting.remove(handle)
+                handle.code = STOPPED
+            elif handle.code is None and handle.offer is not None:
+                self._send(handle.offer[0], Finish(reason="the process is to end"))
+
+    def close(self) -> None:
+        """Dismisses all hosts."""
+        self._closing.set()
+        self._thread.join(5)
+        for peer in self._listener.peers():
+            self._send(peer, Finish(reason="the run is over"))
+        self._listener.close()
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            event = self._listener.receive(_POLL_S)
+            with self._lock:
+                if isinstance(event, Lost):
+                    self._end(event.peer, UNREACHABLE)
+                elif isinstance(event, Received):
+                    self._hear(event.peer, event.message)
+
+    def _hear(self, peer: str, message: AnyMessage) -> None:
+        placed = self._placed.get(peer)
+        if isinstance(message, Left) and placed is not None and placed.offer == (peer, message.number):
+            self._end(peer, message.code)
+        elif isinstance(message, Join) and (placed is None or placed.offer != (peer, message.number)):
+            self._end(peer, UNREACHABLE)  # one that makes a new offer does not run it any more
+            self._place(peer, message)
+
+    def _place(self, peer: str, offer: Join) -> None:
+        handle = next((each for each in self._waiting if each.command.kind == offer.kind), None)
+        if handle is None:
+            return
+        parcel = parcel_of(self._config, handle.command, slot=offer.slot)
+        if self._send(peer, Placed(number=offer.number, parcel=body_of(parcel))):
+            self._waiting.remove(handle)
+            handle.offer, handle.address = (peer, offer.number), offer.host
+            self._placed[peer] = handle
+
+    def _end(self, peer: str, code: int) -> None:
+        handle = self._placed.pop(peer, None)
+        if handle is not None:
+            handle.code = code
+
+    def _send(self, peer: str, message: AnyMessage) -> bool:
+        with contextlib.suppress(BusError):  # lost meanwhile
+            self._listener.send(peer, message)
+            return True
+        return False
+
+
+def _key(config: RunConfig, environment: Mapping[str, str]) -> tuple[str, str]:
+    """The join key, and where it is from."""
+    if key := environment.get(VARIABLE, ""):
+        return checked(key, VARIABLE), VARIABLE
+    key = secrets.token_urlsafe(SHORTEST)
+    path = config.path / KEY_FILE
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(file, "w") as written:
+        written.write(key + "\n")
+    return key, str(path)
+
+
+def checked(key: str, where: str) -> str:
+    """A join key. Raises ConfigError, without the key, for one that could be guessed."""
+    if not SHORTEST <= len(key) <= 256:
+        raise ConfigError(f"{where} has {len(key)} characters, a join key has {SHORTEST} to 256")
+    return key

@@ -26,7 +26,7 @@ from inflight.config.network import is_address, joined, parted
 from inflight.config.run import SERVICES
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
 from inflight.hosted.running import run
-from inflight.messages import Finish, Join, Left, Placed, Refused
+from inflight.messages import Finish, Join, Placed, Refused, Vacated
 from inflight.models import ModelError
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
 from inflight.starters.parcel import ParcelError, unpacked
@@ -102,7 +102,7 @@ def offer(link: Link, join: Join) -> int:
             if lease.over:
                 raise PeerLost(lease.ended)
             print(f"inflight join: {parcel.name} ended with code {code}", flush=True)
-            link.send(Left(number=join.number, code=max(-255, min(code, 255))))
+            link.send(Vacated(number=join.number, code=max(-255, min(code, 255))))
             join, asked = msgspec.structs.replace(join, number=join.number + 1), -AGAIN_S
         elif isinstance(message, Finish):
             print(f"inflight join: {message.reason}", flush=True)

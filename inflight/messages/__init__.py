@@ -18,8 +18,8 @@ from inflight.messages.evaluation import Evaluated as Evaluated
 from inflight.messages.evaluation import EvaluatorHello as EvaluatorHello
 from inflight.messages.evaluation import StopEvaluating as StopEvaluating
 from inflight.messages.hosts import Join as Join
-from inflight.messages.hosts import Left as Left
 from inflight.messages.hosts import Placed as Placed
+from inflight.messages.hosts import Vacated as Vacated
 from inflight.messages.ranks import RankMessage
 from inflight.messages.rollouts import ActorBye as ActorBye
 from inflight.messages.rollouts import ActorHello as ActorHello
@@ -122,7 +122,7 @@ AnyMessage = (
     | Status
     | Join
     | Placed
-    | Left
+    | Vacated
     | RankMessage
 )
 

@@ -29,7 +29,7 @@ class Placed(Message, tag=True):
     parcel: Annotated[bytes, Meta(max_length=1 << 20)]
 
 
-class Left(Message, tag=True):
+class Vacated(Message, tag=True):
     """The process that was placed for the offer of this number has ended."""
 
     number: Count

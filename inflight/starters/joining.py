@@ -2,7 +2,7 @@
 
     host --Join-->   launcher     offers to run a process, until there is one for it
     host <--Placed-- launcher     the parcel of a process that is to be started, or started again
-    host --Left-->   launcher     the process has ended
+    host --Vacated-> launcher     the process has ended
     host <--Finish-- launcher     the process is to end; without one, the host is not needed any more
 
 Launcher and hosts share one secret, the join key. The key pairs of CURVE on this socket are computed from it, so no
@@ -22,7 +22,7 @@ from inflight.bus import BusError, Listener, Lost, Received
 from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, ConfigError, RunConfig
 from inflight.exits import STOPPED
-from inflight.messages import AnyMessage, Finish, Join, Left, Placed
+from inflight.messages import AnyMessage, Finish, Join, Placed, Vacated
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.parcel import body_of, parcel_of
 
@@ -124,7 +124,7 @@ class JoinStarter:
 
     def _hear(self, peer: str, message: AnyMessage) -> None:
         placed = self._placed.get(peer)
-        if isinstance(message, Left) and placed is not None and placed.offer == (peer, message.number):
+        if isinstance(message, Vacated) and placed is not None and placed.offer == (peer, message.number):
             self._end(peer, message.code)
         elif isinstance(message, Join) and (placed is None or placed.offer != (peer, message.number)):
             self._end(peer, UNREACHABLE)  # one that makes a new offer does not run it any more

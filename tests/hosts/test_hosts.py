@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,11 +36,14 @@ def three(tmp_path: Path) -> Iterator[Hosts]:
 class Run(OneHost):
     """A run with its trainer on the first host, a generator on each of the others, and the actor on the last."""
 
-    def __init__(self, hosts: Hosts, *overrides: str, vllm: bool = False, ssh: bool = True) -> None:
+    def __init__(
+        self, hosts: Hosts, *overrides: str, vllm: bool = False, ssh: bool = True, slowest_s: float = 0.6
+    ) -> None:
         super().__init__(hosts.folder / "run" / "tiny")
         self.hosts = hosts
         program = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(STAND_INS), *ALWAYS]
-        self.python = hosts.python if vllm else f"{hosts.python} {ROOT}/tests/hosts/hosted.py"
+        stand_in = f"env STAND_IN_SLOWEST_S={slowest_s} {hosts.python} {ROOT}/tests/hosts/hosted.py"
+        self.python = hosts.python if vllm else stand_in
         self._launcher = hosts.within(
             0, sys.executable, *program, f"run_dir={self.folder}", f"network.bind={hosts.address(0)}",
             "network.ports=21000-21999", "generator.count=2", *(self._by_ssh() if ssh else JOINED), *overrides,
@@ -96,7 +100,7 @@ class Run(OneHost):
 def started() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(hosts: Hosts, *overrides: str, **how: bool) -> Run:
+    def start(hosts: Hosts, *overrides: str, **how: Any) -> Run:
         runs.append(Run(hosts, *overrides, **how))
         return runs[-1]
 
@@ -118,7 +122,7 @@ def test_trainer_generators_and_actor_on_three_hosts(three: Hosts, started: Call
 
 def test_a_link_that_is_cut_and_heals_loses_nothing(three: Hosts, started: Callable[..., Run]) -> None:
     """Longer than peers are presumed dead after, shorter than the connection of ssh lives."""
-    run = started(three, "trainer.steps=30")
+    run = started(three, "trainer.steps=60", slowest_s=3.0)
     run.until(lambda: run.steps() >= 3, alive=True)
     three.cut(1)
     run.until(lambda: "g0" not in run.routed(), alive=True)
@@ -127,13 +131,13 @@ def test_a_link_that_is_cut_and_heals_loses_nothing(three: Hosts, started: Calla
     three.heal(1)
     run.until(lambda: "g0" in run.routed(), alive=True)
     run.finish()
-    assert run.steps() == 30
+    assert run.steps() == 60
     run.account()
     run.nothing_left()
 
 
 def test_a_host_that_goes_takes_only_its_processes_and_is_used_again(three: Hosts, started: Callable[..., Run]) -> None:
-    run = started(three, "trainer.steps=60", "launch.restarts=1")
+    run = started(three, "trainer.steps=120", "launch.restarts=1", slowest_s=3.0)
     run.until(lambda: run.steps() >= 3, alive=True)
     three.cut(1)
     three.end_processes(1)
@@ -145,7 +149,7 @@ def test_a_host_that_goes_takes_only_its_processes_and_is_used_again(three: Host
     run.until(lambda: "g0" in run.routed(), alive=True)
     said = run.finish()
     assert f"{three.address(1)} can't be reached, g0 is restarted" in said
-    assert run.steps() == 60
+    assert run.steps() == 120
     run.account()
 
 

@@ -23,7 +23,7 @@ from inflight.hosted import join as joining
 from inflight.hosted.running import Held
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.messages import Finish, Join, Left, Placed
+from inflight.messages import Finish, Join, Placed, Vacated
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.joining import NAME, VARIABLE, JoinStarter
 from inflight.starters.parcel import Parcel, unpacked
@@ -108,8 +108,8 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     g1 = starter.start(G1)
     assert placed(second).name == "g1"
     first.send(Join(number=0, kind="generator", slot=3, host="node3"))  # a repeat that was under way
-    first.send(Left(number=7, code=1))  # of another offer
-    first.send(Left(number=0, code=1))
+    first.send(Vacated(number=7, code=1))  # of another offer
+    first.send(Vacated(number=0, code=1))
     until(lambda: g0.poll() is not None)
     assert (g0.poll(), g1.poll()) == (1, None)
     again = starter.start(G0)
@@ -120,7 +120,7 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     third = starter.start(G0)
     g1.stop()
     assert second.receive(LIMIT_S) == Finish(reason="the process is to end")
-    second.send(Left(number=0, code=STOPPED))
+    second.send(Vacated(number=0, code=STOPPED))
     until(lambda: g1.poll() == STOPPED)
     third.stop()
     assert third.poll() == STOPPED, "it had no host yet"

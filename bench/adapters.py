@@ -61,9 +61,11 @@ def interval90(values: list[float], share: float) -> list[float]:
 def spread(values: list[float]) -> dict[str, Any]:
     """Percentiles of milliseconds."""
     return {
-        "p50": round(percentile(values, 0.5), 3), "p99": round(percentile(values, 0.99), 3),
-        "p99_90": interval90(values, 0.99), "max": round(max(values), 3),
-    }  # fmt: skip
+        "p50": round(percentile(values, 0.5), 3),
+        "p99": round(percentile(values, 0.99), 3),
+        "p99_90": interval90(values, 0.99),
+        "max": round(max(values), 3),
+    }
 
 
 class Cell:
@@ -95,14 +97,19 @@ class Cell:
                 if gaps := timeline.gaps(start + half, stop + half):
                     control.append(1e3 * (max(gaps) - median))
         return {
-            "way": name, "updates": len(took), "extra_gap_ms": spread(extra), "control_gap_ms": spread(control),
-            "controls": len(control), "publish_to_commit_ms": spread(took), "aborted": client.aborted,
+            "way": name,
+            "updates": len(took),
+            "extra_gap_ms": spread(extra),
+            "control_gap_ms": spread(control),
+            "controls": len(control),
+            "publish_to_commit_ms": spread(took),
+            "aborted": client.aborted,
             "throughput_kept": round(statistics.mean(kept), 4),
             "base_gap_ms": round(1e3 * statistics.median(quiet[0].gaps(quiet[1], quiet[1] + arguments.round_s)), 3),
             "tokens_per_s_without": round(quiet[0].rate(quiet[1], quiet[1] + arguments.round_s), 1),
             "extra_gap_raw_ms": [round(value, 3) for value in extra],
             "control_gap_raw_ms": [round(value, 3) for value in control],
-        }  # fmt: skip
+        }
 
     def _round(self, count: int, change: Change, first: int) -> tuple[Timeline, float, list[tuple[float, float]]]:
         arguments, client = self._arguments, self._client
@@ -129,27 +136,39 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     endpoint = f"ipc://{folder / 'weights'}"
     trainer = TrainerProcess(
         {
-            "shape": arguments.shape, "device": arguments.trainer_device if cuda else "cpu", "endpoint": endpoint,
-            "transport": "ipc" if cuda else "gloo", "bucket_mb": 64, "ranks": arguments.tensor_parallel_size,
-            "checksum": arguments.checksum, "transfer_timeout_s": WAIT_S, "adapter_rank": arguments.rank,
+            "shape": arguments.shape,
+            "device": arguments.trainer_device if cuda else "cpu",
+            "endpoint": endpoint,
+            "transport": "ipc" if cuda else "gloo",
+            "bucket_mb": 64,
+            "ranks": arguments.tensor_parallel_size,
+            "checksum": arguments.checksum,
+            "transfer_timeout_s": WAIT_S,
+            "adapter_rank": arguments.rank,
         },
         dict(os.environ),
-    )  # fmt: skip
+    )
     try:
         trainer.answer(600)  # ready; the engine plans its memory by what is free
         options: dict[str, Any] = {
-            "max_model_len": 8192 if cuda else 512, "max_num_seqs": max(8, arguments.batch), "enable_lora": True,
-            "max_loras": 2, "max_lora_rank": arguments.rank, "tensor_parallel_size": arguments.tensor_parallel_size,
+            "max_model_len": 8192 if cuda else 512,
+            "max_num_seqs": max(8, arguments.batch),
+            "enable_lora": True,
+            "max_loras": 2,
+            "max_lora_rank": arguments.rank,
+            "tensor_parallel_size": arguments.tensor_parallel_size,
             **(ON_CUDA if cuda else ON_CPU),
             **({"kv_cache_memory_bytes": int(arguments.kv_cache_gib * 2**30)} if arguments.kv_cache_gib else {}),
             **({"enforce_eager": True} if arguments.eager else {}),
-        }  # fmt: skip
+        }
         settings = Settings(endpoint=endpoint, generator="g0", version=NO_VERSION, adapters=["policy"])
         model = write_config(arguments.shape, folder / "model")
         client = Client(
             start_engine(str(model), options, settings, WORKERS[arguments.device]),
-            8000 if cuda else 480, cuda=cuda, lora=LoRARequest("policy", FIRST_ADAPTER, "inflight://policy"),
-        )  # fmt: skip
+            8000 if cuda else 480,
+            cuda=cuda,
+            lora=LoRARequest("policy", FIRST_ADAPTER, "inflight://policy"),
+        )
         agent = Agent(client, endpoint, arguments.tensor_parallel_size, patched=True, adapter=FIRST_ADAPTER)
         trainer.ask("join")
 

@@ -78,8 +78,15 @@ def main() -> None:
             command = [sys.executable, "-m", "bench.audit_faults", "--out", str(out), "--stage", stage]
             subprocess.run([*command, "--dtype", dtype], check=True)
             print(f"{dtype}, {stage}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    print(table({(dtype, judge): json.loads((out / dtype / f"{judge}.json").read_text())
-                 for dtype in DTYPES for judge in JUDGES}))  # fmt: skip
+    print(
+        table(
+            {
+                (dtype, judge): json.loads((out / dtype / f"{judge}.json").read_text())
+                for dtype in DTYPES
+                for judge in JUDGES
+            }
+        )
+    )
 
 
 def table(found: dict[tuple[str, str], dict[str, list[str]]]) -> str:
@@ -140,12 +147,14 @@ def _config(folder: Path, dtype: str) -> RunConfig:
         task=TaskConfig(name="addition"),
         run_dir=str(folder),
         generator=GeneratorConfig(
-            max_model_len=128, max_num_seqs=8, kv_cache_gib=0.0625,
+            max_model_len=128,
+            max_num_seqs=8,
+            kv_cache_gib=0.0625,
             extra={"block_size": BLOCK, "gpu_memory_utilization": 0.05},
         ),
         rollout=RolloutConfig(temperature=TEMPERATURE, group_size=2),
         audit=AuditConfig(keep_versions=True),
-    )  # fmt: skip
+    )
 
 
 def _write(folder: Path, config: RunConfig, name: str, groups: Groups) -> Path:

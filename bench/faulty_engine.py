@@ -67,9 +67,12 @@ class FaultyEngine:
         self._batches += 1
         for number, (prompt, tokens) in enumerate(requests):
             sampling = SamplingParams(
-                max_tokens=tokens, temperature=self.config.rollout.temperature, logprobs=0,
-                ignore_eos=True, detokenize=False,
-            )  # fmt: skip
+                max_tokens=tokens,
+                temperature=self.config.rollout.temperature,
+                logprobs=0,
+                ignore_eos=True,
+                detokenize=False,
+            )
             self.llm.add_request(f"b{self._batches}-{number}", {"prompt_token_ids": prompt}, sampling)
         outputs, steps = [], 0
         while self.llm.has_unfinished_requests():
@@ -136,7 +139,9 @@ def rollout_of(output: Any) -> Rollout:
     """A finished request as an actor would record it."""
     completion = output.outputs[0]
     return Rollout(
-        rollout_id=output.request_id, group_id=output.request_id, prompt_ids=list(output.prompt_token_ids),
+        rollout_id=output.request_id,
+        group_id=output.request_id,
+        prompt_ids=list(output.prompt_token_ids),
         turn=Turn(
             token_ids=list(completion.token_ids),
             logprobs=[at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids, strict=True)],
@@ -144,8 +149,12 @@ def rollout_of(output: Any) -> Rollout:
             prefill_versions=[PrefillSpan(*event) for event in completion.prefill_versions],
             finish_reason=completion.finish_reason,
         ),
-        reward=0.0, generator="g0", started=0.0, finished=0.0, first_token_s=0.0,
-    )  # fmt: skip
+        reward=0.0,
+        generator="g0",
+        started=0.0,
+        finished=0.0,
+        first_token_s=0.0,
+    )
 
 
 @contextlib.contextmanager

@@ -70,9 +70,12 @@ class Tags:
     def summary(self) -> dict[str, Any]:
         """The figures of a cell."""
         return {
-            "steps": self.steps, "tokens": self.tokens, "changes_in_sequences": self.changes,
-            "preemptions": self.preemptions, "faults": self.faults,
-        }  # fmt: skip
+            "steps": self.steps,
+            "tokens": self.tokens,
+            "changes_in_sequences": self.changes,
+            "preemptions": self.preemptions,
+            "faults": self.faults,
+        }
 
     def _finished(self, output: Any) -> None:
         """Prefills as they are told at the end of a sequence: in order, under versions that were there."""

@@ -27,8 +27,11 @@ class TrainerProcess:
     def __init__(self, options: dict[str, Any], environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "bench.gpu_trainer", json.dumps(options)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
         self._answers: queue.Queue[dict[str, Any]] = queue.Queue()
         threading.Thread(target=self._read, name="trainer answers", daemon=True).start()
 
@@ -129,9 +132,14 @@ def _paused(bench: Bench, mode: str, packed: bool) -> Update:
     if mode != "keep":
         ended = bench.client.wait_all_after(ended, WAIT_S)
     return Update(
-        began=began, ended=ended, swap_began=began, trainer_blocked_s=send_s, transfer_s=moved - stopped,
-        aborted=bench.client.aborted - aborted, recomputed=bench.client.recomputed - recomputed,
-    )  # fmt: skip
+        began=began,
+        ended=ended,
+        swap_began=began,
+        trainer_blocked_s=send_s,
+        transfer_s=moved - stopped,
+        aborted=bench.client.aborted - aborted,
+        recomputed=bench.client.recomputed - recomputed,
+    )
 
 
 def packed(bench: Bench, version: int) -> Update:

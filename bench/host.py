@@ -49,19 +49,34 @@ def answer(source: random.Random, asked: int) -> bytes:
         for number, other in enumerate(others):
             given[f"token_id:{other}"] = -5 * source.random() if number < asked - 2 else -9999.0
         top.append(given)
-    return json.dumps({
-        "id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m",
-        "choices": [{
-            "index": 0, "text": "abcd" * TOKENS, "finish_reason": "length", "stop_reason": None,
-            "token_ids": ids, "prompt_logprobs": None, "prompt_token_ids": list(range(PROMPT)),
-            "token_versions": [[0, 3], [1500, 4], [3000, 5]], "prefill_versions": [[0, 0, 3]],
-            "logprobs": {
-                "text_offset": [4 * at for at in range(TOKENS)], "token_logprobs": logprobs,
-                "tokens": [f"token_id:{token}" for token in ids], "top_logprobs": top,
-            },
-        }],
-        "usage": {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "total_tokens": PROMPT + TOKENS},
-    }).encode()  # fmt: skip
+    return json.dumps(
+        {
+            "id": "cmpl-0",
+            "object": "text_completion",
+            "created": 1,
+            "model": "m",
+            "choices": [
+                {
+                    "index": 0,
+                    "text": "abcd" * TOKENS,
+                    "finish_reason": "length",
+                    "stop_reason": None,
+                    "token_ids": ids,
+                    "prompt_logprobs": None,
+                    "prompt_token_ids": list(range(PROMPT)),
+                    "token_versions": [[0, 3], [1500, 4], [3000, 5]],
+                    "prefill_versions": [[0, 0, 3]],
+                    "logprobs": {
+                        "text_offset": [4 * at for at in range(TOKENS)],
+                        "token_logprobs": logprobs,
+                        "tokens": [f"token_id:{token}" for token in ids],
+                        "top_logprobs": top,
+                    },
+                }
+            ],
+            "usage": {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "total_tokens": PROMPT + TOKENS},
+        }
+    ).encode()
 
 
 def group_of(turns: list[Turn]) -> RolloutGroup:
@@ -69,11 +84,18 @@ def group_of(turns: list[Turn]) -> RolloutGroup:
     prompt: Any = list(range(PROMPT))
     rollouts = [
         Rollout(
-            rollout_id=f"q7/{number}", group_id="q7", prompt_ids=prompt, turn=turn, reward=float(number % 2),
-            generator="g0", started=1.0, finished=2.0, first_token_s=0.0,
+            rollout_id=f"q7/{number}",
+            group_id="q7",
+            prompt_ids=prompt,
+            turn=turn,
+            reward=float(number % 2),
+            generator="g0",
+            started=1.0,
+            finished=2.0,
+            first_token_s=0.0,
         )
         for number, turn in enumerate(turns)
-    ]  # fmt: skip
+    ]
     return RolloutGroup(group_id="q7", prompt_key="k:7", rollouts=rollouts)
 
 

@@ -66,10 +66,15 @@ class Run:
         config = self._config
         cuda = config.device == "cuda"
         return {
-            "shape": config.shape, "device": "cuda:0" if cuda else "cpu", "endpoint": endpoint,
-            "transport": config.transport, "bucket_mb": config.bucket_mb, "ranks": config.tensor_parallel_size,
-            "checksum": config.checksum, "transfer_timeout_s": config.transfer_timeout_s,
-        }  # fmt: skip
+            "shape": config.shape,
+            "device": "cuda:0" if cuda else "cpu",
+            "endpoint": endpoint,
+            "transport": config.transport,
+            "bucket_mb": config.bucket_mb,
+            "ranks": config.tensor_parallel_size,
+            "checksum": config.checksum,
+            "transfer_timeout_s": config.transfer_timeout_s,
+        }
 
     @staticmethod
     def _environment(devices: str) -> dict[str, str]:
@@ -220,9 +225,12 @@ def machine(config: DictConfig) -> dict[str, Any]:
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.used", "--format=csv,noheader"]
         card = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return {
-        "card": card, "torch": torch.__version__, "vllm": vllm.__version__, "python": platform.python_version(),
+        "card": card,
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d %H:%M:%S"),
-    }  # fmt: skip
+    }
 
 
 @hydra.main(version_base=None, config_path="configs", config_name="interruption")
@@ -232,8 +240,10 @@ def main(config: DictConfig) -> None:
     out.mkdir(parents=True, exist_ok=True)
     run = Run(config)
     report: dict[str, Any] = {
-        "machine": machine(config), "config": OmegaConf.to_container(config, resolve=True), "cells": [],
-    }  # fmt: skip
+        "machine": machine(config),
+        "config": OmegaConf.to_container(config, resolve=True),
+        "cells": [],
+    }
     try:
         for cell in config.cells:
             try:

@@ -38,9 +38,16 @@ def run_cell(config: DictConfig, name: str, seed: int, folder: Path) -> str:
     if folder.exists():
         folder.rename(folder.with_name(f"{folder.name}.failed-{int(time.time())}"))
     command = [
-        sys.executable, "-m", "inflight.launcher", "--config-name", config.base, *config.common, *config.cells[name],
-        f"seed={seed}", f"run_dir={folder.resolve()}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "inflight.launcher",
+        "--config-name",
+        config.base,
+        *config.common,
+        *config.cells[name],
+        f"seed={seed}",
+        f"run_dir={folder.resolve()}",
+    ]
     log = folder.with_name(f"{folder.name}.log")
     with _locked(config.lock), _others() as others:
         failure = _run(command, log, config.timeout_s)
@@ -109,9 +116,10 @@ def main(config: DictConfig) -> None:
     curves: dict[str, list[Curve]] = {}
     failures: list[str] = []
     report: dict[str, Any] = {
-        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
         "config": OmegaConf.to_container(config, resolve=True),
-    }  # fmt: skip
+    }
     for seed in config.seeds:
         for name in config.only or config.cells:
             folder = out / "runs" / f"{name}-{seed}"

@@ -107,12 +107,19 @@ def table(curves: Mapping[str, Sequence[Curve]], baseline: str) -> str:
         missed = "never" if pairs else "–"
         reached = f"{_band(shares, 0, 100)} % ({len(shares)} of {len(pairs)})" if shares else missed
         figures = [
-            name, str(len(runs)), _band([run.final for run in runs], 3), _band([run.seconds[-1] for run in runs], 0),
-            reached, _band([run.lag for run in runs], 2), _band([run.versions for run in runs], 1),
+            name,
+            str(len(runs)),
+            _band([run.final for run in runs], 3),
+            _band([run.seconds[-1] for run in runs], 0),
+            reached,
+            _band([run.lag for run in runs], 2),
+            _band([run.versions for run in runs], 1),
             _band([run.masked for run in runs], 1, 100) + " %",
-            _band([run.dropped for run in runs], 0), _band([run.ess for run in runs], 3),
-            _band([run.sampled for run in runs], 0), _band([run.others_cpu for run in runs], 0, 100) + " %",
-        ]  # fmt: skip
+            _band([run.dropped for run in runs], 0),
+            _band([run.ess for run in runs], 3),
+            _band([run.sampled for run in runs], 0),
+            _band([run.others_cpu for run in runs], 0, 100) + " %",
+        ]
         rows.append("| " + " | ".join(figures) + " |")
     return "\n".join(rows)
 

@@ -119,9 +119,12 @@ def killed(steps: Callable[[float], list[tuple[float, float]]], kind: str, handl
     began, longest = max(steps(WATCH_S), key=lambda step: step[1])
     neighbour.wait(START_S)
     return {
-        "neighbour": kind, "p50_ms": round(statistics.median(quiet), 2), "longest_before_ms": round(max(quiet), 2),
-        "longest_after_ms": round(longest, 2), "began_after_kill_ms": round(1e3 * (began - at), 1),
-    }  # fmt: skip
+        "neighbour": kind,
+        "p50_ms": round(statistics.median(quiet), 2),
+        "longest_before_ms": round(max(quiet), 2),
+        "longest_after_ms": round(longest, 2),
+        "began_after_kill_ms": round(1e3 * (began - at), 1),
+    }
 
 
 def main() -> None:

@@ -45,8 +45,10 @@ def main() -> None:
         written = time.perf_counter() - began
         size = (run / page.REPORT_FILE).stat().st_size
         recorded = (run / ROLLOUTS_FILE).stat().st_size
-        print(f"{given.rollouts} rollouts of {given.tokens} tokens ({recorded / 1e6:.0f} MB): "
-              f"report written in {written:.1f} s, {size / 1e6:.2f} MB")  # fmt: skip
+        print(
+            f"{given.rollouts} rollouts of {given.tokens} tokens ({recorded / 1e6:.0f} MB): "
+            f"report written in {written:.1f} s, {size / 1e6:.2f} MB"
+        )
         if given.opened:
             seconds = [opened(run / page.REPORT_FILE) for _ in range(given.opened)]
             shown = ", ".join(f"{each:.2f}" for each in seconds)
@@ -67,12 +69,32 @@ def write_run(run: Path, rollouts: int, tokens: int, steps: int) -> None:
         for step in range(1, steps + 1):
             figures = dict.fromkeys(("wait_s", "train_s", "publish_wait_s", "pack_s", "guard_s"), draw.random())
             by_reward = {"reward": draw.random(), "reward_all": draw.random(), "loss": draw.gauss(0, 1)}
-            metrics.write({"step": step, "version": step, "time_s": step * 2.0, "tokens_trained": 1000,
-                           "lag_mean": draw.random(), "lag_max": 2, "lag_counts": {"0": 500, "1": 500},
-                           **figures, **by_reward})  # fmt: skip
-            swaps.write({"event": "committed", "time": 1e9 + step * 2.0, "generator": "g0", "version": step,
-                         "gap_s": draw.random() / 1e3, "transfer_s": 0.1, "ready_s": 0.2, "commit_s": 0.01,
-                         "running": 64})  # fmt: skip
+            metrics.write(
+                {
+                    "step": step,
+                    "version": step,
+                    "time_s": step * 2.0,
+                    "tokens_trained": 1000,
+                    "lag_mean": draw.random(),
+                    "lag_max": 2,
+                    "lag_counts": {"0": 500, "1": 500},
+                    **figures,
+                    **by_reward,
+                }
+            )
+            swaps.write(
+                {
+                    "event": "committed",
+                    "time": 1e9 + step * 2.0,
+                    "generator": "g0",
+                    "version": step,
+                    "gap_s": draw.random() / 1e3,
+                    "transfer_s": 0.1,
+                    "ready_s": 0.2,
+                    "commit_s": 0.01,
+                    "running": 64,
+                }
+            )
     with Writer(run / ROLLOUTS_FILE) as writer:
         for index in range(rollouts // GROUP):
             writer.append(group(draw, index, rollouts // GROUP, tokens, steps, vocabulary))
@@ -83,17 +105,24 @@ def group(draw: random.Random, index: int, groups: int, tokens: int, steps: int,
     version, began = index * (steps - 1) // groups, 1e9 + index * 2.0 * steps / groups
     members = [
         Rollout(
-            rollout_id=f"q{index}/{member}", group_id=f"q{index}", prompt_ids=[1, 2, 3], reward=draw.random(),
-            generator="g0", started=began, finished=began + 4.0, first_token_s=0.1,
+            rollout_id=f"q{index}/{member}",
+            group_id=f"q{index}",
+            prompt_ids=[1, 2, 3],
+            reward=draw.random(),
+            generator="g0",
+            started=began,
+            finished=began + 4.0,
+            first_token_s=0.1,
             turn=Turn(
                 token_ids=[draw.randrange(vocabulary) for _ in range(tokens)],
                 logprobs=[-draw.random() for _ in range(tokens)],
                 token_versions=[VersionSpan(0, version), VersionSpan(tokens // 2, version + 1)],
-                prefill_versions=[PrefillSpan(0, 0, version)], finish_reason="stop",
+                prefill_versions=[PrefillSpan(0, 0, version)],
+                finish_reason="stop",
             ),
         )
         for member in range(GROUP)
-    ]  # fmt: skip
+    ]
     return RolloutGroup(group_id=f"q{index}", prompt_key=f"k{index}", rollouts=members)
 
 

@@ -36,12 +36,23 @@ WIDER = {"bfloat16": torch.float32, "float16": torch.float32, "float32": torch.f
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 RANDOM: dict[str, PreTrainedConfig] = {
     "Llama, 4 layers of 512": LlamaConfig(
-        vocab_size=2000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, initializer_range=0.05,
+        vocab_size=2000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        initializer_range=0.05,
     ),
     "Llama, 24 layers, large weights": LlamaConfig(
-        vocab_size=500, hidden_size=128, intermediate_size=256, num_hidden_layers=24, num_attention_heads=4,
-        num_key_value_heads=4, initializer_range=0.15, tie_word_embeddings=True,
+        vocab_size=500,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        initializer_range=0.15,
+        tie_word_embeddings=True,
     ),
     "Qwen2, 6 layers": Qwen2Config(vocab_size=5000, num_hidden_layers=6, initializer_range=0.1, **SHAPE),
     "Qwen3, 6 layers": Qwen3Config(vocab_size=5000, num_hidden_layers=6, head_dim=64, initializer_range=0.2, **SHAPE),
@@ -51,7 +62,7 @@ RANDOM: dict[str, PreTrainedConfig] = {
     "Gemma 3": Gemma3TextConfig(vocab_size=1000, num_hidden_layers=4, head_dim=64, initializer_range=0.1, **SHAPE),
     "Phi-3": Phi3Config(vocab_size=1000, num_hidden_layers=4, initializer_range=0.1, pad_token_id=0, **SHAPE),
     "GPT-2": GPT2Config(vocab_size=1000, n_embd=256, n_layer=4, n_head=4, initializer_range=0.1),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +134,10 @@ def _scored(model: PreTrainedModel, prompts: list[list[int]], dtype: str, temper
     logits = cast(WIDER[dtype])(sequence).logits[:, start - 1 : -1] / temperature
     replayed = logits.log_softmax(-1).gather(2, sequence[:, start:, None])[..., 0]
     return Scored(
-        torch.cat(recorded, 1).double().numpy().ravel(), replayed.double().numpy().ravel(),
+        torch.cat(recorded, 1).double().numpy().ravel(),
+        replayed.double().numpy().ravel(),
         np.repeat(np.arange(len(prompts)), TOKENS),
-    )  # fmt: skip
+    )
 
 
 def _row(name: str, dtype: str, temperature: float, scored: Scored) -> str:
@@ -133,9 +145,12 @@ def _row(name: str, dtype: str, temperature: float, scored: Scored) -> str:
     for prompts in (8, 20, PROMPTS):
         chosen = scored.prompt < prompts
         found = compare(
-            scored.recorded[chosen], scored.replayed[chosen], dtype, temperature=temperature,
+            scored.recorded[chosen],
+            scored.replayed[chosen],
+            dtype,
+            temperature=temperature,
             prompt=scored.prompt[chosen],
-        )  # fmt: skip
+        )
         agreed.append("yes" if found.agrees else "NO: " + "; ".join(found.problems))
     figures = (
         f"{found.steps:.2g} | {found.steps_max:.3g} | {found.steps_max / max(found.steps, 1.0):.2g} | "

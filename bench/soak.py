@@ -42,10 +42,17 @@ class Soak:
         self.folder = Path(config.out).resolve() / f"run-{int(time.time())}"
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         command = [
-            sys.executable, "-m", "inflight.launcher", "--config-name", config.base, f"run_dir={self.folder}",
-            f"seed={config.seed}", "task.name=bench.soak_task:Broken", f"task.options={{share: {config.share}}}",
+            sys.executable,
+            "-m",
+            "inflight.launcher",
+            "--config-name",
+            config.base,
+            f"run_dir={self.folder}",
+            f"seed={config.seed}",
+            "task.name=bench.soak_task:Broken",
+            f"task.options={{share: {config.share}}}",
             *config.overrides,
-        ]  # fmt: skip
+        ]
         self._log = open(self.folder.with_suffix(".log"), "wb")  # noqa: SIM115 - the launcher writes to it
         self._launcher = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         self.killed: list[tuple[float, str]] = []
@@ -163,12 +170,17 @@ def main(config: DictConfig) -> None:
     finally:
         code = soak.stop()
     result: dict[str, Any] = {
-        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"), "machine": platform.processor(),
-        "cores": os.cpu_count(), "launcher_code": code, "actor_alive": alive, "killed": soak.killed,
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": platform.processor(),
+        "cores": os.cpu_count(),
+        "launcher_code": code,
+        "actor_alive": alive,
+        "killed": soak.killed,
         "starts": {name: len(pids) for name, pids in soak.seen.items()},
         **judge(read_lines(soak.folder / METRICS_FILE), config.seed, config.share),
         "audit": audit(soak.folder, config.audit_prompts, config.audit_s),
-    }  # fmt: skip
+    }
     result["faults"] = faults(result)
     (soak.folder.parent / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

@@ -13,10 +13,20 @@ from inflight.tasks.addition import Addition
 from inflight.tasks.base import Item
 
 FAULTS = (
-    "item raises", "item is None", "item hangs", "prompt is too long", "prompt is a lone surrogate", "score raises",
-    "score is None", "score is not finite", "score sleeps", "score waits", "score holds the GIL", "score exits",
+    "item raises",
+    "item is None",
+    "item hangs",
+    "prompt is too long",
+    "prompt is a lone surrogate",
+    "score raises",
+    "score is None",
+    "score is not finite",
+    "score sleeps",
+    "score waits",
+    "score holds the GIL",
+    "score exits",
     "score takes memory",
-)  # fmt: skip
+)
 HUNG_S = 3600.0
 
 

@@ -102,9 +102,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _line(
-    options: argparse.Namespace, policy: Policy, device: torch.device, losses: list[float], tokens: int,
-    peak_gib: float, seconds: float,
-) -> dict[str, Any]:  # fmt: skip
+    options: argparse.Namespace,
+    policy: Policy,
+    device: torch.device,
+    losses: list[float],
+    tokens: int,
+    peak_gib: float,
+    seconds: float,
+) -> dict[str, Any]:
     named = ("shape", "ranks", "sequence", "sequences", "micro_batches", "packing", "checkpointing", "top_p")
     return {name: getattr(options, name) for name in named} | {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",

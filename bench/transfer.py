@@ -81,9 +81,11 @@ def measure(case: dict[str, Any], peer: subprocess.Popen[str], target: torch.Ten
         raise RuntimeError(f"{case}: other bytes arrived than were sent")
     ordered = sorted(seconds[1:] or seconds)  # the first one connects
     return {
-        **case, "nbytes": target.numel(), "seconds": [round(value, 5) for value in seconds],
+        **case,
+        "nbytes": target.numel(),
+        "seconds": [round(value, 5) for value in seconds],
         "gb_per_s": round(target.numel() / ordered[len(ordered) // 2] / 1e9, 1),
-    }  # fmt: skip
+    }
 
 
 @hydra.main(version_base=None, config_path="configs", config_name="transfer")
@@ -94,9 +96,11 @@ def main(config: DictConfig) -> None:
     options = {"nbytes": nbytes, "cases": cases, "repeats": config.repeats, "timeout_s": config.timeout_s}
     peer = subprocess.Popen(
         [sys.executable, "-m", "bench.transfer", "--send", json.dumps(options)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "CUDA_VISIBLE_DEVICES": str(config.trainer_devices)},
-    )  # fmt: skip
+    )
     os.environ["CUDA_VISIBLE_DEVICES"] = str(config.engine_devices)
     torch.cuda.set_device(0)
     target = torch.empty(nbytes, dtype=torch.uint8, device="cuda:0")

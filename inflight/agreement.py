@@ -132,10 +132,12 @@ def compare(
         largest=math.inf if strange else float(sizes.max(initial=0.0)),
         steps=float(np.median(in_steps)) if len(x) else math.nan,
         steps_max=float(in_steps.max()) if len(x) else math.nan,
-        at=at, mean=mean, slope=slope,
+        at=at,
+        mean=mean,
+        slope=slope,
         correlation=float(np.corrcoef(x, y)[0, 1]) if len(x) > 1 and x.std() > 0 and y.std() > 0 else math.nan,
         problems=problems,
-    )  # fmt: skip
+    )
 
 
 def _typical(sizes: np.ndarray, in_steps: np.ndarray, dtype: str) -> list[str]:

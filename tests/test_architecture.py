@@ -248,6 +248,7 @@ def test_every_library_is_declared():
 @pytest.mark.parametrize("path", [path for top in ("inflight", "bench") for path in sorted((ROOT / top).rglob("*.py"))])
 def test_files_and_functions_stay_small(path):
     text = path.read_text()
+    assert "# fmt:" not in text, f"{path.name} switches the formatter off"
     assert text.count("\n") <= MAX_FILE_LINES, f"{path.name} has {text.count(chr(10))} lines"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

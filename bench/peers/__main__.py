@@ -61,9 +61,12 @@ def main(config: DictConfig) -> None:
 
 def _write(out: Path, config: DictConfig, arms: list[dict[str, Any]]) -> None:
     report = {
-        "command": " ".join(sys.argv), "date": time.strftime("%Y-%m-%d %H:%M:%S"), "machine": _machine(),
-        "config": OmegaConf.to_container(config, resolve=True), "arms": with_times(arms),
-    }  # fmt: skip
+        "command": " ".join(sys.argv),
+        "date": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "machine": _machine(),
+        "config": OmegaConf.to_container(config, resolve=True),
+        "arms": with_times(arms),
+    }
     (out / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     (out / "table.md").write_text(table(arms) + "\n")
 

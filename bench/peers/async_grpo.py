@@ -61,10 +61,16 @@ class Reward:
 def serve(config: DictConfig, directory: Path, port: int, log: Path) -> Process:
     """A plain vLLM server with its NCCL transfer, as TRL's documentation starts it."""
     arguments = {
-        "model": directory, "port": port, "host": "127.0.0.1", "max-model-len": 384, "max-num-seqs": 128,
-        "dtype": "bfloat16", "gpu-memory-utilization": 0.3, "logprobs-mode": "processed_logprobs",
+        "model": directory,
+        "port": port,
+        "host": "127.0.0.1",
+        "max-model-len": 384,
+        "max-num-seqs": 128,
+        "dtype": "bfloat16",
+        "gpu-memory-utilization": 0.3,
+        "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": '{"backend":"nccl"}',
-    }  # fmt: skip
+    }
     flags = [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
     device = str(config.generator_devices).partition(",")[0]
     environment = {"CUDA_VISIBLE_DEVICES": device, "VLLM_SERVER_DEV_MODE": "1"}
@@ -87,13 +93,26 @@ def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path, **
     tokenizer.chat_template, tokenizer.response_template = TEMPLATE, ANSWER
     sequences = run.trainer.groups_per_step * run.rollout.group_size
     options = AsyncGRPOConfig(
-        output_dir=str(out / "trl"), bf16=config.device == "cuda", use_cpu=config.device == "cpu", seed=run.seed,
-        num_generations=run.rollout.group_size, per_device_train_batch_size=sequences, gradient_accumulation_steps=1,
-        token_budget=0, max_completion_length=run.rollout.max_tokens, max_steps=run.trainer.steps,
-        learning_rate=run.trainer.learning_rate, max_inflight_tasks=3 * sequences, max_grad_norm=run.trainer.grad_clip,
-        vllm_server_base_url=url, save_strategy="no", report_to=[], logging_steps=1, disable_tqdm=True,
+        output_dir=str(out / "trl"),
+        bf16=config.device == "cuda",
+        use_cpu=config.device == "cpu",
+        seed=run.seed,
+        num_generations=run.rollout.group_size,
+        per_device_train_batch_size=sequences,
+        gradient_accumulation_steps=1,
+        token_budget=0,
+        max_completion_length=run.rollout.max_tokens,
+        max_steps=run.trainer.steps,
+        learning_rate=run.trainer.learning_rate,
+        max_inflight_tasks=3 * sequences,
+        max_grad_norm=run.trainer.grad_clip,
+        vllm_server_base_url=url,
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
         gradient_checkpointing=False,
-    )  # fmt: skip
+    )
     clock = Clock(config.arm_s, config.snapshot_s)
     trainer = AsyncGRPOTrainer(
         model=str(directory),
@@ -162,9 +181,13 @@ def main(config: DictConfig) -> None:
             server.end()
         history = [entry for entry in trainer.state.log_history if "perf/rollout_wait_s" in entry]
         report = {
-            "arm": "async_grpo", "seed": seed, "took_s": time.monotonic() - began, **clock.figures(history),
-            "held_out": evaluate(run, directory, clock.device, clock.snapshots), "command": " ".join(sys.argv),
-        }  # fmt: skip
+            "arm": "async_grpo",
+            "seed": seed,
+            "took_s": time.monotonic() - began,
+            **clock.figures(history),
+            "held_out": evaluate(run, directory, clock.device, clock.snapshots),
+            "command": " ".join(sys.argv),
+        }
         (out / f"async_grpo-{seed}.json").write_text(json.dumps(report, indent=1) + "\n")
         print(json.dumps({key: value for key, value in report.items() if key != "rewards"}), flush=True)
 

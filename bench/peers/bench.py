@@ -49,9 +49,12 @@ class Bench:
         self._generator = Process(
             ["-m", "bench.peers.generator", "--run-dir", self._run.run_dir, "--name", "g0"],
             Path(config.out) / "generator.log",
-            {**computing(self._run.generator.threads), "CUDA_VISIBLE_DEVICES": str(config.generator_devices),
-             SOCKET: str(control)},
-        )  # fmt: skip
+            {
+                **computing(self._run.generator.threads),
+                "CUDA_VISIBLE_DEVICES": str(config.generator_devices),
+                SOCKET: str(control),
+            },
+        )
         try:
             self._shared = self._share(control)
         except BaseException:
@@ -144,5 +147,3 @@ class Bench:
         self._listener.close()
         self._shared.caller.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-

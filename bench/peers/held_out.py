@@ -33,9 +33,14 @@ class HeldOut:
         self._items: list[Item] = [self._task.held_out_item(index) for index in range(self._task.held_out_size())]
         self._prompts = [[int(each) for each in tokens.encode(item.prompt)] for item in self._items]
         self._request = {
-            "n": 1, "stream": False, "max_tokens": config.rollout.max_tokens, "temperature": 0.0, "logprobs": 0,
-            "return_token_ids": True, "return_tokens_as_token_ids": True,
-        }  # fmt: skip
+            "n": 1,
+            "stream": False,
+            "max_tokens": config.rollout.max_tokens,
+            "temperature": 0.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+        }
 
     def ask(self, url: str, version: int) -> Answers:
         """All of them at once. Raises RuntimeError when an answer is not of `version`, and what `complete` raises."""

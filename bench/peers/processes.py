@@ -26,9 +26,12 @@ class Process:
         self.log = log
         with log.open("ab") as file:
             self._process = subprocess.Popen(
-                [sys.executable, *argv], stdout=file, stderr=file, start_new_session=True,
+                [sys.executable, *argv],
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
                 env={**os.environ, **environment},
-            )  # fmt: skip
+            )
 
     def require(self) -> None:
         """Raises RuntimeError when it has ended."""
@@ -70,8 +73,9 @@ class Actor:
         self.rollouts = Listener(config.endpoint("rollouts"), config.bus)
         self.process = Process(
             ["-m", "inflight.actor", "--run-dir", config.run_dir, "--name", "a0"],
-            config.path / "a0.log", {**computing(1), "CUDA_VISIBLE_DEVICES": ""},
-        )  # fmt: skip
+            config.path / "a0.log",
+            {**computing(1), "CUDA_VISIBLE_DEVICES": ""},
+        )
 
     def wait_ready(self, timeout_s: float) -> None:
         """Returns when it would take questions. Raises RuntimeError."""

@@ -138,9 +138,13 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
         concurrency=1,
     )
     make = MakeTask(
-        name=task.name, options=task.options, seed=config.seed, epochs=task.epochs, contents=task.contents,
+        name=task.name,
+        options=task.options,
+        seed=config.seed,
+        epochs=task.epochs,
+        contents=task.contents,
         limit_s=bounds.limit_s,
-    )  # fmt: skip
+    )
     scoring, workers = replace(bounds, concurrency=rollout.reward_concurrency), _workers(rollout)
     items, text = Crew(make, bounds, 1), Crew(_make_tokenizer(config.model), bounds, 1)
     scores = rewards = None

@@ -60,12 +60,14 @@ class Rewards:
     async def _value(self, reward: Rewarded, question: Question, completion: str, turn: Turn) -> float | None:
         name = f"reward {reward.config.known_as}"
         answer = await called(
-            reward.crew, name, question.key,
+            reward.crew,
+            name,
+            question.key,
             lambda call: calls.AskReward(
                 call, reward.which, question, completion, turn.token_ids.tolist(), turn.finish_reason
             ),
             self._limit_s,
-        )  # fmt: skip
+        )
         assert isinstance(answer, calls.RewardIs)
         if answer.value is not None and not is_usable(answer.value):
             raise GroupLost(f"{name} error: not finite", f"{question.key}: {answer.value}")

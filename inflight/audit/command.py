@@ -80,9 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=_above(0, int), help="CPU threads")
     parser.add_argument("--device", help="where the replay runs: cpu (default), cuda, cuda:1, …")
     parser.add_argument(
-        "--through", choices=THROUGH, default=THROUGH[0],
+        "--through",
+        choices=THROUGH,
+        default=THROUGH[0],
         help="what replays: another implementation, or the kernels that recorded, which round alike (bfloat16 on CPU)",
-    )  # fmt: skip
+    )
 
 
 def _above(least: float, kind: type[int] | type[float]) -> Callable[[str], float]:
@@ -143,8 +145,10 @@ def run(
         replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
     else:
         passes: dict[str, Any] = {
-            "dtype": DTYPES[dtype], "token_by_token": token_by_token, "device": device or "cpu",
-        }  # fmt: skip
+            "dtype": DTYPES[dtype],
+            "token_by_token": token_by_token,
+            "device": device or "cpu",
+        }
         if config.trainer.adapter:
             from inflight.audit.adapter import AdapterReplayer
 

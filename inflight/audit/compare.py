@@ -141,9 +141,16 @@ class Auditor:
         chosen = np.ones(len(tokens), dtype=bool) if version is None else tokens.version == version
         alike = same_share(tokens.misses(chosen)) if self._replayer.rounds_alike else None
         return row(
-            version, tokens.names, tokens.rollout[chosen], tokens.index[chosen],
-            tokens.recorded[chosen], tokens.replayed[chosen], more, alike, agreement,
-        )  # fmt: skip
+            version,
+            tokens.names,
+            tokens.rollout[chosen],
+            tokens.index[chosen],
+            tokens.recorded[chosen],
+            tokens.replayed[chosen],
+            more,
+            alike,
+            agreement,
+        )
 
     def _story(
         self,
@@ -181,9 +188,11 @@ class Auditor:
 def _worst(tokens: ReplayedTokens, at: int) -> Worst:
     """One of the tokens, in the report's form."""
     return Worst(
-        rollout_id=tokens.names[tokens.rollout[at]], index=int(tokens.index[at]),
-        recorded=float(tokens.recorded[at]), replayed=float(tokens.replayed[at]),
-    )  # fmt: skip
+        rollout_id=tokens.names[tokens.rollout[at]],
+        index=int(tokens.index[at]),
+        recorded=float(tokens.recorded[at]),
+        replayed=float(tokens.replayed[at]),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +207,14 @@ class _Rule:
     def agreement(self, tokens: ReplayedTokens, chosen: np.ndarray) -> Agreement:
         """That of the chosen tokens (bool [N])."""
         return compare_logprobs(
-            tokens.recorded[chosen], tokens.replayed[chosen], self.dtype,
-            temperature=self.temperature, prompt=tokens.prompt[chosen], cut=tokens.cut[chosen], most=self.tolerance,
-        )  # fmt: skip
+            tokens.recorded[chosen],
+            tokens.replayed[chosen],
+            self.dtype,
+            temperature=self.temperature,
+            prompt=tokens.prompt[chosen],
+            cut=tokens.cut[chosen],
+            most=self.tolerance,
+        )
 
     def hidden(self, tokens: ReplayedTokens, alike: bool) -> str | None:
         """Why a single wrong token may hide within the tolerance: the difference that rounding does not explain."""

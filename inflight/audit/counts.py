@@ -220,8 +220,9 @@ def _shortened(census: RolloutCensus, step: Mapping[str, Any]) -> str | None:
 
 def _unlike(summary: _SummaryFields, census: RolloutCensus) -> list[str]:
     counted: Mapping[str, tuple[int | None, int]] = {
-        "rollouts": (summary.rollouts, census.rollouts), "tokens": (summary.tokens, census.tokens),
-    }  # fmt: skip
+        "rollouts": (summary.rollouts, census.rollouts),
+        "tokens": (summary.tokens, census.tokens),
+    }
     return [
         f"{SUMMARY_FILE} says {said} {what}, {there} are recorded"
         for what, (said, there) in counted.items()

@@ -240,9 +240,20 @@ def read(data: bytes) -> AuditReport:
 
 
 _NUMBERS = (
-    "error", "p50", "p99", "p999", "max", "ratio",
-    "median", "largest", "steps", "steps_max", "mean", "slope", "correlation",
-)  # fmt: skip
+    "error",
+    "p50",
+    "p99",
+    "p999",
+    "max",
+    "ratio",
+    "median",
+    "largest",
+    "steps",
+    "steps_max",
+    "mean",
+    "slope",
+    "correlation",
+)
 
 
 def _infinities(value: Any, key: str = "") -> Any:
@@ -254,18 +265,34 @@ def _infinities(value: Any, key: str = "") -> Any:
 
 
 def row(
-    version: int | None, names: list[str], rollout: np.ndarray, index: np.ndarray, recorded: np.ndarray,
-    replayed: np.ndarray, excess: Excess | None = None, same: Share | None = None, agreement: Agreement | None = None,
-) -> VersionRow:  # fmt: skip
+    version: int | None,
+    names: list[str],
+    rollout: np.ndarray,
+    index: np.ndarray,
+    recorded: np.ndarray,
+    replayed: np.ndarray,
+    excess: Excess | None = None,
+    same: Share | None = None,
+    agreement: Agreement | None = None,
+) -> VersionRow:
     """The row of some tokens: `rollout` [N] indexes `names`; a difference that is NaN counts as infinite."""
     size = np.nan_to_num(np.abs(recorded - replayed), nan=np.inf)
     at = int(size.argmax())
     p50, p99, p999 = np.quantile(size, (0.5, 0.99, 0.999), method="higher")
     return VersionRow(
-        version=version, tokens=len(size), p50=float(p50), p99=float(p99), p999=float(p999), max=float(size[at]),
+        version=version,
+        tokens=len(size),
+        p50=float(p50),
+        p99=float(p99),
+        p999=float(p999),
+        max=float(size[at]),
         worst=Worst(
-            rollout_id=names[rollout[at]], index=int(index[at]),
-            recorded=float(recorded[at]), replayed=float(replayed[at]),
+            rollout_id=names[rollout[at]],
+            index=int(index[at]),
+            recorded=float(recorded[at]),
+            replayed=float(replayed[at]),
         ),
-        excess=excess, same=same, agreement=agreement,
-    )  # fmt: skip
+        excess=excess,
+        same=same,
+        agreement=agreement,
+    )

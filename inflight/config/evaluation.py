@@ -28,8 +28,12 @@ class EvalSampling:
     def __post_init__(self) -> None:
         place = "eval.sampling"
         require_fields(self, place, "temperature max_tokens", least=0)
-        require(self.temperature == 0 or self.temperature >= 0.01, f"{place}.temperature", self.temperature,
-                "0, or 0.01 or more: vLLM takes a lower one for that")  # fmt: skip
+        require(
+            self.temperature == 0 or self.temperature >= 0.01,
+            f"{place}.temperature",
+            self.temperature,
+            "0, or 0.01 or more: vLLM takes a lower one for that",
+        )
         require(0 < self.top_p <= 1, f"{place}.top_p", self.top_p, "above 0, at most 1")
         require_fields(self, place, "samples", least=1, most=MAX_SAMPLES)
         drawn = self.temperature > 0 or self.samples == 1

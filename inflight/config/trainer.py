@@ -10,9 +10,17 @@ from inflight.config.lora import LoraConfig
 
 NORMALISATIONS = ("token", "sequence", "constant")
 SCHEDULES = (
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr", "polynomial", "inverse_sqrt", "warmup_stable_decay",
-)  # fmt: skip
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "cosine_with_min_lr",
+    "cosine_warmup_with_min_lr",
+    "polynomial",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+)
 """Of the learning rate, as transformers names them."""
 NEED_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Further ones of transformers, whose learning rate at a step does not follow from the step."""
@@ -191,7 +199,9 @@ class TrainerConfig:
         for name, allowed in (("compare_start", COMPARE_START), ("compare_lag_0", COMPARE_LAG_0)):
             require(getattr(self, name) in allowed, f"trainer.{name}", getattr(self, name), ", ".join(allowed))
         require(
-            self.checkpoint_dtype in CHECKPOINT_DTYPES, "trainer.checkpoint_dtype", self.checkpoint_dtype,
+            self.checkpoint_dtype in CHECKPOINT_DTYPES,
+            "trainer.checkpoint_dtype",
+            self.checkpoint_dtype,
             ", ".join(CHECKPOINT_DTYPES),
-        )  # fmt: skip
+        )
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s checkpoint_timeout_s")

@@ -29,9 +29,11 @@ STYLES = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold re
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints each finding as soon as it is known."""
     parser = argparse.ArgumentParser(
-        prog="inflight doctor", description="Check whether this machine can do a run, and say what to do if not.",
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="inflight doctor",
+        description="Check whether this machine can do a run, and say what to do if not.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config-name", metavar="NAME", help="also check for this configuration")
     parser.add_argument("--config-dir", type=Path, help="your own configuration folder (default: the one shipped)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as generator.count=2")

@@ -62,9 +62,10 @@ def _peers(peers: list[list[int]]) -> Iterator[Finding]:
         return
     if apart:
         yield warn(
-            "peer access", f"GPU 0 from GPU {', '.join(map(str, apart))}: none",
+            "peer access",
+            f"GPU 0 from GPU {', '.join(map(str, apart))}: none",
             "weights go through host memory, which is slower; ask for GPUs that are connected",
-        )  # fmt: skip
+        )
     else:
         yield ok("peer access", "every GPU can read GPU 0's memory")
 

@@ -40,9 +40,12 @@ def ask(
         with log.open("wb") as output:  # a file: a grandchild could keep a pipe open
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(answer), name, *arguments],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env=dict(os.environ if environment is None else environment),
-            )  # fmt: skip
+            )
         code = _end_of(process, timeout_s)
         if code is None:
             raise ProbeError(f"no answer within {timeout_s:g} s{_last_line(log)}")

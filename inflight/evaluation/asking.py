@@ -111,15 +111,24 @@ class Asking:
         settings = self._config.eval.sampling
         room = self._config.generator.max_model_len - len(prompt_ids)
         return {
-            "n": 1, "stream": False, "prompt": prompt_ids,
+            "n": 1,
+            "stream": False,
+            "prompt": prompt_ids,
             "max_tokens": min(settings.max_tokens or self._config.rollout.max_tokens, room),
-            "temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0, "min_p": 0.0,
-            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-            "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": 0,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
             **({"seed": self._seed_of(key, sample)} if settings.temperature else {}),
             **({"model": adapter} if (adapter := self._config.trainer.adapter) else {}),
             **endings(self._config.rollout),
-        }  # fmt: skip
+        }
 
     def _seed_of(self, key: str, sample: int) -> int:
         """The same in every evaluation, so that two of them differ by the weights alone."""

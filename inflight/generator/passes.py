@@ -140,10 +140,15 @@ class PassEngine:
         from vllm.v1.core.sched.output import NewRequestData
 
         return NewRequestData(
-            req_id=next(self._names), prompt_token_ids=list(each.tokens), mm_features=[],
-            sampling_params=SamplingParams(temperature=0, max_tokens=1), pooling_params=None,
-            block_ids=(each.blocks,), num_computed_tokens=each.start, lora_request=None,
-        )  # fmt: skip
+            req_id=next(self._names),
+            prompt_token_ids=list(each.tokens),
+            mm_features=[],
+            sampling_params=SamplingParams(temperature=0, max_tokens=1),
+            pooling_params=None,
+            block_ids=(each.blocks,),
+            num_computed_tokens=each.start,
+            lora_request=None,
+        )
 
     def _forward(self, requests: list[NewRequestData]) -> dict[str, torch.Tensor]:
         from vllm.v1.core.sched.output import SchedulerOutput
@@ -174,7 +179,7 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
         raise EngineMissing(f"vLLM can't be imported: {error}") from None
     if not current_platform.is_cpu():
         raise EngineMissing("vLLM here is not for CPUs; a GPU's kernels round by the size of the batch")
-    arguments = EngineArgs(**{
+    arguments = {
         **engine_values(config, "passes", CPU_WORKER),
         "model": str(model_dir),
         "load_format": "dummy",
@@ -187,8 +192,8 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
         "async_scheduling": False,
         "worker_cls": "auto",
         "additional_config": {},
-    })  # fmt: skip
-    engine = arguments.create_engine_config()
+    }
+    engine = EngineArgs(**arguments).create_engine_config()
     cache = engine.cache_config
     cache.num_gpu_blocks_override = 2 + PROBE_ROWS + sum(-(-length // cache.block_size) for length in lengths)
     client: Any = LLMEngine.from_vllm_config(engine).engine_core

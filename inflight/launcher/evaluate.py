@@ -184,9 +184,11 @@ def _publisher(config: RunConfig, listener: Listener) -> Publisher:
     from inflight.weights.source import WeightSource
 
     policy = load_policy(
-        Path(config.model.name), bfloat16=False, device=torch.device("cpu"),
+        Path(config.model.name),
+        bfloat16=False,
+        device=torch.device("cpu"),
         trust_remote_code=config.model.trust_remote_code,
-    )  # fmt: skip
+    )
     source, ranks = WeightSource(policy.master, config.model.dtype), {GENERATOR: config.generator.tensor_parallel_size}
     return Publisher(source, listener, config.publish, version=config.start_version, ranks=ranks)
 

@@ -202,9 +202,12 @@ def _look(
         with log.open("wb") as output:  # not a pipe: a descendant could keep it open after the process has ended
             process = subprocess.Popen(
                 [sys.executable, "-m", module, "--run-dir", folder, *arguments],
-                stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
                 env=environment | own,
-            )  # fmt: skip
+            )
         code = None
         try:
             code = process.wait(CHECK_S if within_s is None else within_s)

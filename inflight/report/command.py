@@ -24,9 +24,11 @@ HERE = "\0"
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for bad input, in one line."""
     parser = argparse.ArgumentParser(
-        prog="inflight report", description="What a run came to, and what age did to its tokens.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="inflight report",
+        description="What a run came to, and what age did to its tokens.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="a run folder; of a running run, too")
     parser.add_argument("--html", nargs="?", const=HERE, metavar="OUT", help="write a page, by default into the run")
     given = parser.parse_args(argv)

@@ -40,9 +40,11 @@ Ranges include both ends: 3, 2:5, 2: or :5; one that begins with a minus is writ
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, 1 when nothing was found, 2 for bad input or a damaged file, in one line."""
     parser = argparse.ArgumentParser(
-        prog="inflight show", description="Show a run's rollouts, and which version sampled which token.",
-        epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="inflight show",
+        description="Show a run's rollouts, and which version sampled which token.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN")
     parser.add_argument("name", nargs="?", metavar="GROUP", help="such as q5, its second attempt q5.1, or rollout q5/0")
     parser.add_argument("--reward", type=_range, metavar="RANGE", help="rollouts with such a reward")

@@ -57,12 +57,20 @@ def table(rows: Sequence[Row], key: str) -> str:
     head = [key, "tokens", "gated", "log-ratio", "± std", "max", "tail", "ESS", "KL", "clipped", "entropy"]
     lines = [head] + [
         [
-            str(row.key), str(row.tokens), f"{row.gated_share:.1%}", f"{row.log_ratio_mean:+.4f}",
-            f"{row.log_ratio_std:.4f}", f"{row.log_ratio_max:.3g}", f"{row.tail_share:.2%}", f"{row.ess:.3f}",
-            f"{row.kl:.2e}", f"{row.clip_share:.2%}", f"{row.entropy:.3f}",
+            str(row.key),
+            str(row.tokens),
+            f"{row.gated_share:.1%}",
+            f"{row.log_ratio_mean:+.4f}",
+            f"{row.log_ratio_std:.4f}",
+            f"{row.log_ratio_max:.3g}",
+            f"{row.tail_share:.2%}",
+            f"{row.ess:.3f}",
+            f"{row.kl:.2e}",
+            f"{row.clip_share:.2%}",
+            f"{row.entropy:.3f}",
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     if any(row.not_finite for row in rows):
         lines = [
             [*line, cell]

@@ -155,20 +155,24 @@ def read(run_dir: Path) -> Summary:
 def table(summary: Summary) -> str:
     """The summary as text, one figure per line."""
     lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
+    first, last = _text(summary.reward_first), _text(summary.reward_last)
+    reward = f"{first} (first {EDGE_STEPS} steps) to {last} (last {EDGE_STEPS})"
+    swaps = (
+        f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
+        f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"
+    )
+    judged = f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked"
     rows = [
         ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
-        ("reward", f"{_text(summary.reward_first)} (first {EDGE_STEPS} steps) to "
-                   f"{_text(summary.reward_last)} (last {EDGE_STEPS})"),
+        ("reward", reward),
         *_of_all(summary),
-        ("swaps", f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
-                  f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"),
+        ("swaps", swaps),
         ("gap of a swap", _spread_text(summary.gap_ms)),
         ("trainer delayed", f"{_spread_text(summary.publish_wait_ms)} per publish"),
         *_recorded(summary),
-        ("gate", f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked, "
-                 f"groups dropped: {_counts(summary.groups_dropped)}"),
+        ("gate", f"{judged}, groups dropped: {_counts(summary.groups_dropped)}"),
         ("lag of tokens", lag or "–"),
-    ]  # fmt: skip
+    ]
     if summary.rollouts_dropped:
         rows.append(("left out", f"of groups: {_counts(summary.rollouts_dropped)}"))
     if summary.torn_tail:

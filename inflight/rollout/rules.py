@@ -20,10 +20,16 @@ from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, Sequence
 RULES = {
     name: f"inflight.rollout.rules:{name}"
     for name in (
-        "token_lag", "trained_share", "oldest_lag", "mean_lag", "whole_group", "smallest_group", "uniform_rewards",
+        "token_lag",
+        "trained_share",
+        "oldest_lag",
+        "mean_lag",
+        "whole_group",
+        "smallest_group",
+        "uniform_rewards",
         "truncated",
     )
-}  # fmt: skip
+}
 
 
 def token_lag(group: GatedGroup, *, at_most: int) -> GatedGroup:

@@ -163,9 +163,15 @@ def _publisher(
     from inflight.weights.publish.publisher import Publisher
 
     return Publisher(
-        source, listener, config.publish, version=version, ranks=_ranks(config), fence=fence,
-        routes_file=config.routes_file, network=config.network,
-    )  # fmt: skip
+        source,
+        listener,
+        config.publish,
+        version=version,
+        ranks=_ranks(config),
+        fence=fence,
+        routes_file=config.routes_file,
+        network=config.network,
+    )
 
 
 def _accelerator(config: RunConfig, reporter: Reporter, stack: contextlib.ExitStack) -> Accelerator:
@@ -196,9 +202,14 @@ def _evaluations(
     listener = stack.enter_context(Listener(config.listening("eval"), config.bus))
     best = Best(config.path, config.eval.best_by) if config.eval.keep_best else None
     evaluations = Evaluations(
-        config.eval, listener, publisher, best,
-        written_s=config.trainer.checkpoint_timeout_s, tell=reporter.evaluation, warn=reporter.warn,
-    )  # fmt: skip
+        config.eval,
+        listener,
+        publisher,
+        best,
+        written_s=config.trainer.checkpoint_timeout_s,
+        tell=reporter.evaluation,
+        warn=reporter.warn,
+    )
     stack.callback(evaluations.close)
     return evaluations
 

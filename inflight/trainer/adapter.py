@@ -52,11 +52,16 @@ class Adapter(nn.Module):
         save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         settings = self._settings
         described = {
-            "peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "inference_mode": True,
-            "base_model_name_or_path": str(self.config.name_or_path), "r": settings.rank,
-            "lora_alpha": settings.alpha or settings.rank, "use_rslora": settings.rslora,
+            "peft_type": "LORA",
+            "task_type": "CAUSAL_LM",
+            "bias": "none",
+            "inference_mode": True,
+            "base_model_name_or_path": str(self.config.name_or_path),
+            "r": settings.rank,
+            "lora_alpha": settings.alpha or settings.rank,
+            "use_rslora": settings.rslora,
             "target_modules": sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}),
-        }  # fmt: skip
+        }
         (folder / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n")
 
 

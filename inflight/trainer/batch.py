@@ -100,11 +100,16 @@ class Batch:
 def to_score(input_ids: torch.Tensor, completion_mask: torch.Tensor) -> Batch:
     """A batch, [B, L] int64 and bool, of which the log-probabilities are wanted; nothing in it is trained on."""
     shape = input_ids.shape
-    nothing, none = torch.zeros(shape), torch.full(shape, NO_VERSION)
     return Batch(
-        input_ids, completion_mask, torch.zeros_like(completion_mask), nothing, none, none, nothing,
+        input_ids=input_ids,
+        completion_mask=completion_mask,
+        trained_mask=torch.zeros_like(completion_mask),
+        behaviour_logprobs=torch.zeros(shape),
+        versions=torch.full(shape, NO_VERSION),
+        lags=torch.full(shape, NO_VERSION),
+        advantages=torch.zeros(shape),
         scales=torch.zeros(len(input_ids)),
-    )  # fmt: skip
+    )
 
 
 def collate(

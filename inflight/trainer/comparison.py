@@ -10,7 +10,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,16 +122,26 @@ class Comparing:
                 start.awaited = True
             served = self._due(version)
         served = {name: route for name, route in served.items() if route.version == version}
-        found = compare(
-            served, self._score, self._prompts, dtype=self._dtype, sampling=self._sampling, timeout_s=ANSWER_S,
-            api_key=self._api_key(), stop=self._stop, model=self._adapter,
-        ) if served else []  # fmt: skip
+        found = self._ask(served) if served else []
         if not self._stop():
             for each in found:
                 self._settle(each, self._of(each.generator, served[each.generator]))
         if self._refused.keys() >= self._names:
             raise NumbersDiffer("; ".join(self._refused.values()))
         return found
+
+    def _ask(self, served: Mapping[str, Route]) -> list[Comparison]:
+        return compare(
+            served,
+            self._score,
+            self._prompts,
+            dtype=self._dtype,
+            sampling=self._sampling,
+            timeout_s=ANSWER_S,
+            api_key=self._api_key(),
+            stop=self._stop,
+            model=self._adapter,
+        )
 
     def told(self) -> dict[str, object]:
         """The part of a step's line about comparisons since the last one; empty when there were none."""

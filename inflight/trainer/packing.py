@@ -58,8 +58,11 @@ def end_to_end(ids: torch.Tensor, lengths: torch.Tensor) -> PackedRows:
     bounds = torch.cat([start, lengths.sum()[None]]).to(torch.int32)
     longest = int(lengths.max())
     attention = {
-        "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest,
-    }  # fmt: skip
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
     return PackedRows(ids[sequence, at][None], at[None], torch.zeros_like(start), start, attention)
 
 

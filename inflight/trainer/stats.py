@@ -22,9 +22,19 @@ LAGS = 64
 TAIL = math.log(2)
 """Log-ratios beyond it, up or down, count as the tail: the probability has doubled or halved."""
 COLUMNS = (
-    "tokens", "gated", "log_ratio", "log_ratio_squared", "log_ratio_size", "tail", "weight", "weight_squared", "kl",
-    "clipped", "entropy", "drift",
-)  # fmt: skip
+    "tokens",
+    "gated",
+    "log_ratio",
+    "log_ratio_squared",
+    "log_ratio_size",
+    "tail",
+    "weight",
+    "weight_squared",
+    "kl",
+    "clipped",
+    "entropy",
+    "drift",
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,10 +116,19 @@ def measure(
     weight = ratio(log_ratio)
     gated = batch.completion_mask & ~mask & (batch.scales > 0)[:, None]  # a rank without data repeats a sequence
     columns = (
-        torch.ones_like(log_ratio), torch.zeros_like(log_ratio), log_ratio, log_ratio**2, log_ratio.abs(),
-        (log_ratio.abs() > TAIL).double(), weight, weight**2, weight - 1 - log_ratio, clipped[mask].double(),
-        entropy[mask].double(), drift,
-    )  # fmt: skip
+        torch.ones_like(log_ratio),
+        torch.zeros_like(log_ratio),
+        log_ratio,
+        log_ratio**2,
+        log_ratio.abs(),
+        (log_ratio.abs() > TAIL).double(),
+        weight,
+        weight**2,
+        weight - 1 - log_ratio,
+        clipped[mask].double(),
+        entropy[mask].double(),
+        drift,
+    )
     lags = batch.lags[mask].clamp(0, LAGS - 1)
     sums = log_ratio.new_zeros(LAGS, len(COLUMNS)).index_add_(0, lags, torch.stack(columns, dim=1))
     sums[:, 1] = torch.bincount(batch.lags[gated].clamp(0, LAGS - 1), minlength=LAGS)

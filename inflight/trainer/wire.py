@@ -12,8 +12,12 @@ import torch
 from inflight.messages.ranks import TensorData
 
 _DTYPES = {
-    "bool": torch.bool, "int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64,
-}  # fmt: skip
+    "bool": torch.bool,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Record = TypeVar("Record")
 

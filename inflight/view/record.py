@@ -15,10 +15,28 @@ READ_AT_ONCE = 1 << 22
 KEPT = 4000
 """Most steps, swaps and evaluations that are kept: more than a screen shows."""
 FIGURES = (
-    "step", "time_s", "reward", "reward_all", "loss", "lag_mean", "lag_max", "ess", "tokens_per_s", "wait_s", "train_s",
-    "publish_wait_s", "buffer", "groups_dropped", "rollouts_dropped", "groups_failed", "tokens_trained",
-    "tokens_masked", "tokens_masked_by_rule", "tokens_masked_by_ratio", "lag_0",
-)  # fmt: skip
+    "step",
+    "time_s",
+    "reward",
+    "reward_all",
+    "loss",
+    "lag_mean",
+    "lag_max",
+    "ess",
+    "tokens_per_s",
+    "wait_s",
+    "train_s",
+    "publish_wait_s",
+    "buffer",
+    "groups_dropped",
+    "rollouts_dropped",
+    "groups_failed",
+    "tokens_trained",
+    "tokens_masked",
+    "tokens_masked_by_rule",
+    "tokens_masked_by_ratio",
+    "lag_0",
+)
 """What is kept of a step's line, which may also name every question and hold figures for 64 lags."""
 
 

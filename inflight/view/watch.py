@@ -28,9 +28,11 @@ What it shows comes from the run folder, so that it also works where the folder 
 def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for bad input, in one line."""
     parser = argparse.ArgumentParser(
-        prog="inflight watch", description="The live view of a run.", epilog=EXAMPLES,
+        prog="inflight watch",
+        description="The live view of a run.",
+        epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
     parser.add_argument("--once", action="store_true", help="show it once and stop")
     given = parser.parse_args(argv)

@@ -144,12 +144,16 @@ def _strips(name: str, source: torch.Tensor, target: torch.Tensor, source_at: in
     for count, source_step, target_step in reversed(dims):
         strips = [
             CopyRegion(
-                strip.source + i * source_step * item, strip.target + i * target_step * item,
-                strip.width, strip.rows, strip.source_pitch, strip.target_pitch,
+                strip.source + i * source_step * item,
+                strip.target + i * target_step * item,
+                strip.width,
+                strip.rows,
+                strip.source_pitch,
+                strip.target_pitch,
             )
             for i in range(count)
             for strip in strips
-        ]  # fmt: skip
+        ]
     return strips
 
 

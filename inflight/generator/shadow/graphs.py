@@ -128,8 +128,10 @@ class GraphSetsShadow(ArenaShadow):
         self._upload()
         logger.info(
             "inflight: %d CUDA graphs for each set of weights, %.2f GiB for the first and %.2f GiB for the second",
-            captured, first / GIB, second / GIB,
-        )  # fmt: skip
+            captured,
+            first / GIB,
+            second / GIB,
+        )
         return first + second
 
     def _all_pass(self, check: Callable[[], None]) -> bool:

@@ -59,9 +59,15 @@ class OneShot:
     def __init__(self) -> None:
         self._call = _compiled().wait_and_move
         self._call.argtypes = [
-            ctypes.POINTER(_Driver), ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_size_t, ctypes.c_ulonglong,
-            ctypes.c_int, ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_double),
-        ]  # fmt: skip
+            ctypes.POINTER(_Driver),
+            ctypes.c_void_p,
+            ctypes.c_ulonglong,
+            ctypes.c_size_t,
+            ctypes.c_ulonglong,
+            ctypes.c_int,
+            ctypes.POINTER(ctypes.c_int),
+            ctypes.POINTER(ctypes.c_double),
+        ]
         self._call.restype = ctypes.c_int
         try:
             library = ctypes.CDLL("libcuda.so.1")

@@ -74,9 +74,13 @@ class InflightCUDAWorker(InflightWorkerMixin, Worker):
         free, _ = torch.cuda.mem_get_info(self.device)
         logger.info(
             "inflight: swap %s (%s), %d parameters in %.2f GiB, second set %s, device memory %.2f GiB more than before",
-            mode, why, len(layout.regions), layout.nbytes / GIB,
-            "in pinned host memory" if mode == "host" else "on the device", (free_before - free) / GIB,
-        )  # fmt: skip
+            mode,
+            why,
+            len(layout.regions),
+            layout.nbytes / GIB,
+            "in pinned host memory" if mode == "host" else "on the device",
+            (free_before - free) / GIB,
+        )
         return shadow
 
     def _build_shadow(self, mode: str, layout: Layout, model: torch.nn.Module) -> CudaShadow:

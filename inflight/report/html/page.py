@@ -17,9 +17,17 @@ from inflight.report.html.data import of_run
 
 REPORT_FILE = "report.html"
 SCRIPTS = (
-    "format.js", "colours.js", "chart.js", "tables.js", "timeline.js", "bands.js", "inspector.js", "view.js",
-    "sections.js", "main.js",
-)  # fmt: skip
+    "format.js",
+    "colours.js",
+    "chart.js",
+    "tables.js",
+    "timeline.js",
+    "bands.js",
+    "inspector.js",
+    "view.js",
+    "sections.js",
+    "main.js",
+)
 """In the order in which they run; each adds to one object, `inflight`."""
 MOST_RUNS = 2
 _MARKS = ("%%POLICY%%", "%%STYLE%%", "%%DATA%%", "%%SCRIPT%%")

@@ -10,10 +10,27 @@ from typing import Any
 MOST_POINTS = 2000
 """Of a curve: more than a screen has columns. A longer run is thinned evenly, with its first and last step."""
 _FIGURES = (
-    "reward", "reward_all", "loss", "grad_norm", "lag_mean", "lag_max", "tokens_per_s", "wait_s", "train_s",
-    "publish_wait_s", "pack_s", "guard_s", "buffer", "groups_in_flight", "tokens_trained", "tokens_masked", "entropy",
-    "kl", "ess", "log_ratio_mean",
-)  # fmt: skip
+    "reward",
+    "reward_all",
+    "loss",
+    "grad_norm",
+    "lag_mean",
+    "lag_max",
+    "tokens_per_s",
+    "wait_s",
+    "train_s",
+    "publish_wait_s",
+    "pack_s",
+    "guard_s",
+    "buffer",
+    "groups_in_flight",
+    "tokens_trained",
+    "tokens_masked",
+    "entropy",
+    "kl",
+    "ess",
+    "log_ratio_mean",
+)
 _SWAP_FIGURES = ("gap_s", "transfer_s", "ready_s", "commit_s", "running")
 
 

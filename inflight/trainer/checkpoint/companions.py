@@ -12,9 +12,18 @@ from pathlib import Path
 from transformers import GenerationConfig, PreTrainedModel
 
 WEIGHTS = (
-    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.npz",
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.npz",
     "*.index.json",
-)  # fmt: skip
+)
 """Names of files with weights, or with an index of them: a checkpoint writes its own."""
 GENERATION = "generation_config.json"
 """Not copied from what `plain_generation` writes: without this file, the end tokens are those of config.json."""

@@ -156,10 +156,17 @@ def require(found: Sequence[Comparison]) -> None:
 def _request(prompt: list[int], sampling: Sampling, seed: int) -> dict[str, Any]:
     """As the actor asks (completions.py); an end of sequence does not end it, so that there is something to compare."""
     return {
-        **dataclasses.asdict(Sampling.of(sampling)), "n": 1, "stream": False, "prompt": prompt, "seed": seed,
-        "max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0, "return_token_ids": True,
+        **dataclasses.asdict(Sampling.of(sampling)),
+        "n": 1,
+        "stream": False,
+        "prompt": prompt,
+        "seed": seed,
+        "max_tokens": TOKENS,
+        "ignore_eos": True,
+        "logprobs": 0,
+        "return_token_ids": True,
         "return_tokens_as_token_ids": True,
-    }  # fmt: skip
+    }
 
 
 async def _ask_all(

@@ -68,10 +68,14 @@ class Served:
         """
         newest = self._loop.protocol.version
         found = compare(
-            {name: route for name, route in self.served.items() if route.version == newest}, score, prompts,
+            {name: route for name, route in self.served.items() if route.version == newest},
+            score,
+            prompts,
             dtype=dtype or max((slot.meta.dtype for slot in self.manifest.slots), key=_COARSER.index),
-            sampling=sampling or Sampling(), timeout_s=timeout_s, api_key=api_key,
-        )  # fmt: skip
+            sampling=sampling or Sampling(),
+            timeout_s=timeout_s,
+            api_key=api_key,
+        )
         require(found)
         return found
 

@@ -129,9 +129,13 @@ def hosted(network: NetworkConfig = HERE, timeout_s: float = 300.0) -> tuple[str
     port = listening.getsockname()[1]
     # By its own socket: given a host name, the store would listen on every interface.
     store = TCPStore(
-        network.address, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s),
+        network.address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
         master_listen_fd=listening.detach(),
-    )  # fmt: skip
+    )
     return joined(network.reached, port), store
 
 

@@ -128,6 +128,22 @@ class Cell:
         return timeline, began, moments
 
 
+def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's engine arguments."""
+    cuda = arguments.device == "cuda"
+    return {
+        "max_model_len": 8192 if cuda else 512,
+        "max_num_seqs": max(8, arguments.batch),
+        "enable_lora": True,
+        "max_loras": 2,
+        "max_lora_rank": arguments.rank,
+        "tensor_parallel_size": arguments.tensor_parallel_size,
+        **(ON_CUDA if cuda else ON_CPU),
+        **({"kv_cache_memory_bytes": int(arguments.kv_cache_gib * 2**30)} if arguments.kv_cache_gib else {}),
+        **({"enforce_eager": True} if arguments.eager else {}),
+    }
+
+
 def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Both ways on one engine, with the trainer in a process of its own."""
     from vllm.lora.request import LoRARequest
@@ -150,21 +166,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
     )
     try:
         trainer.answer(600)  # ready; the engine plans its memory by what is free
-        options: dict[str, Any] = {
-            "max_model_len": 8192 if cuda else 512,
-            "max_num_seqs": max(8, arguments.batch),
-            "enable_lora": True,
-            "max_loras": 2,
-            "max_lora_rank": arguments.rank,
-            "tensor_parallel_size": arguments.tensor_parallel_size,
-            **(ON_CUDA if cuda else ON_CPU),
-            **({"kv_cache_memory_bytes": int(arguments.kv_cache_gib * 2**30)} if arguments.kv_cache_gib else {}),
-            **({"enforce_eager": True} if arguments.eager else {}),
-        }
         settings = Settings(endpoint=endpoint, generator="g0", version=NO_VERSION, adapters=["policy"])
         model = write_config(arguments.shape, folder / "model")
         client = Client(
-            start_engine(str(model), options, settings, WORKERS[arguments.device]),
+            start_engine(str(model), engine_options(arguments), settings, WORKERS[arguments.device]),
             8000 if cuda else 480,
             cuda=cuda,
             lora=LoRARequest("policy", FIRST_ADAPTER, "inflight://policy"),

@@ -1,5 +1,5 @@
 # Each target sets itself up on a fresh machine with Python 3.11 to 3.13; a second call starts at once.
-.PHONY: help setup demo test test-slow test-faults test-hosts test-browser fuzz lint bench verify-patches clean
+.PHONY: help setup demo test test-slow test-faults test-hosts test-browser test-prometheus fuzz lint bench verify-patches clean
 
 PY := .venv/bin/python
 READY := .venv/ready
@@ -18,6 +18,7 @@ help:
 	@echo "make test-faults     harm done to real processes: kills, stops, full disks, strangers"
 	@echo "make test-hosts      runs over several hosts: network namespaces, ssh, cut and slow links (root)"
 	@echo "make test-browser    the HTML report in a real Chromium, which is installed where there is none"
+	@echo "make test-prometheus metrics and dashboard with a real Prometheus, which is installed where there is none"
 	@echo "make fuzz            every decoder against damaged input (SECONDS=600)"
 	@echo "make test-slow       the tests that take minutes each"
 	@echo "make lint            ruff, mypy, and the wording of documentation, docstrings and messages"
@@ -52,6 +53,10 @@ test-hosts: $(READY)
 test-browser: $(READY)
 	@./scripts/browser.sh
 	$(PY) -m pytest -m browser tests/browser $(ARGS)
+
+test-prometheus: $(READY)
+	@command -v prometheus >/dev/null || apt-get install -y --no-install-recommends prometheus
+	$(PY) -m pytest -m prometheus tests/prometheus $(ARGS)
 
 fuzz: $(READY)
 	$(PY) tests/fuzz/rounds.py $(or $(SECONDS),600)

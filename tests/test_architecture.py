@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "rollout": {"arrays", "types", "config", "groups", "messages", "bus", "tasks", "models", "named"},
     # Not rollout: the actor does not know the trainer's books.
     "actor": {
+        "prometheus",
         "arrays",
         "types",
         "config",
@@ -72,6 +73,7 @@ MAY_IMPORT = {
         "prompts",
     },
     "generator": {
+        "prometheus",
         "types",
         "vocabulary",
         "config",
@@ -87,6 +89,7 @@ MAY_IMPORT = {
         "weights",
     },
     "trainer": {
+        "prometheus",
         "arrays",
         "agreement",
         "types",
@@ -134,6 +137,7 @@ MAY_IMPORT = {
         "generator",
     },
     "doctor": {"config", "exits", "launcher", "models", "patching", "surroundings", "weights"},
+    "prometheus": {"config", "listening"},
     "view": {"config", "metrics", "report", "types"},
     "report": {"types", "audit", "config", "groups", "metrics", "rollout"},
     "export": {"config", "merge", "trainer"},
@@ -149,12 +153,13 @@ BELONGS_TO = {
     "vllm": r"generator\..*|doctor\.probes",
     "huggingface_hub": r"hub",
     "hydra": r"launcher\.(compose|chosen)",
+    "prometheus_client": r"prometheus\..*|[a-z]+\.exported|generator\.server",
     "psutil": r"processes|descendants|listening|launcher\.run_lock|generator\..*",
 }
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
 """Where the name on the package index differs from the module, or another declared package always brings it."""
-COME_WITH_VLLM = {"prometheus_client", "uvicorn", "vllm", "fastapi", "cuda", "triton"}
+COME_WITH_VLLM = {"uvicorn", "vllm", "fastapi", "cuda", "triton"}
 
 
 def name_of(path: Path) -> str:

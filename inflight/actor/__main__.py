@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 import aiohttp
 
 from inflight import config as configuration
+from inflight.actor.exported import registry_of
 from inflight.actor.foreign import foreign
 from inflight.actor.loop import Actor, ActorError
 from inflight.actor.pool import NoGenerator, Pool
@@ -27,6 +28,7 @@ from inflight.descendants import adopt
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
+from inflight.prometheus.endpoint import Endpoint
 
 STATUS_EVERY_S = 1.0
 MOST_CONNECTIONS = 1 << 16
@@ -103,6 +105,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
         logging.info("ended: %s", reason)
         return reason != ACTOR_STOPPED
 
+    metrics = Endpoint(config, actor.name, registry_of(values))
     working = asyncio.create_task(wait_and_run(), name="actor")
     reporting = asyncio.create_task(report(status, actor.name, values), name="status")
 
@@ -119,6 +122,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
         logging.info("stopped before a generator was ready")
         return False
     finally:
+        metrics.close()
         reporting.cancel()
         await asyncio.gather(reporting, return_exceptions=True)
 

@@ -151,6 +151,8 @@ class Actor:
             "retries": self._sampler.answers.retries,
             "continued": self._sampler.answers.continued,
             "tokens": self._sampler.answers.tokens,
+            "scores": self._sampler.scores,
+            "score_s": self._sampler.score_s,
             "accepted": self._accepted.total(),
             **{f"accepted.{name}": tokens for name, tokens in self._accepted.items()},
             "reward": statistics.fmean(self._last_rewards) if self._last_rewards else 0.0,

@@ -47,6 +47,8 @@ class Sampler:
         self._foreign = foreign
         self._longest_prompt = longest_prompt
         self._together_from = together_from
+        self.scores, self.score_s = 0, 0.0
+        """Rollouts that were scored, or could not be, and the seconds that this took."""
         request = sampling(config, foreign.vocabulary, model)
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
@@ -74,8 +76,12 @@ class Sampler:
     ) -> Rollout:
         rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
         turn = await self._turn(answer, prompt_ids, self._seed_of(drawn_as))
-        finished = time.time()
-        score, unscored = await self._score(question, prompt_ids, turn)
+        finished, began = time.time(), time.monotonic()
+        try:
+            score, unscored = await self._score(question, prompt_ids, turn)
+        finally:
+            took = time.monotonic() - began
+            self.scores, self.score_s = self.scores + 1, self.score_s + took
         return Rollout(
             rollout_id=rollout_id,
             group_id=group_id,
@@ -90,6 +96,7 @@ class Sampler:
             teacher_logprobs=None if score.teacher_logprobs is None else Floats(score.teacher_logprobs),
             retries=dict(answer.retries),
             unscored=unscored,
+            score_s=took,
             rewards=dict(score.parts),
             pieces=answer.pieces,
         )

@@ -47,6 +47,8 @@ class LaunchConfig:
     """Seconds before the first restart of a process; doubled before each further one."""
     line_every_s: float = 5.0
     """Seconds between the lines of progress if the output is no terminal."""
+    metrics: bool = True
+    """Each process serves metrics to Prometheus (docs/metrics.md)."""
 
     def __post_init__(self) -> None:
         require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")

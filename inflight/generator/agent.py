@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -47,11 +48,15 @@ class Commits:
     gap_s: float = 0.0
     """Of the last swap: the longest stall of a rank's step loop."""
     max_gap_s: float = 0.0
+    told: Callable[[float], None] | None = None
+    """Called with the gap of each swap."""
 
     def add(self, commit: Commit, gap_s: float) -> None:
         """Records one swap."""
         self.version, self.publisher, self.swaps = commit.version, commit.publisher, self.swaps + 1
         self.gap_s, self.max_gap_s = gap_s, max(gap_s, self.max_gap_s)
+        if self.told is not None:
+            self.told(gap_s)
 
 
 @dataclass

@@ -6,19 +6,22 @@ import hmac
 from typing import Any
 
 OPEN = ("/health", "/metrics")
-"""Paths without a key: they reveal nothing about prompts or completions and start no work."""
+"""Paths without a key on loopback: they reveal nothing about prompts or completions and start no work."""
+OPEN_TO_HOSTS = ("/health",)
+"""Paths without a key on an address that other hosts can reach."""
 _REFUSED = b'{"error":"a key is needed: Authorization: Bearer ..."}'
 
 
 class ApiKey:
     """An ASGI application that forwards requests with the right key to another one, and answers 401 to all others."""
 
-    def __init__(self, app: Any, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
+    def __init__(self, app: Any, key: str, without: tuple[str, ...] = OPEN) -> None:
+        """`without`: paths that need no key."""
+        self._app, self._expected, self._open = app, f"Bearer {key}".encode(), without
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI 3: called for each connection."""
-        if scope["type"] == "lifespan" or scope["path"] in OPEN or self._has_key(scope["headers"]):
+        if scope["type"] == "lifespan" or scope["path"] in self._open or self._has_key(scope["headers"]):
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]

@@ -28,8 +28,9 @@ from inflight.config.network import joined
 from inflight.generator import hooks
 from inflight.generator.accepting import AcceptErrors
 from inflight.generator.agent import EngineAgent, GeneratorEnded, running
-from inflight.generator.api_key import ApiKey
+from inflight.generator.api_key import OPEN, OPEN_TO_HOSTS, ApiKey
 from inflight.generator.engine_args import engine_values, server_arguments, worker_of
+from inflight.generator.exported import export
 from inflight.generator.first_version import FirstVersion
 from inflight.generator.plugin import INCARNATION, hand_over_often
 from inflight.generator.served_adapters import add_adapters
@@ -41,6 +42,7 @@ from inflight.generator.worker.adapters import require_patch
 from inflight.listening import listen
 from inflight.messages import EngineHello, Status
 from inflight.processes import is_tracker
+from inflight.prometheus.endpoint import announce
 from inflight.vocabulary import decode_every_id
 
 STATUS_EVERY_S = 1.0
@@ -96,11 +98,17 @@ async def serve(config: RunConfig, name: str) -> bool:
             await vllm["init_app_state"](engine, app.state, arguments, tasks)
             add_adapters(app.state.openai_serving_models, config)
             opening = FirstVersion(app)
-            async with _http(app, opening, listening, config.api_key()) as http:
+            async with _http(app, _asked(config, opening), listening) as http:
                 await _until_healthy(own, http)
                 with opening.warming_up():
                     await warm_up(config, own, engine.model_config.get_vocab_size())
                 return await _work(config, name, engine, url, http, opening)
+
+
+def _asked(config: RunConfig, opening: FirstVersion) -> ApiKey | FirstVersion:
+    """`opening`, behind the run's key if there is one."""
+    key = config.api_key()
+    return ApiKey(opening, key, OPEN_TO_HOSTS if config.network.bind else OPEN) if key else opening
 
 
 def require_key(config: RunConfig) -> None:
@@ -139,11 +147,8 @@ async def _engine(arguments: argparse.Namespace) -> AsyncIterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def _http(
-    app: Any, opening: FirstVersion, listening: socket.socket, key: str
-) -> AsyncIterator[asyncio.Task[None]]:
-    """The HTTP server of `app`, behind `opening`, as a task. It requires `key` unless that is empty. On exit,
-    connections are closed within STOP_HTTP_S."""
+async def _http(app: Any, asked: ApiKey | FirstVersion, listening: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """The HTTP server of `app`, behind `asked`, as a task. On exit, connections are closed within STOP_HTTP_S."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -151,7 +156,6 @@ async def _http(
         def capture_signals(self) -> Generator[None, None, None]:
             yield  # SIGTERM is handled by the generator, not by its HTTP server
 
-    asked = ApiKey(opening, key) if key else opening
     server = Server(uvicorn.Config(asked, log_level="warning", access_log=False, timeout_graceful_shutdown=STOP_HTTP_S))
     app.state.server = server  # vLLM's handlers use this to stop the server when the engine dies
     task = asyncio.create_task(server.serve(sockets=[listening]), name="http")
@@ -194,6 +198,7 @@ async def _work(
     lineage = Settings.of(engine.vllm_config).lineage
     agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s, config.publish.join_timeout_s, lineage)
     opening.commits = agent.commits
+    _export(config, name, url, agent)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -248,6 +253,15 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
         tokens, at = tokens_now, now
         with contextlib.suppress(BusError):
             status.send(Status(source=name, values=values))
+
+
+def _export(config: RunConfig, name: str, url: str, agent: EngineAgent) -> None:
+    """Adds inflight's metrics to vLLM's, and announces where they are served."""
+    if not config.launch.metrics:
+        return
+    export(agent.commits, config.generator.swap)
+    with contextlib.suppress(OSError):  # a full disk, or a run folder without bus: Prometheus does not find it then
+        announce(config, name, url.removeprefix("http://"))
 
 
 def _own_figure(name: str) -> float:

@@ -24,6 +24,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import environment
 from inflight.launcher.commands import starter_of, usual_commands
 from inflight.launcher.compose import compose
+from inflight.launcher.exported import LauncherMetrics
 from inflight.launcher.interrupt import Interrupt
 from inflight.launcher.outcome import RunOutcome, report
 from inflight.launcher.preflight import ready_to_start, with_data
@@ -32,6 +33,7 @@ from inflight.launcher.resume import forget_end, resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
 from inflight.processes import Ended, Processes
+from inflight.prometheus.endpoint import Endpoint
 from inflight.starters.base import Command
 from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
@@ -114,10 +116,11 @@ def _run(
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter_of(config)) as processes,
         interrupt,
     ):
-        restarts = Restarts(config)
+        restarts, exported = Restarts(config), LauncherMetrics([command.name for command in commands])
         for command in commands:
             processes.start(command)
-        outcome = _watch(processes, listener, view, interrupt, restarts)
+        with Endpoint(config, "launcher", exported.registry):
+            outcome = _watch(processes, listener, view, interrupt, restarts, exported)
         if outcome.failed is None and outcome.interrupted is None:
             processes.wait([command.name for command in commands if command.kind in ASKS], timeout_s=10)
         view.close()
@@ -126,7 +129,12 @@ def _run(
 
 
 def _watch(
-    processes: Processes, listener: Listener, view: View, interrupt: Interrupt, restarts: Restarts
+    processes: Processes,
+    listener: Listener,
+    view: View,
+    interrupt: Interrupt,
+    restarts: Restarts,
+    exported: LauncherMetrics,
 ) -> RunOutcome:
     """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
@@ -137,6 +145,7 @@ def _watch(
         if interrupt.received is not None:
             return RunOutcome(interrupted=interrupt.received)
         lately = processes.ended()
+        exported.running = processes.running()
         # Status messages sent before a process ended still count when a busy launcher reads them afterwards.
         known = [*processes.running(), *(ended.command.name for ended in lately)]
         _read_status(listener, view, restarts, known)
@@ -144,6 +153,7 @@ def _watch(
             if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:
                 return RunOutcome(trainer=ended)
             if ended.code != DONE:
+                exported.failures[ended.command.name] += 1
                 planned = restarts.failed(ended)
                 if planned is None:
                     return RunOutcome(failed=ended, note=restarts.given_up(ended.command.name))

@@ -19,6 +19,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.listening import nccl_settings
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
+from inflight.prometheus.endpoint import Endpoint
 from inflight.rollout.gate import rules_of
 from inflight.trainer.stop import StopFlag
 
@@ -76,7 +77,6 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.checkpoint.rewind import begin
     from inflight.trainer.learner import Learner
     from inflight.trainer.loop import Trainer
-    from inflight.trainer.now import now
     from inflight.trainer.policy import reference
     from inflight.trainer.report import Reporter
     from inflight.trainer.run_policy import policy_of
@@ -89,6 +89,7 @@ def _run(config: RunConfig) -> int:
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
         reporter = stack.enter_context(Reporter(config, link, watch))
+        stack.enter_context(Endpoint(config, "trainer", reporter.exported.registry))
         reporter.phase("loading")
         accelerator = _accelerator(config, reporter, stack)
         coordinator = stack.enter_context(assembled(config, accelerator.device))
@@ -115,7 +116,7 @@ def _run(config: RunConfig) -> int:
         trainer = Trainer(config, model_dir, learner, source, buffer, publisher, reporter, stop, begun, evaluations)
         stack.callback(trainer.writer.close)
         trainer.keep(begun.step)
-        reporter.follow(publisher, lambda: now(publisher, buffer))
+        reporter.follow(publisher, buffer)
         reporter.phase("waiting for generators")
         publisher.wait_joined(config.publish.join_timeout_s, at_least=1)  # further generators may join later
         signal.signal(signal.SIGTERM, lambda *_: stop.set())

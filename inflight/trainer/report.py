@@ -38,8 +38,11 @@ from inflight.groups import index_of
 from inflight.messages import Status
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.books import Counts
+from inflight.rollout.buffer import Buffer
 from inflight.rollout.gate import GatedGroup
 from inflight.trainer.batch import Batch
+from inflight.trainer.exported import TrainerMetrics
+from inflight.trainer.now import now
 from inflight.trainer.stats import combine
 from inflight.trainer.trackers import Trackers
 from inflight.trainer.updates import Update
@@ -175,6 +178,8 @@ class Reporter:
         self._publisher: Publisher | None = None
         self._now: Callable[[], dict[str, Value]] = dict
         self._trackers: Trackers | None = None
+        self.exported = TrainerMetrics(config)
+        """The same figures for Prometheus."""
         self._noted = 0
         self._error: OSError | None = None
         """Why swaps can't be written."""
@@ -182,9 +187,10 @@ class Reporter:
         self._thread = threading.Thread(target=self._run, name="trainer report", daemon=True)
         self._thread.start()
 
-    def follow(self, publisher: Publisher, now: Callable[[], dict[str, Value]] = dict) -> None:
-        """Records the swaps of this publisher from now on; what `now` returns goes into each status."""
-        self._publisher, self._now = publisher, now
+    def follow(self, publisher: Publisher, buffer: Buffer) -> None:
+        """Records the swaps of this publisher from now on; how it and the buffer stand goes into each status."""
+        self._publisher, self._now = publisher, lambda: now(publisher, buffer)
+        self.exported.follow(publisher, buffer)
 
     def track(self, trackers: Trackers) -> None:
         """Shows all further lines there, too."""
@@ -207,6 +213,7 @@ class Reporter:
         if self._error is not None:
             raise self._error
         self._metrics.write(values)
+        self.exported.step(values)
         self._show(values)
         with self._lock:
             self._values.update({k: v for k, v in values.items() if isinstance(v, int | float | str)})
@@ -217,6 +224,7 @@ class Reporter:
         if self._evaluations is None:
             return
         self._evaluations.write(values)
+        self.exported.evaluation(values)
         self._show(values)
         with self._lock:
             self._values["evaluations"] = int(self._values.get("evaluations", 0)) + 1
@@ -245,6 +253,7 @@ class Reporter:
         events = self._publisher.events_since(self._noted) if self._publisher is not None else []
         for event in events:
             self._swaps.write(swap_line(event))
+            self.exported.event(event)
             self._noted += 1
             if isinstance(event, Swap):
                 with self._lock:

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from inflight.launcher.compose import compose
-from inflight.prometheus.endpoint import Endpoint
+from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.rollout.books import Counts
 from inflight.trainer.exported import TrainerMetrics
 from inflight.weights.publish.events import Swap
@@ -83,7 +83,7 @@ def main() -> None:
         (Path(folder) / "run" / "bus").mkdir(parents=True)
         metrics = TrainerMetrics(config)
         filled(metrics, given.steps)
-        with Endpoint(config, "trainer", metrics.registry) as endpoint:
+        with MetricsEndpoint(config, "trainer", metrics.registry) as endpoint:
             scraped(endpoint.port, 10)
             print(json.dumps({"beside": "nothing", **scraped(endpoint.port, given.scrapes)}), flush=True)
             over = threading.Event()

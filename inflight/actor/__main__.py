@@ -28,7 +28,7 @@ from inflight.descendants import adopt
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
-from inflight.prometheus.endpoint import Endpoint
+from inflight.prometheus.endpoint import MetricsEndpoint
 
 STATUS_EVERY_S = 1.0
 MOST_CONNECTIONS = 1 << 16
@@ -105,7 +105,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
         logging.info("ended: %s", reason)
         return reason != ACTOR_STOPPED
 
-    metrics = Endpoint(config, actor.name, registry_of(values))
+    metrics = MetricsEndpoint(config, actor.name, registry_of(values))
     working = asyncio.create_task(wait_and_run(), name="actor")
     reporting = asyncio.create_task(report(status, actor.name, values), name="status")
 

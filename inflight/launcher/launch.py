@@ -33,7 +33,7 @@ from inflight.launcher.resume import forget_end, resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.messages import Status
 from inflight.processes import Ended, Processes
-from inflight.prometheus.endpoint import Endpoint
+from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.starters.base import Command
 from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
@@ -119,7 +119,7 @@ def _run(
         restarts, exported = Restarts(config), LauncherMetrics([command.name for command in commands])
         for command in commands:
             processes.start(command)
-        with Endpoint(config, "launcher", exported.registry):
+        with MetricsEndpoint(config, "launcher", exported.registry):
             outcome = _watch(processes, listener, view, interrupt, restarts, exported)
         if outcome.failed is None and outcome.interrupted is None:
             processes.wait([command.name for command in commands if command.kind in ASKS], timeout_s=10)

@@ -26,26 +26,26 @@ TARGETS = "targets"
 log = logging.getLogger(__name__)
 
 
-class _Handler(WSGIRequestHandler):
+class _MetricsHandler(WSGIRequestHandler):
     timeout = REQUEST_S  # read by socketserver
 
     def log_message(self, *_: object) -> None:
         """A scrape every few seconds is no news."""
 
 
-class _Server(WSGIServer):
+class _MetricsServer(WSGIServer):
     def handle_error(self, *_: object) -> None:
         """A client that went away, or sent nothing in time, is no fault of this process."""
         log.debug("a client of the metrics was not served", exc_info=True)
 
 
-class Endpoint:
+class MetricsEndpoint:
     """A registry at `/metrics`, on the process's own address, in a thread. On another address than loopback, the run's
     key is required. What keeps it from listening is logged and costs the metrics alone."""
 
     def __init__(self, config: RunConfig, name: str, registry: CollectorRegistry) -> None:
         """`name` is the process's, such as `trainer`; nothing is served with `launch.metrics=false`."""
-        self._server: _Server | None = None
+        self._server: _MetricsServer | None = None
         self._file = targets_folder(config) / f"{name}.json"
         if not config.launch.metrics:
             return
@@ -72,8 +72,8 @@ class Endpoint:
         """Where it listens; 0 when it does not."""
         return self._server.server_port if self._server is not None else 0
 
-    def _listening(self, config: RunConfig, registry: CollectorRegistry, key: str) -> _Server:
-        server = _Server(("", 0), _Handler, bind_and_activate=False)
+    def _listening(self, config: RunConfig, registry: CollectorRegistry, key: str) -> _MetricsServer:
+        server = _MetricsServer(("", 0), _MetricsHandler, bind_and_activate=False)
         server.socket.close()
         server.socket = listen(config.network)
         server.server_name, server.server_port = server.socket.getsockname()[:2]
@@ -91,7 +91,7 @@ class Endpoint:
             with contextlib.suppress(OSError):
                 self._file.unlink()
 
-    def __enter__(self) -> Endpoint:
+    def __enter__(self) -> MetricsEndpoint:
         return self
 
     def __exit__(

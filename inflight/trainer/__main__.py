@@ -19,7 +19,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.listening import nccl_settings
 from inflight.models import ModelError, prepare
 from inflight.processes import leave, say_why
-from inflight.prometheus.endpoint import Endpoint
+from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.rollout.gate import rules_of
 from inflight.trainer.stop import StopFlag
 
@@ -89,7 +89,7 @@ def _run(config: RunConfig) -> int:
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
         reporter = stack.enter_context(Reporter(config, link, watch))
-        stack.enter_context(Endpoint(config, "trainer", reporter.exported.registry))
+        stack.enter_context(MetricsEndpoint(config, "trainer", reporter.exported.registry))
         reporter.phase("loading")
         accelerator = _accelerator(config, reporter, stack)
         coordinator = stack.enter_context(assembled(config, accelerator.device))

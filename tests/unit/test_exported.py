@@ -24,7 +24,7 @@ from inflight.generator.exported import export
 from inflight.launcher.compose import compose
 from inflight.launcher.exported import LauncherMetrics
 from inflight.messages import Commit
-from inflight.prometheus.endpoint import Endpoint
+from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.rollout.books import Counts
 from inflight.trainer.exported import TrainerMetrics
 from inflight.weights.publish.events import Failure, Swap
@@ -166,7 +166,7 @@ def get(port: int, key: str = "") -> str:
 
 def test_an_endpoint_is_on_loopback_and_announced_while_it_lives(config):
     target = config.path / "bus" / "targets" / "trainer.json"
-    with Endpoint(config, "trainer", trainer(config).registry) as endpoint:
+    with MetricsEndpoint(config, "trainer", trainer(config).registry) as endpoint:
         assert "inflight_trainer_step 3.0" in get(endpoint.port)
         announced = json.loads(target.read_text())
         assert stat.S_IMODE(target.parent.stat().st_mode) == 0o700
@@ -178,12 +178,12 @@ def test_an_endpoint_is_on_loopback_and_announced_while_it_lives(config):
 def test_other_hosts_need_the_key(config, caplog):
     """On an address that other hosts reach there is no answer without the run's key, and no endpoint without one."""
     reachable = dataclasses.replace(config, network=NetworkConfig(bind="127.0.0.1"))
-    with Endpoint(reachable, "trainer", trainer(config).registry) as endpoint:
+    with MetricsEndpoint(reachable, "trainer", trainer(config).registry) as endpoint:
         assert endpoint.port == 0
     assert "no metrics are served: network.bind=127.0.0.1, and the run has no key" in caplog.text
     key = "k" * 43
     reachable.api_key_file.write_text(key + "\n")
-    with Endpoint(reachable, "trainer", trainer(config).registry) as endpoint:
+    with MetricsEndpoint(reachable, "trainer", trainer(config).registry) as endpoint:
         for wrong in ("", "k" * 42, key + "k"):
             with pytest.raises(urllib.error.HTTPError) as refused:
                 get(endpoint.port, wrong)
@@ -194,9 +194,9 @@ def test_other_hosts_need_the_key(config, caplog):
 
 def test_metrics_can_be_switched_off_and_cost_no_run(config, caplog):
     off = dataclasses.replace(config, launch=dataclasses.replace(config.launch, metrics=False))
-    with Endpoint(off, "trainer", trainer(config).registry) as endpoint:
+    with MetricsEndpoint(off, "trainer", trainer(config).registry) as endpoint:
         assert endpoint.port == 0
     (config.path / "bus" / "targets").write_text("in the way")
-    with Endpoint(config, "trainer", trainer(config).registry) as endpoint:
+    with MetricsEndpoint(config, "trainer", trainer(config).registry) as endpoint:
         assert endpoint.port == 0
     assert "no metrics are served" in caplog.text

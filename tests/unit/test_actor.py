@@ -548,7 +548,7 @@ def test_it_says_again_that_it_is_there(scripted, monkeypatch):
 
 
 def test_a_group_too_large_for_a_message_is_counted(play, monkeypatch):
-    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 600)
+    monkeypatch.setattr(messages, "MAX_FRAME_BYTES", 700)
 
     async def scene(room):
         await room.failed("too large for a message")

@@ -28,20 +28,41 @@ from inflight.weights.publish.events import Swap
 
 GENERATORS = [f"g{number}" for number in range(8)]
 LINE = {
-    "reward": 0.5, "reward_all": 0.4, "loss": 0.1, "grad_norm": 1.0, "learning_rate": 1e-6, "entropy": 1.2, "kl": 0.01,
-    "ess": 0.97, "tokens_per_s": 5000.0, "wait_s": 0.5, "train_s": 3.0, "publish_wait_s": 0.1, "pack_s": 0.05,
-    "guard_s": 0.01, "tokens_trained": 30000, "tokens_masked": 500, "lag_counts": dict.fromkeys(range(64), 500),
+    "reward": 0.5,
+    "reward_all": 0.4,
+    "loss": 0.1,
+    "grad_norm": 1.0,
+    "learning_rate": 1e-6,
+    "entropy": 1.2,
+    "kl": 0.01,
+    "ess": 0.97,
+    "tokens_per_s": 5000.0,
+    "wait_s": 0.5,
+    "train_s": 3.0,
+    "publish_wait_s": 0.1,
+    "pack_s": 0.05,
+    "guard_s": 0.01,
+    "tokens_trained": 30000,
+    "tokens_masked": 500,
+    "lag_counts": dict.fromkeys(range(64), 500),
     "tokens_masked_by_rule": {f"rule {number}": 10 for number in range(10)},
-}  # fmt: skip
+}
 
 
 def filled(metrics: TrainerMetrics, steps: int) -> None:
     """As after `steps` steps."""
     reasons = {f"reason {number}": 7 for number in range(20)}
     counts = Counts(
-        granted=900, in_flight=8, produced=800, buffered=12, trained=700, dropped=reasons, failed=reasons,
-        rollouts_dropped=reasons, ignored={},
-    )  # fmt: skip
+        granted=900,
+        in_flight=8,
+        produced=800,
+        buffered=12,
+        trained=700,
+        dropped=reasons,
+        failed=reasons,
+        rollouts_dropped=reasons,
+        ignored={},
+    )
     versions = dict.fromkeys(GENERATORS, steps)
     publisher = SimpleNamespace(version=steps, committed=versions, behind=dict.fromkeys(GENERATORS, 0))
     buffer = SimpleNamespace(counts=lambda: counts, ages=lambda _: dict.fromkeys(range(8), 2))

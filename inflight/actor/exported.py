@@ -30,8 +30,11 @@ def registry_of(values: Callable[[], Mapping[str, float | int | str]]) -> Collec
         found = {name: value for name, value in values().items() if not isinstance(value, str)}
         own = "inflight_actor"
         yield from gauge(f"{own}_groups_in_flight", "Groups that it works on.", found.get("in_flight"))
-        yield from gauge(f"{own}_unacknowledged_groups", "Finished groups without an answer of the buffer.",
-                         found.get("unacknowledged"))  # fmt: skip
+        yield from gauge(
+            f"{own}_unacknowledged_groups",
+            "Finished groups without an answer of the buffer.",
+            found.get("unacknowledged"),
+        )
         yield from gauge(f"{own}_reward", "Mean reward of its last groups.", found.get("reward"))
         for name, (suffix, text) in _COUNTS.items():
             if name in found:

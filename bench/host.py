@@ -1,31 +1,37 @@
 """How fast the host handles tokens: tokens per second of each stage between a generator's answer and a batch, one core.
 
-    python -m bench.host [--rounds 3]
+    python -m bench.host [--rounds 3] [--front-end]
 
 A group of 8 rollouts of 4,096 tokens, once plain and once with a recorded support of 19 tokens a position (top-k,
 top-p). CPU seconds of this process (`time.process_time`), the best of several rounds, so that other load matters less.
 Prints one JSON line a stage, and for the actor and the trainer the whole path of the one thread that holds the GIL.
+`--front-end` adds the stages of a generator's front end before that (front_end.py; it imports vLLM).
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import base64
 import gc
 import json
-import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from inflight.completions import parse_turn
+from inflight.actor.sequence import Sequence
+from inflight.actor.streaming import DONE, choices_of, events_of
 from inflight.config import GateConfig
+from inflight.generator.engine_args import STREAM_INTERVAL
 from inflight.groups import defect
 from inflight.messages import decode, encode
 from inflight.messages.rollouts import GroupDone
+from inflight.models import prepare
 from inflight.rollout.gate import gate_group
 from inflight.rollout.stream import Writer
 from inflight.trainer.advantage import group_mean
@@ -38,45 +44,69 @@ SUPPORT = 20
 VERSION = 6
 
 
-def answer(source: random.Random, asked: int) -> bytes:
-    """The JSON body of a completion as the patched server writes it."""
-    ids = [source.randrange(VOCABULARY) for _ in range(TOKENS)]
-    logprobs = [-3 * source.random() for _ in ids]
-    top = []
-    for token, logprob in zip(ids, logprobs, strict=True):
-        given = {f"token_id:{token}": logprob}
-        others = source.sample(range(VOCABULARY), asked)
-        for number, other in enumerate(others):
-            given[f"token_id:{other}"] = -5 * source.random() if number < asked - 2 else -9999.0
-        top.append(given)
-    return json.dumps(
-        {
-            "id": "cmpl-0",
-            "object": "text_completion",
-            "created": 1,
-            "model": "m",
-            "choices": [
-                {
-                    "index": 0,
-                    "text": "abcd" * TOKENS,
-                    "finish_reason": "length",
-                    "stop_reason": None,
-                    "token_ids": ids,
-                    "prompt_logprobs": None,
-                    "prompt_token_ids": list(range(PROMPT)),
-                    "token_versions": [[0, 3], [1500, 4], [3000, 5]],
-                    "prefill_versions": [[0, 0, 3]],
-                    "logprobs": {
-                        "text_offset": [4 * at for at in range(TOKENS)],
-                        "token_logprobs": logprobs,
-                        "tokens": [f"token_id:{token}" for token in ids],
-                        "top_logprobs": top,
-                    },
-                }
-            ],
-            "usage": {"prompt_tokens": PROMPT, "completion_tokens": TOKENS, "total_tokens": PROMPT + TOKENS},
+def answer(source: np.random.Generator, asked: int) -> bytes:
+    """The events of a completion's stream as the patched server writes them."""
+    events = []
+    for start in range(0, TOKENS, STREAM_INTERVAL):
+        end = start + STREAM_INTERVAL
+        choice = {
+            "index": 0,
+            "text": "abcd" * STREAM_INTERVAL,
+            "logprobs": None,
+            "stop_reason": None,
+            "finish_reason": "length" if end == TOKENS else None,
+            "prompt_token_ids": None,
+            "token_ids": None,
+            "token_versions": [[start, 3 + start // 1500]],
+            "prefill_versions": [[0, 0, 3]] if end == TOKENS else [],
+            "packed_logprobs": base64.b64encode(field(source, STREAM_INTERVAL, max(1, asked - 1))).decode(),
         }
-    ).encode()
+        whole = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
+        events.append(b"data: " + json.dumps(whole).encode() + b"\n\n")
+    return b"".join(events) + b"data: [DONE]\n\n"
+
+
+def field(source: np.random.Generator, tokens: int, each: int) -> bytes:
+    """Packed log-probabilities of `tokens` tokens, `each` of them possible at every position."""
+    ids = source.integers(0, VOCABULARY, (tokens, each), dtype=np.int32)
+    logprobs = source.uniform(-5, 0, (tokens, each)).astype(np.float32)
+    counts = np.full(tokens, each, np.int32)
+    return b"".join((np.int32(tokens).tobytes(), counts.tobytes(), ids.tobytes(), logprobs.tobytes()))
+
+
+class Socket:
+    """What aiohttp gives of an answer, in pieces of its own size."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body = body
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        """Pieces of up to 64 KiB."""
+        for start in range(0, len(self._body), 1 << 16):
+            yield self._body[start : start + (1 << 16)]
+
+
+async def turn_of(body: bytes, asked: int) -> Turn:
+    """The turn of a stream, as the actor reads it."""
+    socket: Any = Socket(body)
+    sequence = Sequence(PROMPT, TOKENS, asked)
+    sequence.begin("g0")
+    async for event in events_of(socket, "g0"):
+        if event != DONE:
+            for choice in choices_of(event, "g0"):
+                sequence.add(choice)
+    return sequence.turn()
+
+
+def turns_of(bodies: list[bytes], asked: int) -> list[Turn]:
+    """The turns of a group."""
+    turns: list[Turn] = []
+
+    async def read() -> None:  # returns nothing: asyncio.run formats what it returns when it restores SIGINT
+        turns.extend([await turn_of(body, asked) for body in bodies])
+
+    asyncio.run(read())
+    return turns
 
 
 def group_of(turns: list[Turn]) -> RolloutGroup:
@@ -107,9 +137,9 @@ def batch_of(group: RolloutGroup) -> Batch:
 
 def stages(asked: int, writer: Writer) -> dict[str, Callable[[], object]]:
     """What is timed, by name; each handles one group."""
-    source = random.Random(0)
+    source = np.random.default_rng(0)
     bodies = [answer(source, asked) for _ in range(GROUP)]
-    group = group_of([parse_turn(body, "g0", asked) for body in bodies])
+    group = group_of(turns_of(bodies, asked))
     frame = encode(GroupDone(group=group))
     received: Any = decode(frame)
     gated = gate_group(received.group, VERSION, GateConfig())
@@ -123,14 +153,14 @@ def stages(asked: int, writer: Writer) -> dict[str, Callable[[], object]]:
         return batch_of(arrived.group)
 
     return {
-        "actor: parse": lambda: [parse_turn(body, "g0", asked) for body in bodies],
+        "actor: read": lambda: turns_of(bodies, asked),
         "actor: encode": lambda: encode(GroupDone(group=group)),
         "trainer: decode": lambda: decode(frame),
         "trainer: check": lambda: defect(received.group, GROUP, VOCABULARY),
         "trainer: write": lambda: writer.append(received.group),
         "trainer: gate": lambda: gate_group(received.group, VERSION, GateConfig()),
         "trainer: collate": lambda: collate([gated], advantage=group_mean, normalise="token", max_tokens=TOKENS),
-        "actor, whole": lambda: encode(GroupDone(group=group_of([parse_turn(body, "g0", asked) for body in bodies]))),
+        "actor, whole": lambda: encode(GroupDone(group=group_of(turns_of(bodies, asked)))),
         "trainer, whole": trainer,
     }
 
@@ -147,12 +177,32 @@ def best_s(work: Callable[[], object], rounds: int) -> float:
     return min(found)
 
 
+def front_end(rounds: int) -> None:
+    """Log-probabilities as vLLM's JSON and as the packed field, with the tokenizer of SmolLM2."""
+    from vllm.tokenizers import get_tokenizer
+
+    from bench.front_end import measured
+
+    tokenizer = get_tokenizer(str(prepare("smollm2")))
+    for asked in (0, SUPPORT):
+        for packed in (False, True):
+            found = measured(tokenizer, asked, packed=packed, rounds=rounds)
+            size = found.pop("http_bytes")
+            print(json.dumps({"asked": asked, "packed": packed, "http_bytes": round(size, 1)}))
+            for stage, rate in found.items():
+                print(json.dumps({"asked": asked, "packed": packed, "stage": stage, "tokens_per_s": round(rate)}))
+
+
 def main() -> None:
     """Both kinds of groups, stage by stage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--front-end", action="store_true")
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
     torch.set_num_threads(1)
+    if arguments.front_end:
+        front_end(rounds)
     with tempfile.TemporaryDirectory() as folder:
         for asked in (0, SUPPORT):
             with Writer(Path(folder) / f"rollouts-{asked}.msgpack") as writer:

@@ -153,11 +153,30 @@ class Sets(Sequence[Tokens]):
     @classmethod
     def packed(cls, counts: NDArray[np.uint16], ids: NDArray[np.int32]) -> Self:
         """Without a copy. Raises ValueError when the counts are not those of the ids."""
-        if len(counts) > MAX_LENGTH or int(counts.sum(dtype=np.int64)) != len(ids):
-            raise ValueError(f"{len(ids)} ids are not {len(counts)} sets of {int(counts.sum(dtype=np.int64))}")
-        made = cls()
+        total = int(np.add.reduce(counts, dtype=np.int64))
+        if len(counts) > MAX_LENGTH or total != len(ids):
+            raise ValueError(f"{len(ids)} ids are not {len(counts)} sets of {total}")
+        return cls.of_arrays(counts, ids)
+
+    @classmethod
+    def of_arrays(cls, counts: NDArray[np.uint16], ids: NDArray[np.int32]) -> Self:
+        """Without a copy or a check, for arrays that are known to belong together."""
+        made = cls.__new__(cls)
         made.counts, made.ids = counts, ids
         return made
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The sets of all parts, one part after the other."""
+        return cls.of_arrays(
+            np.concatenate([np.empty(0, "<u2"), *(each.counts for each in parts)]),
+            np.concatenate([np.empty(0, "<i4"), *(each.ids for each in parts)]),
+        )
+
+    def first(self, length: int) -> Self:
+        """The first `length` sets, without a copy."""
+        counts = self.counts[:length]
+        return self.of_arrays(counts, self.ids[: int(counts.sum(dtype=np.int64))])
 
     @property
     def widest(self) -> int:

@@ -20,7 +20,8 @@ from msgspec import Meta
 from inflight.arrays import from_msgpack, to_msgpack
 from inflight.config import RolloutConfig
 from inflight.http_body import bounded_body
-from inflight.types import Count, PrefillSpan, RoutedExperts, Turn, VersionSpan, versions_of_tokens
+from inflight.packed_logprobs import MAX_BYTES, Drawn, unpack
+from inflight.types import PrefillSpan, RoutedExperts, Turn, VersionSpan, require_spans
 
 MAX_ANSWER_BYTES = 64 << 20
 REJECTING = (400, 413, 422)
@@ -33,8 +34,6 @@ NOT_FINITE = "log-probability not finite"
 wrong there."""
 _NO_JSON = "Out of range float values"
 """From the error of Python's json, which refuses to write NaN: vLLM then answers with status 400."""
-IMPOSSIBLE = -9999.0
-"""The value that vLLM writes for the logarithm of zero."""
 
 
 class Unpatched(RuntimeError):
@@ -59,18 +58,11 @@ class Rejected(Exception):
         self.reason = reason
 
 
-class _Logprobs(msgspec.Struct):
-    token_logprobs: list[float | None]
-    top_logprobs: msgspec.Raw = msgspec.Raw(b"null")
-    """Decoded only where it was asked for."""
-
-
 class Choice(msgspec.Struct):
     """The state of one sample: from a whole answer, or from one chunk of a stream."""
 
     finish_reason: str | None = None
-    token_ids: Annotated[list[Count], Meta(max_length=1 << 20)] | None = None
-    logprobs: _Logprobs | None = None
+    packed_logprobs: Annotated[bytes, Meta(max_length=MAX_BYTES)] | None = None
     token_versions: list[VersionSpan] | None = None
     prefill_versions: list[PrefillSpan] | None = None
     routed_experts: str | None = None
@@ -81,7 +73,6 @@ class _CompletionBody(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(_CompletionBody)
-_top_logprobs = msgspec.json.Decoder(list[dict[str, float | None] | None] | None)
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
 _turns = msgspec.msgpack.Decoder(Turn, dec_hook=from_msgpack)
 
@@ -105,8 +96,7 @@ def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[st
         "presence_penalty": config.presence_penalty,
         "frequency_penalty": config.frequency_penalty,
         "logprobs": min(config.kept_tokens + 1, vocabulary) if config.cuts and config.kept_tokens else 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
+        "return_packed_logprobs": True,
         **({"model": model} if model else {}),
         **endings(config),
     }
@@ -133,42 +123,44 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
     choice = answer.choices[0]
     if choice.finish_reason in (None, "abort", "error"):
         raise RetryableFailure("aborted", detail=f"{generator}: finish_reason {choice.finish_reason}")
-    if choice.token_versions is None or choice.prefill_versions is None:
-        raise Unpatched(f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)")
-    if choice.token_ids is None:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: no token_ids")
-    logprobs = logprobs_of(choice, generator)
+    drawn = drawn_of(choice, asked, generator)
     try:
-        versions_of_tokens(choice.token_versions, len(choice.token_ids))
+        require_spans(choice.token_versions or [], len(drawn))
     except ValueError as error:
         raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
     return checked(
         generator,
-        token_ids=choice.token_ids,
-        logprobs=logprobs,
-        token_versions=choice.token_versions,
-        prefill_versions=choice.prefill_versions,
+        token_ids=drawn.token_ids,
+        logprobs=drawn.logprobs,
+        token_versions=choice.token_versions or [],
+        prefill_versions=choice.prefill_versions or [],
         finish_reason=choice.finish_reason,
-        kept=kept_sets(choice, asked, generator),
+        kept=drawn.kept,
         routed_experts=_experts(choice, generator),
     )
 
 
-def logprobs_of(choice: Choice, generator: str) -> list[float]:
-    """[T] the log-probability of each token.
+def drawn_of(choice: Choice, asked: int, generator: str) -> Drawn:
+    """The tokens of a choice; `asked` is the number of log-probabilities requested beside the sampled one.
 
-    Raises Rejected for one that is no number, which vLLM writes as null: under these weights a retry would give the
-    same, and the sample can't be trained on. Raises RetryableFailure("malformed answer") when their number is wrong.
+    Raises Unpatched when they have no version tags or are not packed, Rejected for a log-probability that is no number
+    (under these weights a retry would give the same, and the sample can't be trained on), and
+    RetryableFailure("malformed answer") for a damaged field.
     """
-    tokens = len(choice.token_ids or ())
-    given = choice.logprobs.token_logprobs if choice.logprobs is not None else []
-    if len(given) != tokens:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {len(given)} logprobs for {tokens} tokens")
-    logprobs = [value for value in given if value is not None]
-    if len(logprobs) != tokens:
-        detail = f"{generator}: {tokens - len(logprobs)} of {tokens} log-probabilities are no numbers"
+    if choice.token_versions is None or (choice.finish_reason is not None and choice.prefill_versions is None):
+        raise Unpatched(f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)")
+    if choice.packed_logprobs is None:
+        raise Unpatched(f"{generator} answers without packed_logprobs: its vLLM has an older patch of inflight")
+    try:
+        drawn = unpack(choice.packed_logprobs, asked)
+    except ValueError as error:
+        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+    finite = np.isfinite(drawn.logprobs)
+    if not np.logical_and.reduce(finite):
+        wrong = np.count_nonzero(~finite)
+        detail = f"{generator}: {wrong} of {len(drawn)} log-probabilities are no numbers"
         raise Rejected(NOT_FINITE, detail)
-    return logprobs
+    return drawn
 
 
 def checked(generator: str, **fields: Any) -> Turn:
@@ -178,28 +170,6 @@ def checked(generator: str, **fields: Any) -> Turn:
         return _turns.decode(_encoder.encode(Turn(**fields)))
     except (msgspec.ValidationError, ValueError) as error:
         raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
-
-
-def kept_sets(choice: Choice, asked: int, generator: str) -> list[list[int]] | None:
-    """The sets that the tokens were sampled from; an empty one if more tokens were possible than requested."""
-    if not asked:
-        return None
-    try:
-        given = None if choice.logprobs is None else _top_logprobs.decode(choice.logprobs.top_logprobs)
-        if given is None or choice.token_ids is None or len(given) != len(choice.token_ids):
-            raise ValueError(f"{asked} logprobs per token were requested, not returned")
-        return [_possible(each or {}, asked) for each in given]
-    except (ValueError, msgspec.DecodeError) as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
-
-
-def _possible(given: dict[str, float | None], asked: int) -> list[int]:
-    """Ids, from keys such as `token_id:17`, of the tokens whose probability is not zero; none when all requested ones
-    are possible, because there may be more. Raises ValueError for another key."""
-    possible = sorted(
-        int(key.removeprefix("token_id:")) for key, value in given.items() if value is not None and value > IMPOSSIBLE
-    )
-    return possible if len(possible) < asked else []
 
 
 def _experts(choice: Choice, generator: str) -> RoutedExperts | None:

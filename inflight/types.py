@@ -173,20 +173,28 @@ class RolloutGroup(Record):
     rollouts: Annotated[list[Rollout], Meta(min_length=1, max_length=4096)]
 
 
+def require_spans(spans: list[VersionSpan], length: int) -> None:
+    """Raises ValueError unless the spans start at 0, ascend, and start within `length` tokens."""
+    if length == 0:
+        return
+    if not spans or spans[0].start != 0:
+        raise ValueError(f"version spans must start at token 0, got {spans[:1]}")
+    before = -1
+    for span in spans:
+        if not before < span.start < length:
+            raise ValueError(f"version span {span} does not fit after token {before} of {length} tokens")
+        before = span.start
+
+
 def version_array(spans: list[VersionSpan], length: int) -> NDArray[np.int64]:
     """[T] the version of each of `length` tokens.
 
     Raises ValueError when the spans do not start at 0, do not ascend, or start beyond the tokens.
     """
-    if length == 0:
-        return np.empty(0, np.int64)
-    if not spans or spans[0].start != 0:
-        raise ValueError(f"version spans must start at token 0, got {spans[:1]}")
+    require_spans(spans, length)
     versions = np.empty(length, np.int64)
-    for span, upto in zip(spans, [s.start for s in spans[1:]] + [length], strict=True):
-        if not span.start < upto <= length:
-            raise ValueError(f"version span {span} does not fit tokens {span.start}..{upto} of {length}")
-        versions[span.start : upto] = span.version
+    for span in spans:
+        versions[span.start :] = span.version
     return versions
 
 

@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "vocabulary": set(),
     "resources": set(),
     "metrics": set(),
-    "completions": {"arrays", "http_body", "types", "config"},
+    "packed_logprobs": {"arrays"},
+    "completions": {"arrays", "http_body", "packed_logprobs", "types", "config"},
     "surroundings": set(),
     "lifeline": set(),
     "processes": {"lifeline", "starters", "surroundings"},
@@ -70,6 +71,7 @@ MAY_IMPORT = {
         "descendants",
         "processes",
         "completions",
+        "packed_logprobs",
         "prompts",
     },
     "generator": {

@@ -38,8 +38,7 @@ class HeldOut:
             "max_tokens": config.rollout.max_tokens,
             "temperature": 0.0,
             "logprobs": 0,
-            "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
+            "return_packed_logprobs": True,
         }
 
     def ask(self, url: str, version: int) -> Answers:

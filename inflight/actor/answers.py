@@ -46,7 +46,7 @@ class SampleInProgress:
     @property
     def length(self) -> int:
         """Number of completion tokens so far."""
-        return len(self.sequence.token_ids)
+        return self.sequence.length
 
     @property
     def generator(self) -> str:
@@ -102,7 +102,7 @@ class Answers:
         avoid: list[str] = []
         fruitless = 0
         while True:
-            had = len(answer.sequence.token_ids)
+            had = answer.sequence.length
             async with self._pool.lease(avoid, self._silence_s, answer.together) as generator:
                 try:
                     return await self._attempt(generator, request, answer)
@@ -110,7 +110,7 @@ class Answers:
                     if error.down:
                         self._pool.mark_down(generator)
                     self._count(answer, error.reason)
-                    fruitless = 0 if len(answer.sequence.token_ids) > had else fruitless + 1
+                    fruitless = 0 if answer.sequence.length > had else fruitless + 1
                     if fruitless >= ATTEMPTS:
                         raise
                     avoid.append(generator.name)
@@ -126,7 +126,7 @@ class Answers:
             answer.retries["started anew"] += 1
             sequence.restart()
             rest = request
-        if sequence.token_ids:
+        if sequence.length:
             self.continued += 1
         else:
             answer.started = time.time()
@@ -148,18 +148,20 @@ class Answers:
     async def _read(self, generator: Generator, request: dict[str, Any], answer: SampleInProgress, call: Call) -> None:
         """Reads a stream until it ends, or until a stop string that began in an earlier part is complete."""
         sequence, stops = answer.sequence, request.get("stop") or ()
-        seam = len(sequence.token_ids)
+        seam = sequence.length
         async with aclosing(chunks(self._session, generator.name, generator.url, request)) as stream:
             async for choice in stream:
-                had = len(sequence.token_ids)
+                had = sequence.length
                 sequence.add(choice)
-                if len(sequence.token_ids) == had:
+                if sequence.length == had:
                     continue
                 generator.calls.hear(call, time.monotonic())
                 generator.version = max(generator.version, sequence.newest_version)
-                self.tokens += len(sequence.token_ids) - had
+                self.tokens += sequence.length - had
                 if had == 0:
                     answer.first_token_s = max(0.0, time.time() - answer.started)
+                if not stops or not seam:
+                    continue
                 end = await crossing_stop(self._decode, sequence.token_ids, seam, stops)
                 if end is not None:
                     sequence.cut(end)

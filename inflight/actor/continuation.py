@@ -13,7 +13,7 @@ from typing import Any
 
 AS_THEY_ARE = {"n", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
 ENDS = {"stop_token_ids", "ignore_eos"}
-EVIDENCE = {"logprobs", "return_token_ids", "return_tokens_as_token_ids"}
+EVIDENCE = {"logprobs", "return_packed_logprobs"}
 CONTINUES = {"prompt", "max_tokens", "min_tokens", "seed"} | AS_THEY_ARE | ENDS | EVIDENCE
 """Fields of a request that a continuation copies or adapts to the remaining tokens."""
 COUNTS_COMPLETION = ("presence_penalty", "frequency_penalty")

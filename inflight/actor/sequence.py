@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.completions import Choice, RetryableFailure, Unpatched, checked, kept_sets, logprobs_of
-from inflight.types import GeneratorSpan, PrefillSpan, Turn, VersionSpan, versions_of_tokens
+import numpy as np
+
+from inflight.arrays import Tokens
+from inflight.completions import Choice, RetryableFailure, checked, drawn_of
+from inflight.packed_logprobs import Drawn, unpack
+from inflight.types import GeneratorSpan, PrefillSpan, Turn, VersionSpan, require_spans, versions_of_tokens
 
 UNKNOWN = -1
 """Version in a prefill event if it is unknown."""
@@ -25,14 +29,19 @@ class Sequence:
         self._prompt = prompt_tokens
         self._most = most
         self._asked = asked
-        self.token_ids: list[int] = []
         self.pieces: list[GeneratorSpan] = []
         """Which generator made which tokens; the last piece may still grow."""
-        self._logprobs: list[float] = []
-        self._kept: list[list[int]] = []
+        self.length = 0
+        """Number of tokens."""
+        self._drawn: list[Drawn] = []
         self._spans: list[VersionSpan] = []
         self._prefills: list[PrefillSpan] = []
         self.finish_reason: str | None = None
+
+    @property
+    def token_ids(self) -> Tokens:
+        """The tokens so far."""
+        return Tokens(np.concatenate([each.token_ids for each in self._drawn]) if self._drawn else ())
 
     @property
     def newest_version(self) -> int:
@@ -46,7 +55,7 @@ class Sequence:
 
     def begin(self, generator: str) -> None:
         """Starts a piece: the following tokens come from `generator`."""
-        self.pieces.append(GeneratorSpan(len(self.token_ids), generator))
+        self.pieces.append(GeneratorSpan(self.length, generator))
 
     def add(self, choice: Choice) -> None:
         """Appends one chunk of a stream, whose spans count from the first token of the newest piece.
@@ -55,31 +64,23 @@ class Sequence:
         RetryableFailure("malformed answer") for a chunk that contradicts itself or earlier ones; nothing of it is kept.
         """
         generator, seam = self.pieces[-1].generator, self.seam
-        tokens, have = choice.token_ids or [], len(self.token_ids) - seam
-        finished = choice.finish_reason is not None
-        if (tokens and choice.token_versions is None) or (finished and choice.prefill_versions is None):
-            raise Unpatched(
-                f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)"
-            )
-        if len(self.token_ids) + len(tokens) > self._most:
+        drawn, have = drawn_of(choice, self._asked, generator), self.length - seam
+        if self.length + len(drawn) > self._most:
             detail = f"{generator}: more than the requested {self._most} tokens"
             raise RetryableFailure("malformed answer", detail=detail)
-        logprobs = logprobs_of(choice, generator) if tokens else []
-        kept = kept_sets(choice, self._asked, generator) if tokens else []
-        spans = choice.token_versions or []
         try:
-            own = [VersionSpan(_not_below(span.start - have), span.version) for span in spans]
-            versions_of_tokens(own, len(tokens))
+            own = [VersionSpan(_not_below(span.start - have), span.version) for span in choice.token_versions or ()]
+            require_spans(own, len(drawn))
             prefills = [
                 PrefillSpan(_not_below(each.output_index) + seam, each.position, each.version)
-                for each in choice.prefill_versions or []
+                for each in choice.prefill_versions or ()
             ]
         except ValueError as error:
             raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
-        self.token_ids += tokens
-        self._logprobs += logprobs
-        self._kept += kept or []
-        self._extend((VersionSpan(span.start + seam, span.version) for span in spans) if tokens else ())
+        if len(drawn):
+            self._extend(VersionSpan(span.start + self.length, span.version) for span in own)
+            self._drawn.append(drawn)
+            self.length += len(drawn)
         self._prefills += prefills
         self.finish_reason = choice.finish_reason
 
@@ -89,15 +90,16 @@ class Sequence:
         A generator that aborted the request itself has sent its prefill events.
         """
         self.finish_reason = None
-        self._prefills = [each for each in self._prefills if each.output_index < len(self.token_ids)]
-        if self.seam == len(self.token_ids):
+        self._prefills = [each for each in self._prefills if each.output_index < self.length]
+        if self.seam == self.length:
             self.pieces.pop()
         elif not any(each.output_index >= self.seam for each in self._prefills):
             self._prefills += self._unknown_prefills()
 
     def cut(self, length: int) -> None:
         """Removes all tokens of the newest piece from index `length` on."""
-        del self.token_ids[length:], self._logprobs[length:], self._kept[length:]
+        self._drawn = [self._whole().first(length)] if length and self._drawn else []
+        self.length = min(self.length, length)
         self._spans = [span for span in self._spans if span.start < length]
         self._prefills = [each for each in self._prefills if each.output_index < length]
 
@@ -114,15 +116,22 @@ class Sequence:
     def turn(self) -> Turn:
         """The complete sequence, once it is finished. Raises RetryableFailure("malformed answer") when a part is out of
         bounds."""
+        whole = self._whole()
         return checked(
             self.pieces[-1].generator,
-            token_ids=self.token_ids,
-            logprobs=self._logprobs,
+            token_ids=whole.token_ids,
+            logprobs=whole.logprobs,
             token_versions=self._spans,
             prefill_versions=self._prefills,
             finish_reason=self.finish_reason or "",
-            kept=self._kept if self._asked else None,
+            kept=whole.kept,
         )
+
+    def _whole(self) -> Drawn:
+        """All that was drawn."""
+        if len(self._drawn) != 1:
+            self._drawn = [Drawn.joined([unpack(b"", self._asked), *self._drawn])]
+        return self._drawn[0]
 
     def _extend(self, spans: Iterable[VersionSpan]) -> None:
         for span in spans:
@@ -137,7 +146,7 @@ class Sequence:
         start, and anew, after a preemption, wherever a later version begins.
         """
         starts = sorted({self.seam, *(span.start for span in self._spans if span.start > self.seam)})
-        versions = versions_of_tokens(self._spans, len(self.token_ids))
+        versions = versions_of_tokens(self._spans, self.length)
         events = []
         for start in starts:
             last = self._prompt + start - 1

@@ -52,17 +52,17 @@ async def chunks(
                 async for data in _bounded(response.content, generator):
                     body += data
                 raise refused(response.status, bytes(body), generator)
-            async for event in _events(response.content, generator):
+            async for event in events_of(response.content, generator):
                 if event == DONE:
                     return
-                for choice in _choices(event, generator):
+                for choice in choices_of(event, generator):
                     yield choice
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError: no connection within CONNECT_S
         raise lost(error, generator) from None
     raise RetryableFailure("connection lost", down=True, detail=f"{generator}: the stream ended before its last event")
 
 
-def _choices(event: bytes, generator: str) -> list[Choice]:
+def choices_of(event: bytes, generator: str) -> list[Choice]:
     """The choices in one event. Raises RetryableFailure or Rejected for an event that reports an error, or is
     damaged."""
     try:
@@ -77,7 +77,7 @@ def _choices(event: bytes, generator: str) -> list[Choice]:
     return chunk.choices
 
 
-async def _events(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
+async def events_of(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
     """The data of each event; vLLM writes one line per event. aiohttp's own line reader has a limit that the first
     chunk of a long prompt exceeds."""
     rest = b""

@@ -45,6 +45,8 @@ from inflight.processes import is_tracker
 from inflight.prometheus.endpoint import announce
 from inflight.vocabulary import decode_every_id
 
+NEEDS_PATCH = 3
+"""Version of vLLM's patch from which on its answers have packed log-probabilities."""
 STATUS_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 60.0
 STOP_HTTP_S = 1
@@ -60,6 +62,13 @@ def require_patched() -> None:
         raise ConfigError("vLLM is not installed: pip install 'inflight[cpu]' or 'inflight[gpu]'")
     if importlib.util.find_spec("vllm.inflight_patch") is None:
         raise ConfigError("this vLLM can't tag tokens with weight versions yet, run: inflight patch apply")
+    from vllm.inflight_patch import PATCH_VERSION
+
+    if PATCH_VERSION < NEEDS_PATCH:
+        raise ConfigError(
+            f"this vLLM has version {PATCH_VERSION} of inflight's patch, and {NEEDS_PATCH} is needed: revert it with "
+            "the release of inflight that applied it, or install vLLM anew, then run: inflight patch apply"
+        )
     try:
         hooks.require("server")
     except hooks.HookChanged as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from base64 import b64decode
 
 import aiohttp
 import pytest
@@ -13,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from inflight.completions import complete, sampling
 from inflight.config import GateConfig, RolloutConfig, TaskConfig
 from inflight.models import prepare
+from inflight.packed_logprobs import unpack
 from inflight.rollout.gate import gate_group
 from inflight.sampling import Sampling
 from inflight.tasks import make
@@ -56,11 +59,18 @@ def sample(served, config: RolloutConfig, vocabulary: int = VOCABULARY):
 
     rollouts = [
         Rollout(
-            rollout_id=f"g/{i}", group_id="g", prompt_ids=PROMPTS[i], turn=turn, reward=float(i), generator="g0",
-            started=0.0, finished=1.0, first_token_s=0.0,
+            rollout_id=f"g/{i}",
+            group_id="g",
+            prompt_ids=PROMPTS[i],
+            turn=turn,
+            reward=float(i),
+            generator="g0",
+            started=0.0,
+            finished=1.0,
+            first_token_s=0.0,
         )
         for i, turn in enumerate(asyncio.run(ask()))
-    ]  # fmt: skip
+    ]
     gated = gate_group(RolloutGroup(group_id="g", prompt_key="k", rollouts=rollouts), 0, GateConfig())
     return collate([gated], advantage=group_mean, normalise="token", max_tokens=config.max_tokens)
 
@@ -134,12 +144,53 @@ def test_everything_else(served, how):
     assert log_ratios(served, batch, Sampling()).mean() > 0.02
 
 
+async def body_of(url: str, request: dict) -> list[dict]:
+    """The choices of an answer, streamed or not."""
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/v1/completions", json=request) as answer:
+            assert answer.status == 200, await answer.text()
+            if not request["stream"]:
+                return (await answer.json())["choices"]
+            events = [line.removeprefix(b"data: ") for line in (await answer.read()).split(b"\n") if line.strip()]
+            return [choice for event in events[:-1] for choice in json.loads(event)["choices"]]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kept_tokens", [16, 11])
+def test_packed_numbers_are_those_of_top_logprobs(served, stream, kept_tokens):
+    config = RolloutConfig(max_tokens=80, top_p=0.9, kept_tokens=kept_tokens, ignore_eos=True)
+    packed = sampling(config, VOCABULARY) | {"prompt": PROMPTS[0], "seed": 3, "stream": stream}
+    plain = packed | {
+        "return_packed_logprobs": False,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    told, got = (asyncio.run(body_of(served.url, each)) for each in (plain, packed))
+    assert len(got) == len(told)
+    kinds = set()
+    for one, other in zip(told, got, strict=True):
+        assert "token_ids" not in other or other["token_ids"] is None
+        assert other["logprobs"] is None
+        drawn = unpack(b64decode(other["packed_logprobs"]), packed["logprobs"])
+        assert drawn.token_ids.tolist() == one["token_ids"]
+        assert drawn.logprobs.tolist() == one["logprobs"]["token_logprobs"], "to the last bit"
+        for kept, top in zip(drawn.kept, one["logprobs"]["top_logprobs"], strict=True):
+            possible = {int(key.removeprefix("token_id:")) for key, value in top.items() if value > -9999.0}
+            kinds.add(len(possible) < packed["logprobs"])
+            assert set(kept) == (possible if len(possible) < packed["logprobs"] else set())
+        assert other["token_versions"] == one["token_versions"]
+    assert kinds == ({True} if kept_tokens == 16 else {True, False}), "sets that fit, and some that do not"
+
+
 def test_a_request_with_tools_is_served_with_the_runs_own_parser(served):
     """Without `generator.server` vLLM answers 400."""
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     body = {
-        "messages": [{"role": "user", "content": "1+2"}], "tools": [tool], "tool_choice": "auto", "max_tokens": 4,
-    }  # fmt: skip
+        "messages": [{"role": "user", "content": "1+2"}],
+        "tools": [tool],
+        "tool_choice": "auto",
+        "max_tokens": 4,
+    }
 
     async def ask():
         async with aiohttp.ClientSession() as session:

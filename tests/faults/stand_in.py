@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "unit"))
 import torch
 from aiohttp import web
 from fake_generator import FakeGenerator
+from packed_samples import packed
 
 from inflight import config as configuration
 from inflight.bus import Link
@@ -36,10 +37,13 @@ def answer(seed: int, version: int) -> dict[str, object]:
     source = random.Random(seed)
     tokens = [source.randrange(3, 13) for _ in range(4)]
     return {
-        "index": 0, "text": "", "finish_reason": "stop", "token_ids": tokens,
-        "logprobs": {"token_logprobs": [-2.5] * 4, "tokens": [], "top_logprobs": None},
-        "token_versions": [[0, version]], "prefill_versions": [[0, 0, version]],
-    }  # fmt: skip
+        "index": 0,
+        "text": "",
+        "finish_reason": "stop",
+        "packed_logprobs": packed(tokens, [-2.5] * 4),
+        "token_versions": [[0, version]],
+        "prefill_versions": [[0, 0, version]],
+    }
 
 
 async def serve(run_dir: str, name: str) -> int:
@@ -77,10 +81,13 @@ async def serve(run_dir: str, name: str) -> int:
     listening = listen(config.network)
     await web.SockSite(runner, listening).start()
     generator = FakeGenerator(
-        config.endpoint("weights"), name, bus=config.bus, place=place_of(torch.device("cpu")),
+        config.endpoint("weights"),
+        name,
+        bus=config.bus,
+        place=place_of(torch.device("cpu")),
         url=f"http://{joined(config.network.reached, listening.getsockname()[1])}",
         connect=lambda welcome: make_receiver(welcome, config.network),
-    ).start()  # fmt: skip
+    ).start()
     with Link(config.endpoint("status"), name, config.bus) as status:
         while not ended.is_set() and not any(isinstance(message, Finish) for message in generator.heard):
             status.send(Status(source=name, values={} if generator.version is None else {"version": generator.version}))

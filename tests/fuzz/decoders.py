@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch
+from packed_samples import framed, packed
 from rollout_samples import make_config, make_group
 from safetensors.torch import save
 from torch import nn
@@ -41,6 +43,7 @@ from inflight.messages import (
     encode,
 )
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.packed_logprobs import unpack
 from inflight.report import summary
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.part import start_of
@@ -90,6 +93,14 @@ def _turn(data: bytes) -> None:
     assert len(turn.token_ids) == len(turn.logprobs)
     encoded = msgspec.msgpack.encode(turn, enc_hook=to_msgpack)
     assert msgspec.msgpack.decode(encoded, type=type(turn), dec_hook=from_msgpack) == turn
+
+
+def _packed(data: bytes) -> None:
+    drawn = unpack(data, 3)
+    assert len(drawn.token_ids) == len(drawn.logprobs) == len(drawn.kept)
+    assert drawn.kept.widest < 3
+    for token, kept in zip(drawn.token_ids.tolist(), drawn.kept, strict=True):
+        assert not kept or token in kept.tolist()
 
 
 def _checkpoint(data: bytes) -> None:
@@ -176,24 +187,42 @@ def _config_sample() -> bytes:
 
 
 MESSAGES = [
-    Heartbeat(), Commit(version=3), Grant(questions=[1, 2]), ActorHello(actor="a0", incarnation="0" * 16),
+    Heartbeat(),
+    Commit(version=3),
+    Grant(questions=[1, 2]),
+    ActorHello(actor="a0", incarnation="0" * 16),
     Failed(version=1, phase="build", reason="x", poisoned=False),
     Ready(version=1, attempt=1, digest="0" * 64, receive_s=0.1, build_s=0.2),
-    GroupDone(group=make_group("q1")), GroupFailed(group_id="q1", reason="r", again=True),
+    GroupDone(group=make_group("q1")),
+    GroupFailed(group_id="q1", reason="r", again=True),
     Status(source="a0", values={"x": 1, "y": 2.5, "z": "t"}),
-]  # fmt: skip
+]
 ANSWER = {
-    "choices": [{
-        "finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"token_logprobs": [-0.5, -1.0]},
-        "token_versions": [[0, 1]], "prefill_versions": [[0, 0, 1]],
-    }]
-}  # fmt: skip
+    "choices": [
+        {
+            "finish_reason": "stop",
+            "packed_logprobs": packed([1, 2], [-0.5, -1.0]),
+            "token_versions": [[0, 1]],
+            "prefill_versions": [[0, 0, 1]],
+        }
+    ]
+}
 HALVES = b"\n---\n"
 STEP = {
-    "step": 1, "version": 1, "time_s": 2.5, "wait_s": 1.0, "train_s": 0.5, "publish_wait_s": 0.0, "pack_s": 0.1,
-    "reward": 0.5, "tokens_trained": 20, "tokens_masked": 0, "lag_counts": {"0": 20}, "groups_dropped": {},
+    "step": 1,
+    "version": 1,
+    "time_s": 2.5,
+    "wait_s": 1.0,
+    "train_s": 0.5,
+    "publish_wait_s": 0.0,
+    "pack_s": 0.1,
+    "reward": 0.5,
+    "tokens_trained": 20,
+    "tokens_masked": 0,
+    "lag_counts": {"0": 20},
+    "groups_dropped": {},
     "groups_failed": {"actor lost": 1},
-}  # fmt: skip
+}
 SWAPS = [
     {"event": "committed", "version": 1, "gap_s": 0.001, "running": 3},
     {"event": "failed", "version": 2, "phase": "build", "reason": "x"},
@@ -218,6 +247,11 @@ TARGETS = {
         [start_of(bytes(16), 0) + encode_frame(make_group("q1")) + encode_frame(make_group("q2", spans=[(0, 3)]))],
     ),
     "completions": Target(_turn, (RetryableFailure, Unpatched), [json.dumps(ANSWER).encode()]),
+    "packed log-probabilities": Target(
+        _packed,
+        (ValueError,),
+        [b64decode(packed([1, 2], others=[{5: -1.0, 7: -2.0}, {6: -0.1}])), b64decode(framed([], [])), b""],
+    ),
     "checkpoint": Target(
         _checkpoint,
         (CheckpointError,),

@@ -66,7 +66,8 @@ def test_the_patched_engine_keeps_what_it_claims(sources: Path) -> None:
     where = [sys.executable, "-c", "import vllm; print(vllm.__file__)"]
     found = subprocess.run(where, env=environment, check=True, capture_output=True, text=True)
     assert found.stdout.splitlines()[-1] == str(sources / "vllm" / "__init__.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cpu/test_patched_engine.py"]
+    tests = ["tests/cpu/test_patched_engine.py", "tests/cpu/test_patched_logprobs.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-4000:]
     assert " passed" in run.stdout

@@ -10,6 +10,7 @@ import threading
 
 import torch
 from aiohttp import web
+from packed_samples import packed
 from transformers import AutoModelForCausalLM
 
 
@@ -74,10 +75,13 @@ class ModelServer:
         logprobs = logits.log_softmax(dim=-1)[len(prompt) - 1 : -1]
         values = [float(logprobs[index, token]) for index, token in enumerate(tokens)]
         return {
-            "index": 0, "text": "", "finish_reason": "length", "token_ids": tokens,
-            "logprobs": {"token_logprobs": values, "tokens": [], "top_logprobs": None},
-            "token_versions": [[0, version]], "prefill_versions": [[0, 0, version]],
-        }  # fmt: skip
+            "index": 0,
+            "text": "",
+            "finish_reason": "length",
+            "packed_logprobs": packed(tokens, values),
+            "token_versions": [[0, version]],
+            "prefill_versions": [[0, 0, version]],
+        }
 
     def close(self):
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -4,6 +4,7 @@ import asyncio
 import json
 
 from aiohttp import web
+from packed_samples import packed
 
 ALPHABET = "0123456789+= \n"
 
@@ -27,8 +28,8 @@ def choice(text="07", version=0, **changes):
         "index": 0,
         "text": text,
         "finish_reason": "stop",
-        "token_ids": token_ids,
-        "logprobs": {"token_logprobs": [-0.5] * len(token_ids), "tokens": [], "top_logprobs": None},
+        "logprobs": None,
+        "packed_logprobs": packed(token_ids),
         "token_versions": [[0, version]] if token_ids else [],
         "prefill_versions": [[0, 0, version]],
         "extra": "ignored",

@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 from in_process import in_process
 from openai_server import Server, Tokens, choice
+from packed_samples import framed, packed
 from rollout_samples import make_config
 
 from inflight import config as configuration
@@ -144,7 +145,14 @@ def test_groups_from_question_to_batch_and_to_the_end(play):
                 assert (rollout.generator, rollout.turn.finish_reason) == ("g0", "stop")
                 assert rollout.started <= rollout.finished
         assert len({request["seed"] for request in requests}) == len(requests), "a seed a sample"
-        wanted = {"n": 1, "logprobs": 0, "return_token_ids": True, "stream": True, "temperature": 1.0, "top_p": 1.0}
+        wanted = {
+            "n": 1,
+            "logprobs": 0,
+            "return_packed_logprobs": True,
+            "stream": True,
+            "temperature": 1.0,
+            "top_p": 1.0,
+        }
         assert all(request.items() >= wanted.items() for request in requests)
         assert room.pool.generators["g0"].version == 3
 
@@ -180,7 +188,7 @@ def test_no_more_is_in_flight_than_concurrency_allows_and_capacity_grants(play):
 @pytest.mark.parametrize("answer", [500, 503, 429, None, "cut", "two", "untagged tokens"])
 def test_a_failed_request_is_asked_of_another_generator(play, answer):
     answers = {
-        "cut": choice(logprobs={"token_logprobs": [-0.1]}),
+        "cut": choice(packed_logprobs=packed([0, 7])[:-4]),
         "two": choice(token_versions=[[1, 0]]),
         "untagged tokens": choice(token_versions=[]),
     }
@@ -237,8 +245,8 @@ def test_aborted_requests_are_counted_and_retried(play):
         (500, "http 500", 6),
         (400, "http 400", 1),
         (401, "http 401", 6),
-        (choice(token_ids=[1 << 70, 2]), "malformed answer", 6),  # what can't travel must not end the actor
-        (choice(token_ids=[-1, 2]), "malformed answer", 6),
+        (choice(packed_logprobs=framed([1, 1], [(1, -0.5)])), "malformed answer", 6),
+        (choice(packed_logprobs=packed([-1, 2])), "malformed answer", 6),
     ],
 )
 def test_a_group_is_given_up_with_a_reason_and_the_actor_continues(play, monkeypatch, answer, reason, requests):

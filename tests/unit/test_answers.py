@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 from openai_server import Server, Tokens, choice, chunk
+from packed_samples import packed
 
 from inflight.actor import __main__ as entry
 from inflight.actor import pool as pool_module
@@ -125,7 +126,7 @@ def test_other_ends_before_the_end(ending, reason):
         "{",
         json.dumps({"choices": [chunk("2", 2), chunk("2", 2)]}),
         chunk("2", 7),
-        chunk("2", 2) | {"token_ids": [-1]},
+        chunk("2", 2) | {"packed_logprobs": packed([-1])},
         chunk("0123456", 2),
     ],
 )
@@ -149,7 +150,7 @@ def test_a_log_probability_that_is_no_number_is_not_asked_for_again():
         assert error.value.reason == "log-probability not finite"
         assert [len(server.requests) for server in there.servers] == [1, 0]
 
-    play(scene, [[chunk("01"), chunk("2", 2, logprobs={"token_logprobs": [None]})]], [])
+    play(scene, [[chunk("01"), chunk("2", 2, packed_logprobs=packed([2], [float("nan")]))]], [])
 
 
 def test_a_sequence_that_can_not_be_continued_is_restarted_and_counted():

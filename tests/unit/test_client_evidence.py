@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from openai_server import choice
+from packed_samples import packed
 
 from inflight.arrays import to_msgpack
 from inflight.completions import RetryableFailure, parse_turn, sampling
@@ -23,10 +24,6 @@ def turn(asked=0, **changes):
     return parse_turn(json.dumps({"choices": [choice("07", **changes)]}).encode(), "g0", asked)
 
 
-def logprobs(*tops):
-    return {"token_logprobs": [-0.5, -0.5], "top_logprobs": list(tops)}
-
-
 def npy(array):
     file = io.BytesIO()
     np.save(file, array)
@@ -34,16 +31,12 @@ def npy(array):
 
 
 def test_the_kept_set_is_what_was_possible():
-    tops = (
-        {"token_id:5": -0.1, "token_id:3": -2.0, "token_id:9": -9999.0},
-        {"token_id:7": -0.4, "token_id:1": -9999.0},
-    )
-    assert turn(3, logprobs=logprobs(*tops)).kept == [[3, 5], [7]]
+    assert turn(3, packed_logprobs=packed([5, 7], others=[{5: -0.1, 3: -2.0}, {}])).kept == [[5, 3], [7]]
 
 
 def test_a_set_as_large_as_what_was_asked_for_may_be_larger():
-    tops = ({"token_id:5": -0.1, "token_id:3": -2.0}, {"token_id:5": -0.1, "token_id:3": -9999.0})
-    assert turn(2, logprobs=logprobs(*tops)).kept == [[], [5]]
+    assert turn(2, packed_logprobs=packed([5, 5], others=[{3: -2.0}, {}])).kept == [[], [5]]
+    assert turn(2, packed_logprobs=packed([4, 5], others=[{3: -2.0, 5: -3.0}, {}])).kept == [[], [5]]
 
 
 def test_nothing_is_recorded_unless_tokens_are_cut_off():
@@ -55,13 +48,6 @@ def test_nothing_is_recorded_unless_tokens_are_cut_off():
     assert sampling(RolloutConfig(top_k=4, kept_tokens=0), 50_000)["logprobs"] == 0
 
 
-@pytest.mark.parametrize("tops", [None, [{}], [{"five": -1.0}, {}]])
-def test_kept_sets_that_were_asked_for_must_come(tops):
-    with pytest.raises(RetryableFailure) as error:
-        turn(2, logprobs={"token_logprobs": [-0.5, -0.5], "top_logprobs": tops})
-    assert error.value.reason == "malformed answer"
-
-
 @pytest.mark.parametrize("largest, size", [(7, 1), (300, 2)])
 def test_routed_experts_go_from_the_answer_to_the_file(tmp_path, largest, size):
     array = np.arange(12).reshape(3, 2, 2).astype(np.int32)
@@ -71,9 +57,18 @@ def test_routed_experts_go_from_the_answer_to_the_file(tmp_path, largest, size):
     assert got.routed_experts.bytes_each == size
     assert np.array_equal(np.frombuffer(got.routed_experts.data, f"<u{size}").reshape(3, 2, 2), array)
     rollout = Rollout(
-        rollout_id="g/0", group_id="g", prompt_ids=[1], turn=got, reward=0.0, generator="g0", started=0.0, finished=1.0,
-        first_token_s=0.0, step_rewards=[StepReward(1, 0.5)], teacher_logprobs=[-1.0, -2.0],
-    )  # fmt: skip
+        rollout_id="g/0",
+        group_id="g",
+        prompt_ids=[1],
+        turn=got,
+        reward=0.0,
+        generator="g0",
+        started=0.0,
+        finished=1.0,
+        first_token_s=0.0,
+        step_rewards=[StepReward(1, 0.5)],
+        teacher_logprobs=[-1.0, -2.0],
+    )
     group = RolloutGroup(group_id="g", prompt_key="k", rollouts=[rollout])
     assert decode(encode(GroupDone(group=group))).group == group
     with Writer(tmp_path / "r") as writer:
@@ -89,9 +84,16 @@ def pickled():
 
 @pytest.mark.parametrize(
     "text",
-    ["?", base64.b64encode(b"\\x93NUMPY").decode(), npy(np.zeros(3)), npy(np.full((1, 1, 1), -1)),
-     npy(np.full((1, 1, 1), 65536)), npy(np.zeros((1, 1, 1))), pickled()],
-)  # fmt: skip
+    [
+        "?",
+        base64.b64encode(b"\\x93NUMPY").decode(),
+        npy(np.zeros(3)),
+        npy(np.full((1, 1, 1), -1)),
+        npy(np.full((1, 1, 1), 65536)),
+        npy(np.zeros((1, 1, 1))),
+        pickled(),
+    ],
+)
 def test_damaged_routing_is_refused(text):
     with pytest.raises(RetryableFailure, match="routed_experts"):
         turn(routed_experts=text)

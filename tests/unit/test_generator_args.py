@@ -7,8 +7,9 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from inflight import config as configuration
 from inflight.config import ConfigError, GeneratorConfig, ModelConfig, RunConfig, TaskConfig
 from inflight.config.lora import LoraConfig
-from inflight.generator import engine_args, server
+from inflight.generator import engine_args, hooks, server
 from inflight.generator.engine_args import (
     CPU_ADAPTER_WORKER,
     CPU_WORKER,
@@ -128,6 +129,18 @@ def test_a_vllm_without_the_patch_is_refused_with_the_command(monkeypatch: pytes
         server.require_patched()
     absent.add("vllm")
     with pytest.raises(ConfigError, match="vLLM is not installed"):
+        server.require_patched()
+
+
+@pytest.mark.parametrize(("version", "refused"), [(1, True), (2, True), (3, False)])
+def test_a_vllm_of_an_older_patch_is_refused(monkeypatch: pytest.MonkeyPatch, version: int, refused: bool) -> None:
+    for name, module in {"vllm": ModuleType("vllm"), "vllm.inflight_patch": ModuleType("inflight_patch")}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    sys.modules["vllm.inflight_patch"].PATCH_VERSION = version
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(hooks, "require", lambda side: None)
+    reason = rf"has version {version} of inflight's patch, and 3 is needed: .*patch apply"
+    with pytest.raises(ConfigError, match=reason) if refused else nullcontext():
         server.require_patched()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from openai_server import Tokens, chunk
+from packed_samples import packed
 
 from inflight.actor.sequence import Sequence
 from inflight.audit.segments import UNKNOWN, Segment, segments
@@ -36,9 +37,16 @@ def started(*pieces, prompt=PROMPT, most=64):
 
 def claims(turn, prompt=PROMPT):
     rollout = Rollout(
-        rollout_id="q0/0", group_id="q0", prompt_ids=prompt, turn=turn, reward=0.0, generator="g0", started=0.0,
-        finished=1.0, first_token_s=0.0,
-    )  # fmt: skip
+        rollout_id="q0/0",
+        group_id="q0",
+        prompt_ids=prompt,
+        turn=turn,
+        reward=0.0,
+        generator="g0",
+        started=0.0,
+        finished=1.0,
+        first_token_s=0.0,
+    )
     return segments(rollout)
 
 
@@ -64,9 +72,12 @@ def test_the_second_generator_says_what_it_computed_and_of_the_lost_one_only_wha
     ]
     assert sequence.pieces == [GeneratorSpan(0, "g0"), GeneratorSpan(4, "g1")]
     assert claims(turn) == [
-        Segment(0, 2, UNKNOWN, 2), Segment(2, 4, 4, 2), Segment(0, 4, UNKNOWN, 4), Segment(4, 6, 5, 4),
+        Segment(0, 2, UNKNOWN, 2),
+        Segment(2, 4, 4, 2),
+        Segment(0, 4, UNKNOWN, 4),
+        Segment(4, 6, 5, 4),
         Segment(0, 8, 3, 6),
-    ]  # fmt: skip
+    ]
 
 
 def test_nothing_is_unknown_of_a_prompt_of_one_token():
@@ -114,8 +125,9 @@ def test_a_stop_string_across_the_seam_cuts_tokens_and_tags():
         (chunk("23", 1), RetryableFailure, "1 tokens before the chunk"),
         (chunk("23", 3), RetryableFailure, "must start at token 0"),
         (chunk("23", 2) | {"token_versions": [[2, 0], [4, 1]]}, RetryableFailure, "does not fit"),
-        (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0]}}, RetryableFailure, "1 logprobs for 2 tokens"),
-        (chunk("23", 2) | {"logprobs": {"token_logprobs": [-1.0, None]}}, Rejected, "1 of 2 .* no numbers"),
+        (chunk("23", 2) | {"packed_logprobs": packed([2, 3])[:-4]}, RetryableFailure, "27 bytes are no packed"),
+        (chunk("23", 2) | {"packed_logprobs": packed([2, 3], [-1.0, float("nan")])}, Rejected, "1 of 2 .* no numbers"),
+        (chunk("23", 2) | {"packed_logprobs": None}, Unpatched, "older patch"),
         (chunk("23", 2) | {"token_versions": None}, Unpatched, "not patched"),
         (chunk("23", 2, finish="stop") | {"prefill_versions": None}, Unpatched, "not patched"),
         (chunk("2" * 9, 2), RetryableFailure, "more than the requested 10 tokens"),
@@ -131,7 +143,7 @@ def test_a_damaged_chunk_leaves_the_sequence_as_it_was(bad, error, text):
 
 def test_kept_sets_are_joined():
     sequence = Sequence(3, 8, asked=3)
-    for generator, tops in (("g0", {"token_id:5": -0.1, "token_id:3": -2.0}), ("g1", {"token_id:7": -0.4})):
+    for generator, others in (("g0", {5: -0.1, 3: -2.0}), ("g1", {7: -0.4, 1: -1.0, 2: -1.0}), ("g2", {8: -0.4})):
         sequence.begin(generator)
-        sequence.add(parsed("0", logprobs={"token_logprobs": [-0.1], "top_logprobs": [tops]}))
-    assert sequence.turn().kept == [[3, 5], [7]]
+        sequence.add(parsed("0", packed_logprobs=packed([6], others=[others])))
+    assert sequence.turn().kept == [[], [], [6, 8]]

@@ -164,8 +164,7 @@ def _request(prompt: list[int], sampling: Sampling, seed: int) -> dict[str, Any]
         "max_tokens": TOKENS,
         "ignore_eos": True,
         "logprobs": 0,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
+        "return_packed_logprobs": True,
     }
 
 

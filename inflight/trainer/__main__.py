@@ -172,6 +172,7 @@ def _publisher(
         fence=fence,
         routes_file=config.routes_file,
         network=config.network,
+        elastic=config.hosts.starter == "join",
     )
 
 

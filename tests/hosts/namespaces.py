@@ -117,6 +117,12 @@ class Hosts:
         inside = ["nsenter", "-t", str(self._holders[number].pid), "-m", "-n", "-i", "--", *argv]
         return subprocess.Popen(inside, text=True, **options)  # type: ignore[call-overload]
 
+    def listening(self, number: int) -> set[tuple[str, int]]:
+        """Addresses and ports of TCP on which something listens there, but sshd."""
+        asked = self.within(number, "ss", "-Hltn", stdout=subprocess.PIPE)
+        places = [line.split()[3].rpartition(":") for line in asked.communicate(timeout=LIMIT_S)[0].splitlines()]
+        return {(address.strip("[]"), int(port)) for address, _, port in places if port != "22"}
+
     @property
     def ssh(self) -> list[str]:
         """Arguments of ssh with which the first host reaches the others."""

@@ -169,3 +169,46 @@ def test_processes_elsewhere_end_with_a_launcher_that_is_killed(three: Hosts, st
     assert run.kill("launcher")
     run.wait()
     run.until_nothing_left()
+
+
+STRANGER = """
+import random, socket, sys
+source = random.Random(0)
+says = [
+    b"", b"GET / HTTP/1.1\\r\\n\\r\\n", source.randbytes(64), source.randbytes(5000), bytes(64), b"\\xff" * 64,
+    b"\\xff" + bytes(8) + b"\\x7f\\x03\\x00NULL" + bytes(48), (1 << 62).to_bytes(8, "little") * 8,
+]
+kept = []
+for port in sys.argv[2:]:
+    for said in says:
+        try:
+            stranger = socket.create_connection((sys.argv[1], int(port)), timeout=5)
+            stranger.sendall(said)
+            kept.append(stranger)
+        except OSError:
+            pass
+"""
+"""Says all of it at each port of a host, and keeps the connections open for a while."""
+
+
+def test_strangers_at_every_port_change_nothing(three: Hosts, started: Callable[..., Run]) -> None:
+    """Garbage, other protocols and silence, from another host, at each port of the trainer's host and of a generator's,
+    while versions are sent: what has keys refuses and counts it; what has none belongs to one transfer or store."""
+    run = started(three, "trainer.steps=40", slowest_s=2.0)
+    run.until(lambda: run.steps() >= 2, alive=True)
+    for _ in range(3):
+        for number in (0, 1):
+            open_to_all = {
+                each for each in three.listening(number) if each[0] not in (three.address(number), "127.0.0.1")
+            }
+            assert not open_to_all, "something listens on more than its address"
+            ports = [str(port) for address, port in three.listening(number) if address == three.address(number)]
+            assert len(ports) >= (5 if number == 0 else 1)
+            said = three.within(2, sys.executable, "-c", STRANGER, three.address(number), *ports)
+            assert said.wait(120) == 0
+    run.finish()
+    assert run.steps() == 40
+    assert set(run.samplers()) == {"g0", "g1"}
+    refused = run.lines()[-1]["refused"]
+    assert sum(refused.values()) >= 6, refused
+    run.account()

@@ -27,7 +27,7 @@ class Presence:
         self.generator, self.members = generator, Members(generator, world_size)
         self.caught_up = False
         """Since it joined, it has held a version that was the newest one at that time."""
-        self.standing = Standing(generator, session.events, session.clock())
+        self.standing = Standing(generator, session.events, session.clock(), expected=not session.elastic)
         self.retry = Backoff()
         self.attempt: Attempt | None = None
         """The version that is being delivered, until its outcome is known and all ranks have released it."""

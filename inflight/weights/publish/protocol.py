@@ -107,7 +107,8 @@ class PublishProtocol:
         else:
             self._session.outbox.ignore(peer, message, "not a member")
         self._place()  # before anything is sent that would be committed over the pinned version
-        self._send()
+        if (replica := self.membership.of(peer)) is not None and self._offer is not None:
+            replica.send(self._offer)  # the others' states are as they were: there may be a thousand
 
     def expire(self) -> NotFinite | None:
         """Carries out what is due; to be called often. Returns why the version in the buffer must not be sent, if

@@ -93,12 +93,13 @@ class Publisher(Served):
         fence: ReadFence | None = None,
         routes_file: Path | None = None,
         network: NetworkConfig = HERE,
+        elastic: bool = False,
     ) -> None:
         """Begins to listen. `version` is that of the module's current weights, `ranks` generator name → world size.
 
         With a `fence` that holds the optimizer, packing on CUDA overlaps with the trainer's next forward and backward
-        pass; otherwise `publish` returns when all is packed. `routes_file` is kept up to date with the generators that
-        may get requests; ranks find their transports on `network`. The caller closes the listener, after the publisher.
+        pass; otherwise `publish` returns when all is packed. `routes_file` lists the generators that may get requests;
+        transports listen on `network`. `elastic`: what a generator misses before it comes is no failure.
 
         Raises NotFinite when the module holds NaN or Inf already, in the wire dtypes.
         """
@@ -116,7 +117,7 @@ class Publisher(Served):
         self._channels = ChannelSource(config.transfer_timeout_s, network)
         self._offer = self._pack(version)  # loads kernels that the first packing needs, before any step
         self.require_sound()
-        session = Session(config, self.manifest, Outbox(listener), self._channels, choice)
+        session = Session(config, self.manifest, Outbox(listener), self._channels, choice, elastic=elastic)
         routes = RoutesFile(routes_file) if routes_file is not None else None
         self._loop = PublisherLoop(listener, session, ranks, self._offer, routes)
 

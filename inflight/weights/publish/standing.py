@@ -13,7 +13,8 @@ log = logging.getLogger(__name__)
 class Standing:
     """Changes of state are checked against LEGAL; each version gets one outcome in the event log."""
 
-    def __init__(self, generator: str, events: EventLog, now: float) -> None:
+    def __init__(self, generator: str, events: EventLog, now: float, *, expected: bool = True) -> None:
+        """`expected`: versions that it does not get are recorded before it has joined for the first time, too."""
         self.generator = generator
         self.state = ReplicaState.ABSENT
         self.why = "no hello yet"
@@ -24,6 +25,7 @@ class Standing:
         """It has left because it was asked to end, and has not come back."""
         self.due: float | None = now
         """Time at which the state's next step must be taken if no message comes before; None: never."""
+        self._expected = expected
         self._owed: int | None = None
         """The newest version for which no event is recorded yet."""
         self._events = events
@@ -33,9 +35,12 @@ class Standing:
         if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
         self.state, self.why, self.since, self.due = state, why, now, due
+        self._expected = True
 
     def owe(self, version: int, out: int | None) -> None:
         """A version was released; `out` is the one that is being sent or committed, None: there is none."""
+        if not self._expected:
+            return
         committing = self.state is ReplicaState.COMMITTING and self._owed == out
         if self._owed is not None and not committing:
             self.pass_over(self._owed, f"{self.state.name}, {self.why}")

@@ -10,6 +10,7 @@ from inflight.config.checks import require, require_fields
 
 STARTERS = ("local", "ssh", "join")
 ANYWHERE = "a host that joins"
+HERE = "local"
 DESTINATION = re.compile(r"[A-Za-z0-9_.@:%\[\]-]{1,255}")
 
 
@@ -21,8 +22,8 @@ class HostsConfig:
     """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects. `join`: wherever
     `inflight join` is run; `generator.count` is then the most generators that there may be."""
     names: list[str] = field(default_factory=list)
-    """Destinations of ssh, [USER@]HOST, for generators in turn; with several generators on one host, each gets GPUs of
-    its own."""
+    """Destinations of ssh, [USER@]HOST, for generators in turn; `local` is the launcher's host. With several generators
+    on one host, each gets GPUs of its own."""
     actors: list[str] = field(default_factory=list)
     """The same for actors; empty: the launcher's host."""
     actors_join: bool = False
@@ -56,7 +57,8 @@ class HostsConfig:
         if self.starter == "join":
             return ANYWHERE if kind == "generator" or (kind == "actor" and self.actors_join) else ""
         given = {"generator": self.names, "actor": self.actors}.get(kind, []) if self.elsewhere else []
-        return given[number % len(given)] if given else ""
+        place = given[number % len(given)] if given else HERE
+        return "" if place == HERE else place
 
     def slot(self, number: int) -> int:
         """How many generators with lower numbers are on the host of this one."""

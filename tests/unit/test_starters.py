@@ -300,6 +300,19 @@ def test_generators_go_to_the_hosts_in_turn_and_the_rest_stays(tmp_path: Path, m
     assert environments == {"trainer": "0"} | dict.fromkeys(["g0", "g1", "g2", "g3", "a0"])
 
 
+def test_a_run_may_have_generators_here_and_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "available", lambda: ["0", "1", "2"])
+    options = ["network.bind=10.0.0.1", "hosts.starter=ssh", "hosts.names=[local,h1]", "generator.count=4"]
+    commands = usual_commands(compose("tiny", [f"run_dir={tmp_path}/run", *options]))
+    found = {
+        each.name: (each.host, each.environment.get("CUDA_VISIBLE_DEVICES"))
+        for each in commands
+        if each.kind == "generator"
+    }
+    assert found == {"g0": ("", "1,0"), "g1": ("h1", None), "g2": ("", "2,0"), "g3": ("h1", None)}
+    assert [each.slot for each in commands if each.host] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

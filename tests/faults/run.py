@@ -39,10 +39,10 @@ BOUND_S = 240.0
 
 
 def free_port() -> int:
-    """The first of four in a row that nobody listens on."""
-    for port in range(20000 + os.getpid() % 20000, 65000, 4):
+    """The first of five in a row that nobody listens on."""
+    for port in range(20000 + os.getpid() % 20000, 65000, 5):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for offset in range(4):
+            for offset in range(5):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port + offset))
             return port
     raise AssertionError("no port is free")

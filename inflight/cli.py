@@ -10,11 +10,27 @@ from collections.abc import Callable, Sequence
 
 from inflight import __version__
 
+EXAMPLES = """examples:
+  inflight doctor --config-name demo                  can this machine do such a run, and what to do if not
+  inflight launch --config-name demo trainer.steps=100
+  inflight watch runs/mine                            its live view, from another terminal
+  inflight show runs/mine q5                          which version sampled which token of question 5
+  inflight report runs/mine --html                    curves and version bands, in one file
+  inflight trace runs/mine                            what happened when, for ui.perfetto.dev
+  inflight audit runs/mine                            were the versions that the tokens carry the true ones
+
+inflight COMMAND --help has the options of a command. Your own model, data, reward, trainer or vLLM: docs/own.md."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code; bad input is one line on stderr and code 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(prog="inflight", description="Update the weights of running LLM generators.")
+    parser = argparse.ArgumentParser(
+        prog="inflight",
+        description="Update the weights of running LLM generators.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (summary, _) in _COMMANDS.items():
         # The rest belongs to the subcommand, which has its own --help.
@@ -45,6 +61,12 @@ def _report(arguments: list[str]) -> int:
     from inflight.report import command
 
     return command.main(arguments)
+
+
+def _trace(arguments: list[str]) -> int:
+    from inflight.report import trace
+
+    return trace.main(arguments)
 
 
 def _show(arguments: list[str]) -> int:
@@ -120,6 +142,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "report": ("the results of a run, and figures of its tokens by lag", _report),
     "eval": ("answer a run's held-out questions with a checkpoint", _eval),
     "show": ("a run's rollouts, and which version sampled which token", _show),
+    "trace": ("what happened when in a run, for Perfetto or Chrome", _trace),
     "doctor": ("check this machine, and say what to do", _doctor),
     "patch": ("check, apply or revert the diff on the installed vLLM", _patch),
     "export": ("make a directory of a checkpoint's model: inflight export RUN OUT [--dtype bfloat16]", _export),

@@ -6,6 +6,7 @@ is slower than a step, for the previous version; generation and transfer overlap
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -162,7 +163,7 @@ class Trainer:
             keep_version(self._source, version, self._config.version_file(version))
 
     def _write_line(self, step: int, learned: dict[str, object], report: PublishReport, tokens: int) -> None:
-        now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3)}
+        now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3), "time": round(time.time(), 6)}
         rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
         refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
         learned |= self._comparing.told() | self._baseline.judge() | self._skips.told()

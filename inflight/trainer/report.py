@@ -223,7 +223,7 @@ class Reporter:
         """Writes an evaluation's line; its reward goes into the status. Raises OSError when the disk is full."""
         if self._evaluations is None:
             return
-        self._evaluations.write(values)
+        self._evaluations.write(values | {"time": round(time.time(), 6)})
         self.exported.evaluation(values)
         self._show(values)
         with self._lock:

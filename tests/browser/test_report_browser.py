@@ -202,6 +202,15 @@ def test_the_policy_stops_a_script_that_is_not_the_pages_own(chromium, files):
     page.close()
 
 
+def test_evaluations_and_scores_are_shown(opened, files):
+    """Text of a failed evaluation is text; the score's time has its unit."""
+    page = opened(files[0])
+    section = page.locator("#evaluations").inner_text()
+    assert "version 2, the best so far" in section
+    assert "Given up: </script><script>window.hurt=1</script>" in section
+    assert "Scoring a sequence took 0.25 s (median)" in page.locator("body").inner_text()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark(opened, files, scheme):
     page = opened(files[0], scheme=scheme)

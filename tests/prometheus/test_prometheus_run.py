@@ -66,7 +66,8 @@ def queries() -> set[str]:
 
 
 def test_every_query_of_the_dashboard_has_data(tmp_path):
-    run = Run(tmp_path / "run", "trainer.steps=100000", "rollout.max_tokens=32", vllm=True).start()
+    patient = ["publish.join_timeout_s=400", "generator.start_timeout_s=400"]
+    run = Run(tmp_path / "run", "trainer.steps=100000", "rollout.max_tokens=32", *patient, vllm=True).start()
     try:
         with prometheus(tmp_path, tmp_path) as url:
             missing = queries()
@@ -79,7 +80,7 @@ def test_every_query_of_the_dashboard_has_data(tmp_path):
                         missing.discard(query)
                 return not missing
 
-            deadline = time.monotonic() + BOUND_S
+            deadline = time.monotonic() + 2 * BOUND_S
             while not answered() and time.monotonic() < deadline:
                 assert not run.ended(), run.logs()
                 time.sleep(1)

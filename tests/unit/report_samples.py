@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from inflight import config as configuration
 from inflight.config import ModelConfig
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
 from inflight.types import RolloutGroup
@@ -58,6 +58,11 @@ def make_run(
             line = {"gap_s": 0.001 * version, "transfer_s": 0.1, "ready_s": 0.2, "commit_s": 0.01, "running": version}
             swaps.write({"event": "committed", "time": 1000.0 + version, "generator": "g0", "version": version} | line)
         swaps.write({"event": "failed", "time": 1009.0, "generator": "g0", "version": 6, "reason": "<b>late</b>"})
+    if steps:
+        with JsonLines(folder / EVAL_FILE) as evaluations:
+            figures = {"eval/reward": 0.25, "eval/reward_stderr": 0.05, "eval/questions": 8, "eval/best": True}
+            evaluations.write({"step": 2, "version": 2, "eval/seconds": 1.5, "eval/tokens": 9.5, **figures})
+            evaluations.write({"step": 3, "version": 3, "eval/given_up": HOSTILE[0]})
     with Writer(folder / ROLLOUTS_FILE) as writer:
         for index in range(groups):
             writer.append(make_one(index, size, length))
@@ -72,5 +77,6 @@ def make_one(index: int, size: int, length: int) -> RolloutGroup:
         ids = [(index + member + at) % len(HOSTILE) for at in range(length)]
         rollout = make_rollout(f"q{index}", member, spans=spans, length=length, reward=float(member), token_ids=ids)
         began = 1000.0 + (index * size + member) * 0.1
-        rollouts.append(msgspec.structs.replace(rollout, started=began, finished=began + 2.0, first_token_s=0.2))
+        times = {"started": began, "finished": began + 2.0, "first_token_s": 0.2, "score_s": 0.25}
+        rollouts.append(msgspec.structs.replace(rollout, **times))
     return RolloutGroup(group_id=f"q{index}", prompt_key=f"key {index}", rollouts=rollouts)

@@ -88,6 +88,14 @@ def test_curves_and_counts(run):
     assert data["state"] == "complete, 3 of 3 steps"
 
 
+def test_evaluations_and_the_time_of_scores(run):
+    data = of_run(run)
+    found = data["evaluations"]
+    assert (found["version"], found["reward"], found["best"]) == ([2], [0.25], [True])
+    assert found["given_up"] == [HOSTILE[0]]
+    assert data["scores"] == {"count": 8, "sum": 2.0, "median": 0.25, "p99": 0.25, "most": 0.25}
+
+
 def test_nothing_of_a_model_is_markup(run):
     text = page.rendered([of_run(run)])
     elements = Elements(text)
@@ -282,7 +290,7 @@ def test_the_command_writes_a_page_of_one_run_or_of_two(tmp_path, capsys):
     assert main(["report", str(first), str(second), "--html", str(tmp_path / "both.html")]) == 0
     runs = data_of((tmp_path / "both.html").read_text())["runs"]
     assert [(each["name"], each["bands"]["of"]) for each in runs] == [("a", 8), ("b", 4)]
-    assert len(list(first.iterdir())) == 5, "its four files, and the page"
+    assert len(list(first.iterdir())) == 6, "its five files, and the page"
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ class GroupIndex:
     """Generator → (started, finished) of each sequence, Unix time."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
     """Sequences of each group."""
+    scores: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds that scoring took, of each sequence for which it was measured."""
     torn: str | None = None
 
     def place(self, index: int) -> FramePlace:
@@ -66,6 +68,8 @@ def _count(counted: GroupIndex, group: RolloutGroup) -> None:
     counted.sequences += len(group.rollouts)
     for rollout in group.rollouts:
         counted.tokens += len(rollout.turn.token_ids)
+        if 0 < rollout.score_s < math.inf:
+            counted.scores.append(rollout.score_s)
         if math.isfinite(rollout.started) and math.isfinite(rollout.finished):
             counted.generators.setdefault(rollout.generator, []).append((rollout.started, rollout.finished))
 

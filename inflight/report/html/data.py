@@ -12,7 +12,7 @@ import msgspec
 from omegaconf import OmegaConf
 
 from inflight.config import CONFIG_FILE
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import staleness, summary
 from inflight.report.answers import Texts, Training
 from inflight.report.html import bands, series
@@ -71,6 +71,8 @@ def of_run(run_dir: Path, ended: str = "") -> dict[str, Any]:
         "gate": notes.tried(METRICS_FILE, lambda: series.gate(steps), {}),
         "waits": notes.tried(METRICS_FILE, lambda: series.waits(steps), {}),
         "busy": bands.busy(counted),
+        "scores": series.durations(counted.scores),
+        "evaluations": notes.tried(EVAL_FILE, lambda: series.of_evaluations(read_lines(run_dir / EVAL_FILE)), {}),
         "bands": notes.tried(ROLLOUTS_FILE, lambda: bands.bands(path, counted, training, texts), None),
         "audit": notes.tried(AUDIT_FILE, lambda: _audit(run_dir), None),
         "config": flat(redacted(config)),

@@ -2,6 +2,7 @@
 inflight.SECTIONS = [
   ["overview", "Overview", inflight.overview],
   ["reward", "Reward", inflight.rewards],
+  ["evaluations", "Evaluations", inflight.evaluating],
   ["bands", "Version bands", inflight.bandsOf],
   ["lag", "Lag at training", inflight.lagging],
   ["swaps", "Swaps", inflight.swapping],

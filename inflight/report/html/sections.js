@@ -36,6 +36,24 @@ inflight.rewards = (run, runs) => [inflight.element("div", { class: "charts" },
   inflight.curves(run, runs, "Entropy", [["entropy", "nats per token"]]),
   inflight.curves(run, runs, "Tokens per second", [["tokens_per_s", "sampled tokens"]], { zero: true }))];
 
+inflight.evaluating = (run) => {
+  const { version = [], reward = [], given_up = [], best = [] } = run.evaluations;
+  if (!version.length && !given_up.length) return [inflight.none("Not evaluated (eval.every=0), or no evaluation has ended yet.")];
+  const parts = [];
+  if (version.length) {
+    const x = () => ({ label: "version", values: version });
+    const single = (title, name, values, colour) => new inflight.Chart({ title, x, points: true, series: [{ name, values, colour }] }).figure;
+    parts.push(inflight.element("div", { class: "charts" },
+      single("Held-out reward", "mean over questions", reward, inflight.SERIES.first),
+      single("Tokens of an answer", "mean", run.evaluations.tokens, inflight.SERIES.second)));
+    const names = ["reward", "reward_stderr", "questions", "answers", "mixed", "failed", "truncated", "seconds"];
+    const rows = version.map((each, at) => [`version ${each}${best[at] ? ", the best so far" : ""}`, ...names.map((name) => run.evaluations[name][at])]);
+    parts.push(inflight.table(["", "reward", "± error", ...names.slice(2)], rows.slice(-50), { label: "Evaluations, the last 50" }));
+  }
+  for (const reason of given_up) parts.push(inflight.element("p", { class: "bad" }, `Given up: ${inflight.visible(reason)}`));
+  return parts;
+};
+
 inflight.bandsOf = (run) => {
   const data = run.bands;
   if (!data || !data.rows.length) return [inflight.none("No rollouts were recorded (rollout.keep=false), or none has come yet.")];
@@ -106,7 +124,11 @@ inflight.waiting = (run, runs) => {
     }).figure);
   }
   parts.push(inflight.element("div", { class: "charts" }, charts));
-  parts.push(inflight.none("A run records how long its steps waited, and when its sequences ran. It does not record how long each reward took."));
+  const scores = run.scores;
+  if (scores.count) {
+    const time = (name) => `${inflight.number(scores[name])} s`;
+    parts.push(inflight.element("p", {}, `Scoring a sequence took ${time("median")} (median), ${time("p99")} (99th percentile) and ${time("most")} at most; the ${inflight.number(scores.count)} scores took ${time("sum")} in all, many at once.`));
+  } else parts.push(inflight.none("How long scores took was not recorded."));
   return parts;
 };
 

@@ -84,6 +84,44 @@ def of_swaps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"committed": columns, "total": len(done), "others": rows}
 
 
+def of_evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Evaluations with a result as columns, and the reasons of those without."""
+    done = [line for line in lines if number(line.get("eval/reward")) is not None]
+    shown = [done[at] for at in thinned(len(done))]
+    columns: dict[str, list[Any]] = {
+        name: [number(line.get(f"eval/{name}")) for line in shown]
+        for name in (
+            "reward",
+            "reward_stderr",
+            "questions",
+            "answers",
+            "mixed",
+            "failed",
+            "tokens",
+            "truncated",
+            "seconds",
+        )
+    }
+    columns["version"] = [number(line.get("version")) for line in shown]
+    columns["best"] = [bool(line.get("eval/best")) for line in shown]
+    columns["given_up"] = [str(line["eval/given_up"]) for line in lines if line.get("eval/given_up")][:50]
+    return columns
+
+
+def durations(seconds: Sequence[float]) -> dict[str, float]:
+    """Count, sum, median, 99th percentile and maximum; empty for none."""
+    ordered = sorted(seconds)
+    if not ordered:
+        return {}
+    return {
+        "count": len(ordered),
+        "sum": sum(ordered),
+        "median": ordered[len(ordered) // 2],
+        "p99": ordered[int(0.99 * (len(ordered) - 1))],
+        "most": ordered[-1],
+    }
+
+
 def lags(lines: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """[lag, tokens] over the run, ascending."""
     total: Counter[int] = Counter()

@@ -29,7 +29,7 @@ from inflight.hosted.running import run
 from inflight.messages import Finish, Join, Placed, Refused, Vacated
 from inflight.models import ModelError
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
-from inflight.starters.parcel import ParcelError, unpacked
+from inflight.starters.parcel import Parcel, ParcelError, unpacked
 
 AGAIN_S = 2.0
 """Seconds between two offers."""
@@ -96,19 +96,24 @@ def offer(link: Link, join: Join) -> int:
             link.send(join)
         message = link.receive(AGAIN_S / 10)
         if isinstance(message, Placed) and message.number == join.number:
-            parcel, lease = unpacked(message.parcel), Joined(link)
-            print(f"inflight join: {parcel.name} runs here", flush=True)
-            code = run(parcel, lambda _, lease=lease: lease)
-            if lease.over:
-                raise PeerLost(lease.ended)
-            print(f"inflight join: {parcel.name} ended with code {code}", flush=True)
-            link.send(Vacated(number=join.number, code=max(-255, min(code, 255))))
+            link.send(Vacated(number=join.number, code=_placed(link, unpacked(message.parcel))))
             join, asked = msgspec.structs.replace(join, number=join.number + 1), -AGAIN_S
         elif isinstance(message, Finish):
             print(f"inflight join: {message.reason}", flush=True)
             return DONE
         elif isinstance(message, Refused):
             raise ConfigError(f"the launcher refuses this host: {message.reason}")
+
+
+def _placed(link: Link, parcel: Parcel) -> int:
+    """Runs a process; returns its exit code. Raises as `offer` does."""
+    print(f"inflight join: {parcel.name} runs here", flush=True)
+    lease = Joined(link)
+    code = run(parcel, lambda _: lease)
+    if lease.over:
+        raise PeerLost(lease.ended)
+    print(f"inflight join: {parcel.name} ended with code {code}", flush=True)
+    return max(-255, min(code, 255))
 
 
 def endpoint_of(address: str) -> str:

@@ -120,6 +120,20 @@ def test_trainer_generators_and_actor_on_three_hosts(three: Hosts, started: Call
     run.nothing_left()
 
 
+@pytest.mark.vllm
+def test_real_engines_by_ssh_and_the_audit_of_their_tags(three: Hosts, started: Callable[..., Run]) -> None:
+    """The other hosts have no copy of the model, and none of the run folder."""
+    slow_machine = ("publish.join_timeout_s=400", "generator.start_timeout_s=400")
+    run = started(three, "trainer.steps=6", "launch.line_every_s=1", *slow_machine, vllm=True)
+    run.finish()
+    assert run.steps() == 6
+    assert set(run.samplers()) == {"g0", "g1"}
+    run.nothing_left()
+    command = [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)]
+    audit = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
+    assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
 def test_a_link_that_is_cut_and_heals_loses_nothing(three: Hosts, started: Callable[..., Run]) -> None:
     """Longer than peers are presumed dead after, shorter than the connection of ssh lives."""
     run = started(three, "trainer.steps=60", slowest_s=3.0)

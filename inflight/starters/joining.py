@@ -18,13 +18,15 @@ import secrets
 import threading
 from collections.abc import Mapping
 
+import msgspec
+
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, ConfigError, RunConfig
 from inflight.exits import STOPPED
 from inflight.messages import AnyMessage, Finish, Join, Placed, Vacated
 from inflight.starters.base import UNREACHABLE, Command
-from inflight.starters.parcel import body_of, parcel_of
+from inflight.starters.parcel import Parcel, body_of, parcel_of
 
 VARIABLE = "INFLIGHT_JOIN_KEY"
 NAME = "join"
@@ -42,8 +44,8 @@ class JoinHandle:
 
     pid: int | None = None
 
-    def __init__(self, starter: JoinStarter, command: Command) -> None:
-        self._starter, self.command = starter, command
+    def __init__(self, starter: JoinStarter, parcel: Parcel) -> None:
+        self._starter, self.parcel = starter, parcel
         self.address = ""
         """The host's name; empty while it waits for one."""
         self.offer: tuple[str, int] | None = None
@@ -90,8 +92,9 @@ class JoinStarter:
         self._thread.start()
 
     def start(self, command: Command) -> JoinHandle:
-        """See Starter: the process waits for a host, without a limit of its own."""
-        handle = JoinHandle(self, command)
+        """See Starter: the process waits for a host, without a limit of its own. Raises ConfigError for a process that
+        has to run here."""
+        handle = JoinHandle(self, parcel_of(self._config, command))
         with self._lock:
             self._waiting.append(handle)
         return handle
@@ -131,10 +134,10 @@ class JoinStarter:
             self._place(peer, message)
 
     def _place(self, peer: str, offer: Join) -> None:
-        handle = next((each for each in self._waiting if each.command.kind == offer.kind), None)
+        handle = next((each for each in self._waiting if each.parcel.kind == offer.kind), None)
         if handle is None:
             return
-        parcel = parcel_of(self._config, handle.command, slot=offer.slot)
+        parcel = msgspec.structs.replace(handle.parcel, slot=offer.slot)
         if self._send(peer, Placed(number=offer.number, parcel=body_of(parcel))):
             self._waiting.remove(handle)
             handle.offer, handle.address = (peer, offer.number), offer.host

@@ -53,9 +53,9 @@ class ParcelError(ValueError):
     """A parcel that is not used; the text is one line."""
 
 
-def parcel_of(config: RunConfig, command: Command, *, slot: int | None = None) -> Parcel:
-    """For a process of a run whose folder is here; `slot` is what its host says. Raises ConfigError for a kind that has
-    to run here, OSError when a key can't be read."""
+def parcel_of(config: RunConfig, command: Command) -> Parcel:
+    """For a process of a run whose folder is here. Raises ConfigError for a kind that has to run here, OSError when a
+    key can't be read."""
     if command.kind not in KINDS:
         raise ConfigError(f"{command.name} can't run on another host: only {' and '.join(KINDS)} can")
     folder = Path(config.bus.keys)
@@ -64,7 +64,7 @@ def parcel_of(config: RunConfig, command: Command, *, slot: int | None = None) -
         inflight=__version__,
         name=command.name,
         kind=command.kind,
-        slot=command.slot if slot is None else slot,
+        slot=command.slot,
         trainer=config.bus.address or config.network.reached,
         config=(config.path / CONFIG_FILE).read_text(),
         keys={name: (folder / name).read_text() for name in files},

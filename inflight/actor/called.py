@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from inflight.actor.calls import Answer, Ask, CallError, Constructed
-from inflight.actor.worker_process import CallFailed, ChildLost, NotMade
+from inflight.actor.pending import CallFailed, ChildLost, NotMade
 
 T = TypeVar("T")
 

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from inflight.actor import calls
 from inflight.actor.calls import Answer, Ask, Constructed, Make
-from inflight.actor.worker_process import Bounds, CallFailed, ChildLost, NotMade, WorkerProcess
+from inflight.actor.pending import CallFailed, ChildLost, NotMade
+from inflight.actor.worker_process import Bounds, WorkerProcess
 
 log = logging.getLogger(__name__)
 

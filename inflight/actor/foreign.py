@@ -18,8 +18,9 @@ from inflight.actor import calls
 from inflight.actor.called import Caller, ForeignError, GroupLost, all_of, called
 from inflight.actor.calls import Answer, Ask, ItemIs, MakeTask, MakeTokenizer, Question
 from inflight.actor.crew import Crew
+from inflight.actor.pending import NotMade
 from inflight.actor.scoring import Rewards, rewards_of
-from inflight.actor.worker_process import Bounds, NotMade
+from inflight.actor.worker_process import Bounds
 from inflight.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from inflight.groups import is_usable
 from inflight.models import ModelError, prepare

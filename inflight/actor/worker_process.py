@@ -16,11 +16,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from inflight.actor import calls
 from inflight.actor.calls import Answer, Begun, CallError, Constructed, FromChild, Make, Raised, Unusable
 from inflight.actor.output import ChildOutput
+from inflight.actor.pending import ChildLost, NotMade, PendingCall
 from inflight.descendants import kill_tree, orphans
 
 GRACE_S = 1.0
@@ -35,37 +36,6 @@ _children = set[int]()
 """Pids of all workers of this process that were started and not reaped."""
 
 
-class CallFailed(Exception):
-    """A call failed by itself: it raised, or its result can't be used."""
-
-    def __init__(self, kind: str, text: str, *, late: bool = False, company: bool = False) -> None:
-        super().__init__(text)
-        self.kind = kind
-        self.late = late
-        self.company = company
-        """The process is out of memory, which other calls may have filled."""
-
-
-class ChildLost(Exception):
-    """The child ended during the call."""
-
-    def __init__(self, how: str, *, late: bool, company: bool) -> None:
-        super().__init__(how)
-        self.late = late
-        """The child was killed because a call was late."""
-        self.company = company
-        """Other calls ran beside this one, or, unless it was late, before it: any of them may be at fault."""
-
-
-class NotMade(Exception):
-    """The child could not construct its task or tokenizer; the text says why."""
-
-    def __init__(self, why: str, *, bad_input: bool = False) -> None:
-        super().__init__(why)
-        self.bad_input = bad_input
-        """Another child would fail as well."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Limits of a child process."""
@@ -78,35 +48,6 @@ class Bounds:
     """Private memory of each of its processes; 0: unlimited."""
     concurrency: int
     """Calls at once, if they are asynchronous."""
-
-
-@dataclass
-class _Pending:
-    result: asyncio.Future[Answer]
-    since: float = field(default_factory=time.monotonic)
-    """When it was sent; once it has begun, when it began."""
-    begun: bool = False
-    timer: asyncio.TimerHandle | None = None
-
-    def answer(self, message: Answer | Raised, *, first: bool) -> None:
-        """The child has answered; `first`: it has had no other call."""
-        if isinstance(message, Raised):
-            company = message.spent and not message.late and not first
-            self.fail(CallFailed(message.kind, message.text, late=message.late, company=company))
-        else:
-            self._end()
-            if not self.result.done():  # else the caller has given up
-                self.result.set_result(message)
-
-    def fail(self, error: CallFailed | ChildLost) -> None:
-        """The call gets no answer."""
-        self._end()
-        if not self.result.done():
-            self.result.set_exception(error)
-
-    def _end(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
 
 
 class WorkerProcess:
@@ -124,7 +65,7 @@ class WorkerProcess:
         self._calls = 0
         """Number of calls that it was given."""
         self._heard = time.monotonic()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, PendingCall] = {}
         self._stop = asyncio.Event()
         here, there = socket.socketpair()
         with there:
@@ -160,7 +101,7 @@ class WorkerProcess:
 
         When the future is cancelled, the call keeps its slot until the child has answered it or is killed for it.
         """
-        pending = _Pending(asyncio.get_running_loop().create_future())
+        pending = PendingCall(asyncio.get_running_loop().create_future())
         self._calls += 1
         self._pending[number] = pending
         self._watch(pending)
@@ -233,7 +174,7 @@ class WorkerProcess:
             self._stop.set()
         self._changed()
 
-    def _watch(self, pending: _Pending) -> None:
+    def _watch(self, pending: PendingCall) -> None:
         """Checks the call again at the time when it would be late; if it is, kills the child."""
         if pending.timer is not None:
             pending.timer.cancel()

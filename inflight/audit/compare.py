@@ -14,7 +14,8 @@ from inflight.audit.alternatives import Alternative, Previous, previous_of
 from inflight.audit.claims import Claim, Claims, ReplayedTokens
 from inflight.audit.evidence import MIN_PROMPTS, Excess, Slope, estimate, excess, same_share, vote
 from inflight.audit.replay import KeptVersions, Replayer, Stale
-from inflight.audit.report import AuditReport, Completeness, Story, Unalike, VersionRow, Worst, row
+from inflight.audit.report import AuditReport, Completeness, Story, Unalike
+from inflight.audit.rows import VersionRow, Worst, row
 from inflight.audit.segments import segments
 from inflight.types import Rollout
 

@@ -6,7 +6,8 @@ import numpy as np
 
 from inflight.agreement import Agreement
 from inflight.audit.evidence import Verdict
-from inflight.audit.report import AuditOutcome, AuditReport, Story, VersionRow
+from inflight.audit.report import AuditOutcome, AuditReport, Story
+from inflight.audit.rows import VersionRow
 
 
 def text(report: AuditReport) -> str:

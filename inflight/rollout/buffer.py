@@ -38,6 +38,7 @@ from inflight.messages import (
     RoutesWanted,
 )
 from inflight.messages.reasons import ACTOR_LOST
+from inflight.rollout.actor_routes import NOWHERE, ActorRoutes
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.ledger import Ledger
@@ -47,9 +48,6 @@ from inflight.types import Routes
 
 ROLLOUTS_FILE = "rollouts/rollouts.msgpack"
 _POLL_S = 0.1
-NOWHERE = Routes(version=0, generators={})
-NOBODY_TOLD = Routes(version=-1, generators={})
-"""Differs from all routes."""
 log = logging.getLogger(__name__)
 
 
@@ -90,7 +88,8 @@ class Buffer:
         Raises OSError or StreamError when the run folder's rollout file can't be written.
         """
         self._listener = listener
-        self._gate, self._warn = config.gate, warn
+        self._gate = config.gate
+        self._warn = warn
         size = int(config.rollout.file_mib * (1 << 20))
         self._writer = Writer(config.path / ROLLOUTS_FILE, size) if config.rollout.keep else None
         self._ledger = Ledger(config, books, groups, vocabulary=vocabulary)
@@ -99,9 +98,7 @@ class Buffer:
         self._synchronous = self._held_back = config.trainer.synchronous
         """No group is started until the trainer waits for some."""
         self._heard: dict[str, float] = {}
-        self._routes = routes
-        self._told: dict[str, Routes] = {}
-        """Actor → the routes that it was sent last."""
+        self._routes = ActorRoutes(routes)
         self._finish: Finish | None = None
         self._broken: BaseException | None = None
         self._closing = threading.Event()
@@ -253,9 +250,7 @@ class Buffer:
 
     def _tell_routes(self) -> None:
         """To actors that were sent other ones. Without the lock: the routes are under one of the publisher's."""
-        routes = self._routes()
-        for actor in [actor for actor, told in self._told.items() if told != routes]:
-            self._told[actor] = routes
+        for actor, routes in self._routes.unsent():
             self._send(actor, Routed(routes=routes))
 
     def _step(self, event: Received | Lost) -> None:
@@ -263,7 +258,7 @@ class Buffer:
         with self._changed:
             try:
                 if isinstance(event, Lost):
-                    self._told.pop(event.peer, None)
+                    self._routes.forget(event.peer)
                     self._ledger.leave(event.peer, ACTOR_LOST)
                 else:
                     self._handle(event.peer, event.message)
@@ -277,7 +272,7 @@ class Buffer:
     def _handle(self, peer: str, message: AnyMessage) -> None:
         self._heard[peer] = time.monotonic()
         if isinstance(message, RoutesWanted | ActorHello):
-            self._told[peer] = NOBODY_TOLD  # sent again with each hello, should one have been lost
+            self._routes.want(peer)  # with each hello, should a message have been lost
         if isinstance(message, RoutesWanted):
             return
         if isinstance(message, ActorHello):

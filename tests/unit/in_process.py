@@ -5,8 +5,8 @@ import asyncio
 from inflight.actor import calls
 from inflight.actor.foreign import Foreign
 from inflight.actor.hosts import TaskHost, TextHost
+from inflight.actor.pending import CallFailed
 from inflight.actor.worker import answered
-from inflight.actor.worker_process import CallFailed
 from inflight.tasks.course import Course
 
 

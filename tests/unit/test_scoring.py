@@ -15,8 +15,9 @@ from rollout_samples import make_config, make_group
 from inflight.actor.called import GroupLost
 from inflight.actor.calls import Constructed, Question, ScoreIs, TextIs
 from inflight.actor.foreign import Foreign
+from inflight.actor.pending import NotMade
 from inflight.actor.scoring import rewards_of
-from inflight.actor.worker_process import Bounds, NotMade
+from inflight.actor.worker_process import Bounds
 from inflight.config import AdvantageConfig, ConfigError, RewardConfig, TaskConfig
 from inflight.groups import defect
 from inflight.launcher import preflight

@@ -15,9 +15,9 @@ from inflight.messages import Manifest
 from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
 from inflight.weights.publish.channel import ChannelSource
-from inflight.weights.publish.events import Event
 from inflight.weights.publish.finite import NotFinite
 from inflight.weights.publish.loop import PublisherLoop
+from inflight.weights.publish.observed import Observed
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.outbox import Outbox
 from inflight.weights.publish.protocol import PublishProtocol
@@ -25,7 +25,6 @@ from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.publish.routes import RoutesFile
 from inflight.weights.publish.served import Served
 from inflight.weights.publish.session import Session
-from inflight.weights.publish.states import ReplicaState
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import checksum_of, make_buffer
 from inflight.weights.transport.choice import TransportChoice
@@ -56,7 +55,7 @@ class PublishReport:
     """Generators that can take no version of this publisher, with the reason; see Publisher.incompatible."""
 
 
-class Publisher(Served):
+class Publisher(Observed, Served):
     """Publishes the versions of a module to generators, each with a transport of its own.
 
     There is one send buffer, as large as the model in its wire dtype, and it holds the newest version: a generator that
@@ -103,7 +102,9 @@ class Publisher(Served):
 
         Raises NotFinite when the module holds NaN or Inf already, in the wire dtypes.
         """
-        self._source, self._config, self._listener = source, config, listener
+        self._source = source
+        self._config = config
+        self._listener = listener
         self._fence = fence or ReadFence(source.device)
         choice = TransportChoice(config.transport, source.device)
         self.transport = choice.usual
@@ -122,72 +123,14 @@ class Publisher(Served):
         self._loop = PublisherLoop(listener, session, ranks, self._offer, routes)
 
     @property
-    def version(self) -> int:
-        """The newest version that was published."""
-        return self._loop.protocol.version
-
-    @property
-    def committed(self) -> dict[str, int]:
-        """Generator → the version that its engine stamps, as the engine reported; absent when that is uncertain."""
-        with self._loop.changed:
-            held = {replica.generator: replica.committed for replica in self._loop.protocol.replicas}
-        return {name: version for name, version in held.items() if version is not None}
-
-    @property
     def refused(self) -> Counter[str]:
         """Frames and connections that its socket refused, by reason."""
         return Counter(self._listener.refusals.counts)
 
     @property
-    def behind(self) -> dict[str, int]:
-        """Generator → how many published versions it is behind; absent when it is uncertain which one it holds."""
-        with self._loop.changed:
-            return {name: self.version - version for name, version in self.committed.items()}
-
-    @property
     def patience_s(self) -> float:
         """How long a run may continue without any generator, in seconds."""
         return self._config.join_timeout_s
-
-    @property
-    def deserted_s(self) -> float:
-        """Seconds for which no generator was present; 0 while one is."""
-        with self._loop.changed:
-            return self._loop.protocol.membership.deserted_s()
-
-    @property
-    def events(self) -> list[Event]:
-        """The outcomes of versions so far, in order."""
-        return self.events_since(0)
-
-    def events_since(self, cursor: int) -> list[Event]:
-        """The events from number `cursor` on, counted from 0; the next cursor is `cursor` plus their count."""
-        with self._loop.changed:
-            return self._loop.session.events.since(cursor)
-
-    @property
-    def states(self) -> dict[str, tuple[ReplicaState, str]]:
-        """Generator → its state and the reason for it."""
-        with self._loop.changed:
-            return {each.generator: (each.state, each.reason) for each in self._loop.protocol.replicas}
-
-    @property
-    def incompatible(self) -> dict[str, str]:
-        """Generator → why it can take no version of this publisher: its model does not fit what is sent (another shape,
-        more layers, names changed by a wrapper, a missing output layer), its size is not the configured one, it holds a
-        newer version of another publisher, or it was refused (`refuse`)."""
-        return {name: why for name, (state, why) in self.states.items() if state is ReplicaState.INCOMPATIBLE}
-
-    @property
-    def ignored(self) -> int:
-        """Number of messages that did not fit the state."""
-        with self._loop.changed:
-            return self._loop.session.outbox.ignored.total()
-
-    def stats(self) -> dict[str, float | int]:
-        """Counters for metrics and status; `max_*` are the largest durations so far in seconds."""
-        with self._loop.changed:
-            return {**self._loop.session.events.totals(), "ignored": self.ignored}
 
     def wait_joined(self, timeout_s: float, *, at_least: int | None = None) -> None:
         """Returns when `at_least` generators (all, without it) have committed the newest version.

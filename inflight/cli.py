@@ -19,7 +19,8 @@ EXAMPLES = """examples:
   inflight trace runs/mine                            what happened when, for ui.perfetto.dev
   inflight audit runs/mine                            were the versions that the tokens carry the true ones
 
-inflight COMMAND --help has the options of a command. Your own model, data, reward, trainer or vLLM: docs/own.md."""
+inflight COMMAND --help has the options of a command. Your own model, data or reward: docs/own_model.md;
+a trainer: docs/own_trainer.md; a fork of vLLM: docs/own_vllm.md."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,7 +32,15 @@ if ! suitable .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null
   rm -rf .venv
   "$python" -m venv .venv || fail "$python can't make a virtual environment; on Debian: apt-get install python3-venv"
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+# Runs pip, which says nothing with -qq, and tells every few seconds that it still works.
+pip() {
+  (seconds=0; while sleep 8 && kill -0 $$ 2>/dev/null; do seconds=$((seconds + 8)); printf '    … %d s\n' "$seconds"; done) &
+  local telling=$! code=0
+  .venv/bin/python -m pip --disable-pip-version-check "$@" || code=$?
+  kill "$telling" 2>/dev/null || true
+  wait "$telling" 2>/dev/null || true
+  return "$code"
+}
 installed() { .venv/bin/python -m pip show -q "$@" 2>/dev/null; }
 
 say "installing inflight for $device (3.9 GB on a CPU, more on a GPU; some minutes)"

@@ -1,0 +1,146 @@
+"""Every command of README and docs is one that the program takes: read from the pages, and given to the real parsers.
+
+Launches are composed and checked as far as `--print` does; commands that only read a run are carried out on a made one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from report_samples import make_run
+
+from inflight import cli
+from inflight.launcher.compose import compose
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOREIGN = ("vllm.", "venv", "pip")
+"""Modules of others that `python -m` starts in the docs: not this project's to check."""
+
+
+def fenced(page: Path) -> list[str]:
+    """The lines of the page's blocks for a shell, continued ones joined."""
+    blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """(page, words) of each command of ours: without comments, redirections and what runs it."""
+    found = []
+    for page in PAGES:
+        for line in fenced(page):
+            start = re.search(r"(?:^|\s)(inflight|make|python -m) ", line)
+            if start is None or not re.match(r"(\.|srun|inflight|make|python|\s)", line):
+                continue
+            text = re.split(r"\s{2,}(?=[^\s-])|\s#|\s>\s|\s&\s*$", line[start.start() :].strip())[0]
+            found += [(page.name, shlex.split(each)) for each in alternatives(text)]
+    return found
+
+
+def alternatives(text: str) -> list[str]:
+    """`patch apply | revert` stands for two commands."""
+    first, *others = text.split(" | ")
+    return [first, *(f"{first.rpartition(' ')[0]} {other}" for other in others)]
+
+
+class Parsed(BaseException):
+    """The arguments were taken; nothing was done yet."""
+
+
+def parse_alone(monkeypatch) -> None:
+    """Parsers of subcommands end with Parsed where the work would begin."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parsed(self, args=None, namespace=None):
+        found = parse(self, args, namespace)
+        if self.prog == "inflight":
+            return found
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+
+
+def test_the_pages_have_commands():
+    """Guards against a pattern that finds none, and one that takes text for commands."""
+    found = commands()
+    kinds = {" ".join(words[:2]) for _, words in found if words[0] == "inflight"}
+    assert len(found) > 40
+    assert {"inflight launch", "inflight audit", "inflight show", "inflight report", "inflight join"} <= kinds
+    assert kinds <= {f"inflight {name}" for name in cli._COMMANDS}
+
+
+@pytest.mark.parametrize("page, words", commands(), ids=lambda each: each if isinstance(each, str) else " ".join(each))
+def test_a_documented_command_is_taken(page, words, tmp_path, monkeypatch, capsys):
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets
+        for given in words[2:]:
+            name, _, value = given.partition("=")
+            assert name in ("ARGS", "SECONDS", "WORKERS", "PYTHON", "INFLIGHT_DEVICE")
+            if words[1] == "demo":
+                compose("demo", shlex.split(value))
+    elif words[0] == "python":
+        started(words[2], words[3:], monkeypatch)
+    elif words[1] == "launch":
+        monkeypatch.chdir(tmp_path)
+        shutil.copy(ROOT / "configs" / "dataset.yaml", tmp_path)  # as the page on one's own model says
+        given = [word.replace("$address", "10.0.0.1") for word in words[1:]]
+        assert cli.main([*given, "--print"]) == 0, capsys.readouterr().err
+    else:
+        parse_alone(monkeypatch)
+        with pytest.raises(Parsed):
+            cli.main(words[1:])
+
+
+def started(module: str, arguments: list[str], monkeypatch) -> None:
+    """`python -m MODULE ARGUMENTS`, as far as its parser."""
+    if module.startswith(FOREIGN):
+        return
+    if module == "pytest":
+        assert all((ROOT / each).exists() for each in arguments if each.startswith("tests/"))
+        return
+    assert importlib.util.find_spec(module) is not None
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    parse_alone(monkeypatch)
+    with pytest.raises(Parsed):
+        runpy.run_module(module, run_name="__main__", alter_sys=False)
+
+
+@pytest.mark.parametrize("name", list(cli._COMMANDS))
+def test_every_subcommand_has_help(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([name, "--help"])
+    assert end.value.code == 0
+    assert f"usage: inflight {name}" in capsys.readouterr().out
+
+
+def test_help_has_examples_that_are_commands(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    examples = re.findall(r"^  inflight ([a-z]+) ", text, re.MULTILINE)
+    assert {"launch", "watch", "show", "report", "trace", "audit", "doctor"} == set(examples) & set(cli._COMMANDS)
+    for page in re.findall(r"docs/\w+\.md", text):
+        assert (ROOT / page).is_file()
+
+
+def test_commands_that_read_a_run_do_what_the_pages_say(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine", "a", "b"):
+        make_run(tmp_path / "runs" / name, groups=8)
+    reading = ("report", "show", "trace", "watch")
+    done = [words for _, words in commands() if words[0] == "inflight" and words[1] in reading]
+    assert len(done) >= 6
+    for words in done:
+        assert cli.main(words[1:]) == 0, f"{words}: {capsys.readouterr().err}"
+    assert (tmp_path / "both.html").is_file()
+    assert (tmp_path / "runs" / "mine" / "report.html").is_file()

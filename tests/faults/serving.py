@@ -29,7 +29,7 @@ from inflight.types import Routes
 PUBLISHING = str(Path(__file__).parent / "publishing.py")
 DECODING = str(Path(__file__).parent / "decoding.py")
 START_S = 300.0
-ANSWER_S = 120.0
+ANSWER_S = 300.0
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 
 

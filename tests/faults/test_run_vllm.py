@@ -102,7 +102,8 @@ def test_killed_cut_off_and_stopped_in_turn(make_run):
     assert (run.aborted(), books.failed.get("aborted", 0)) == (0, 0)
     assert len(run.trained()) == 2 * (done + 3)
     written = run.written()
-    assert written == list(range(len(written))), "none was skipped, though the gate may have dropped what grew old"
+    skipped = sorted(set(range(max(written) + 1)) - set(written))
+    assert not skipped, f"{skipped} skipped, though the gate may have dropped what grew old: {books}\n{run.logs()}"
     assert books.failed.get("actor lost", 0) > 0
     audit(run)
 
@@ -128,7 +129,9 @@ def test_all_killed_at_once_then_weights_that_are_no_numbers(make_run):
     assert ("failed", step + 1) in events
     assert ("committed", step + 1) not in events
 
-    assert run.resume().wait() == 0, run.logs()
+    # A resumed run keeps what was set for the start before.
+    sane = ("trainer.learning_rate=1e-3", "trainer.weight_decay=0")
+    assert run.start("resume=true", *sane).wait() == 0, run.logs()
     run.account()
     assert run.trained() == list(range(16))
     assert run.aborted() == 0

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from inflight.base_digest import base_digest, require_base
+
 BASE_KEY = "base_model_name_or_path"
 
 
@@ -28,6 +30,8 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype) -> None:
 
     base = json.loads((checkpoint / "adapter_config.json").read_bytes())[BASE_KEY]
     try:
+        if (folder := Path(base)).is_dir():
+            require_base(checkpoint / "adapter_model.safetensors", base_digest(folder), folder)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         merged = PeftModel.from_pretrained(model, checkpoint).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError) as error:

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "named": {"config"},
     "sampling": {"config"},
     "peft_layers": {"config"},
+    "base_digest": set(),
     "agreement": set(),
     "vocabulary": set(),
     "resources": set(),
@@ -76,6 +77,7 @@ MAY_IMPORT = {
     },
     "generator": {
         "prometheus",
+        "base_digest",
         "types",
         "vocabulary",
         "config",
@@ -92,6 +94,7 @@ MAY_IMPORT = {
     },
     "trainer": {
         "prometheus",
+        "base_digest",
         "arrays",
         "agreement",
         "types",
@@ -143,7 +146,7 @@ MAY_IMPORT = {
     "view": {"config", "metrics", "report", "types"},
     "report": {"types", "audit", "config", "groups", "metrics", "rollout"},
     "export": {"config", "merge", "trainer"},
-    "merge": set(),
+    "merge": {"base_digest"},
 }
 UNBOUND = {"launcher", "hosted", "cli"}
 # Inside weights/: what is below must not know what is above.

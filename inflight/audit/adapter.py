@@ -23,20 +23,23 @@ class AdapterReplayer(TransformersReplayer):
         sampling: Sampling,
         settings: LoraConfig,
         *,
+        base_dtype: torch.dtype,
         dtype: torch.dtype = torch.float32,
         token_by_token: bool = False,
         device: str = "cpu",
     ) -> None:
-        """`settings` are the run's. Raises as TransformersReplayer does, and ConfigError without PEFT."""
-        self._settings = settings
+        """`settings` are the run's, and `base_dtype` is that in which its base computed: its weights are rounded to
+        that. Raises as TransformersReplayer does, and ConfigError without PEFT."""
+        self._settings, self._base_dtype = settings, base_dtype
         super().__init__(model_dir, kept, sampling, dtype=dtype, token_by_token=token_by_token, device=device)
         self._matrices = dict(matrices_of(self._model))
 
     def _make_model(self, model_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
         """The base with its weights, and an adapter whose matrices come with each version."""
         base: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=dtype, attn_implementation="eager"
+            model_dir, dtype=self._base_dtype, attn_implementation="eager"
         )
+        torch.nn.Module.to(base, dtype)  # not transformers' own, whose types are wrong
         with_adapter(base, self._settings.rank, self._settings.target_modules)
         return base
 

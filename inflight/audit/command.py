@@ -152,6 +152,7 @@ def run(
         if config.trainer.adapter:
             from inflight.audit.adapter import AdapterReplayer
 
+            passes["base_dtype"] = getattr(torch, config.model.dtype)
             replayer = AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)
         else:
             replayer = TransformersReplayer(model_dir, kept, sampling, **passes)

@@ -37,6 +37,8 @@ class Manifest(Message):
     total_bytes: Count
     alignment: Annotated[int, Meta(gt=0)]
     checksum: Annotated[str, Meta(pattern="^(crc32|sum64|none)$")]
+    base: Digest | None = None
+    """Of an adapter's versions: the digest of the weights that they are added to (base_digest.py)."""
 
 
 class Place(Message):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from inflight.base_digest import BASE_DIGEST, base_digest, require_base
 from inflight.config import RunConfig
 from inflight.config.lora import LoraConfig
 from inflight.peft_layers import adapter_off, matrices_of, with_adapter
@@ -32,8 +33,12 @@ class Adapter(nn.Module):
     """The trained matrices, float32, named as in a PEFT checkpoint: `….q_proj.lora_A.weight` [rank, in] and
     `….q_proj.lora_B.weight` [out, rank]."""
 
-    def __init__(self, base: PreTrainedModel, settings: LoraConfig, matrices: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, base: PreTrainedModel, settings: LoraConfig, matrices: dict[str, torch.Tensor], digest: str
+    ) -> None:
+        """`digest` is that of the base's weights; a checkpoint names it."""
         super().__init__()
+        self.base = digest
         self.config, self.generation_config = base.config, GenerationConfig()
         self.scaling, self._settings = settings.scaling, settings
         for name, values in matrices.items():
@@ -49,7 +54,7 @@ class Adapter(nn.Module):
         """A PEFT directory, whose weights are one file: any PEFT loads it onto the base. Raises OSError or
         SafetensorError."""
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state_dict.items()}
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", BASE_DIGEST: self.base})
         settings = self._settings
         described = {
             "peft_type": "LORA",
@@ -100,19 +105,22 @@ def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> 
     """The policy of a run that trains an adapter of the model in `directory`: a new one, whose B is zero, or that of
     the checkpoint which the run resumes from.
 
-    Raises ConfigError when PEFT is not installed, or a module can't have an adapter that generators swap; OSError or
-    ValueError as `load_model` does.
+    Raises ConfigError when PEFT is not installed, or a module can't have an adapter that generators swap; ValueError
+    for a checkpoint of another base; OSError or ValueError as `load_model` does.
     """
     settings = config.trainer.lora
     dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
     trusted, packing = config.model.trust_remote_code, config.trainer.packing
     attention = attention_for(device, dtype, packing=packing)
     base = load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted)
+    digest = base_digest(directory)
     with_adapter(base, settings.rank, settings.target_modules)
     matrices = {name: twin.detach() for name, twin in matrices_of(base)}
     if config.checkpoint:
-        matrices = _read(Path(config.checkpoint) / WEIGHTS_FILE, matrices)
-    policy = AdapterPolicy(Adapter(base, settings, matrices).to(device), base)
+        path = Path(config.checkpoint) / WEIGHTS_FILE
+        matrices = _read(path, matrices)
+        require_base(path, digest, directory)
+    policy = AdapterPolicy(Adapter(base, settings, matrices, digest).to(device), base)
     if packing:
         require_apart(policy.score, device, type(base).__name__)
     return policy

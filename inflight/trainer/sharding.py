@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -112,5 +113,6 @@ class CoordinatedSource(WeightSource):
 def source_of(config: RunConfig, master: nn.Module, coordinator: Coordinator) -> WeightSource:
     """What a run publishes: an adapter's matrices, or all weights."""
     if config.trainer.adapter:
-        return AdapterSource(master, config.model.dtype, config.trainer.lora.scaling)
+        base = cast(Any, master).base  # of trainer/adapter.py's Adapter
+        return AdapterSource(master, config.model.dtype, config.trainer.lora.scaling, base)
     return CoordinatedSource(master, config.model.dtype, coordinator)

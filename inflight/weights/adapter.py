@@ -15,10 +15,11 @@ class AdapterSource(WeightSource):
     B is rounded to the wire dtype before it is scaled, which is what vLLM does to an adapter that it loads from a disk.
     """
 
-    def __init__(self, module: nn.Module, wire_dtype: str, scaling: float) -> None:
-        """`module` has no parameters but the adapter's. Raises SourceError as WeightSource does."""
+    def __init__(self, module: nn.Module, wire_dtype: str, scaling: float, base: str | None = None) -> None:
+        """`module` has no parameters but the adapter's; `base` is the digest of the weights that it is added to, which
+        its manifest names. Raises SourceError as WeightSource does."""
         super().__init__(module, wire_dtype)
-        self._scaling = scaling
+        self._scaling, self.base = scaling, base
 
     def _as_planned(self, meta: ParamMeta) -> torch.Tensor:
         tensor = super()._as_planned(meta)

@@ -29,10 +29,12 @@ def plan(
     checksum: str,
     *,
     alignment: int = ALIGNMENT,
+    base: str | None = None,
 ) -> Manifest:
     """Slots in the order of `metas`, each at the next aligned offset; buckets of `bucket_bytes` tile the buffer.
 
-    A parameter may cross buckets and a bucket may hold many. Raises ManifestError for metas that make no valid layout.
+    A parameter may cross buckets and a bucket may hold many. `base` is Manifest.base. Raises ManifestError for metas
+    that make no valid layout.
     """
     slots: list[Slot] = []
     end = 0
@@ -50,7 +52,13 @@ def plan(
         BucketMeta(offset=offset, nbytes=min(bucket_bytes, end - offset)) for offset in range(0, end, bucket_bytes)
     ]
     manifest = Manifest(
-        slots=slots, tied=dict(tied), buckets=buckets, total_bytes=end, alignment=alignment, checksum=checksum
+        slots=slots,
+        tied=dict(tied),
+        buckets=buckets,
+        total_bytes=end,
+        alignment=alignment,
+        checksum=checksum,
+        base=base,
     )
     check(manifest)
     return manifest

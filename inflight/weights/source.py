@@ -39,6 +39,9 @@ class WeightSource:
     `ParamMeta(name="model.embed_tokens.weight", shape=(49152, 576), dtype="bfloat16")`.
     """
 
+    base: str | None = None
+    """Of an adapter: the digest of the weights that it is added to."""
+
     def __init__(self, module: nn.Module, wire_dtype: str | torch.dtype) -> None:
         """Raises SourceError that names the parameter, buffer or dtype that can't be sent. Reads no tensor's values."""
         wire = wire_dtype if isinstance(wire_dtype, str) else _NAMES.get(wire_dtype, str(wire_dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ import pytest
 import torch
 from batches import make_batch
 from rollout_samples import make_config
+from safetensors.torch import load_file, save_file
 
+from inflight.audit.adapter import AdapterReplayer
+from inflight.audit.replay import KeptVersions
+from inflight.base_digest import base_digest
 from inflight.config import ConfigError, ModelConfig, RunConfig, Sampling
 from inflight.config.effect import require_effect
 from inflight.config.lora import LoraConfig
@@ -23,13 +28,14 @@ from inflight.models import prepare
 from inflight.trainer.adapter import CONFIG_FILE, AdapterPolicy, adapter_policy
 from inflight.trainer.checkpoint.companions import dtype_of
 from inflight.trainer.checkpoint.snapshot import model_tensors
+from inflight.trainer.coordinator import Coordinator
 from inflight.trainer.loading import load_model
 from inflight.trainer.logprobs import score_tokens
 from inflight.trainer.policy import reference
 from inflight.trainer.run_policy import policy_of
-from inflight.weights.adapter import AdapterSource
+from inflight.trainer.sharding import source_of
 
-FLOAT = ModelConfig(name="tiny", dtype="float32")
+FLOAT, BFLOAT16 = (ModelConfig(name="tiny", dtype=dtype) for dtype in ("float32", "bfloat16"))
 CPU = torch.device("cpu")
 IDS = torch.tensor([[3, 4, 5, 13, 7, 8], [6, 6, 9, 10, 11, 12]])
 BATCH = dataclasses.replace(make_batch(torch.zeros(IDS.shape), [1.0, -1.0]), input_ids=IDS)
@@ -55,6 +61,7 @@ def moved(policy: AdapterPolicy) -> AdapterPolicy:
 
 @pytest.fixture
 def trained(tmp_path: Path, tiny_model: Path) -> AdapterPolicy:
+    torch.manual_seed(0)  # of A's random values, by which rounding differs
     policy = policy_of(run_of(tmp_path), tiny_model, CPU)
     assert isinstance(policy, AdapterPolicy)
     return moved(policy)
@@ -70,6 +77,15 @@ def peft_of(folder: Path, model: Path, **options: Any) -> Any:
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load_model(model, torch.float32, CPU, attention="eager"), folder, **options)
+
+
+def another_base(model: Path, folder: Path) -> Path:
+    """A copy of a model's directory with one value of one weight changed."""
+    shutil.copytree(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.down_proj.weight"][5, 7] += 1e-3
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def scores(model: Any) -> torch.Tensor:
@@ -109,9 +125,12 @@ def test_a_new_adapter_changes_nothing_and_the_reference_is_the_base(
     assert reference(config, tiny_model, CPU) is None, "no second model is loaded for it"
 
 
-def test_only_the_matrices_travel_and_b_is_scaled(trained: AdapterPolicy) -> None:
+def test_only_the_matrices_travel_and_b_is_scaled(trained: AdapterPolicy, tmp_path: Path, tiny_model: Path) -> None:
     matrices = dict(trained.master.named_parameters())
-    sent = dict(AdapterSource(trained.master, "bfloat16", trained.master.scaling))
+    config = dataclasses.replace(run_of(tmp_path), model=BFLOAT16)
+    source = source_of(config, trained.master, Coordinator(None, config))
+    assert source.base == base_digest(tiny_model), "the manifest names what they are added to"
+    sent = dict(source)
     assert sent.keys() == matrices.keys()
     assert torch.equal(sent[f"{Q}.lora_A.weight"], matrices[f"{Q}.lora_A.weight"])
     b = matrices[f"{Q}.lora_B.weight"]
@@ -135,6 +154,8 @@ def test_a_run_resumes_from_the_adapter_of_its_checkpoint(
     fewer = dataclasses.replace(run_of(tmp_path, target_modules=["q_proj"]), checkpoint=str(folder))
     with pytest.raises(ValueError, match="another adapter"):
         adapter_policy(fewer, tiny_model, CPU)
+    with pytest.raises(ValueError, match=r"step-000004/.* was trained on another base \(\w{12}\) than .* holds"):
+        adapter_policy(config, another_base(tiny_model, tmp_path / "other"), CPU)
     described = json.loads((folder / CONFIG_FILE).read_text())
     assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (4, 20.0, True)
 
@@ -168,6 +189,16 @@ def test_without_peft_one_line_says_what_to_install(
         adapter_policy(run_of(tmp_path), tiny_model, CPU)
 
 
+def test_the_audit_replays_over_the_base_as_generators_round_it(tmp_path: Path, tiny_model: Path) -> None:
+    kept, settings = KeptVersions(tmp_path), LoraConfig(rank=4)
+    replayer = AdapterReplayer(tiny_model, kept, Sampling(), settings, base_dtype=torch.bfloat16)
+    found = replayer._model.get_submodule("model.layers.0.self_attn.q_proj.base_layer").weight
+    exact = load_file(tiny_model / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert found.dtype == torch.float32
+    assert torch.equal(found, exact.bfloat16().float())
+    assert not torch.equal(found, exact)
+
+
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_export_merges_an_adapter_into_its_base(trained: AdapterPolicy, tmp_path: Path, dtype: str | None) -> None:
     folder = saved(trained, tmp_path / "step-000004")
@@ -190,8 +221,10 @@ def test_export_says_what_it_can_not_do(trained: AdapterPolicy, tmp_path: Path, 
         export(folder, tmp_path / "out", "bfloat16")
     with pytest.raises(ExportError, match="holds a whole model"):
         export(tiny_model, tmp_path / "out", merge=True)
-    described = json.loads((folder / CONFIG_FILE).read_text()) | {"base_model_name_or_path": str(tmp_path / "gone")}
-    (folder / CONFIG_FILE).write_text(json.dumps(described))
-    with pytest.raises(MergeError, match="gone"):
-        export(folder, tmp_path / "out", merge=True)
+    another_base(tiny_model, tmp_path / "other")
+    for base, reason in (("gone", "gone"), ("other", "was trained on another base")):
+        described = json.loads((folder / CONFIG_FILE).read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
+        (folder / CONFIG_FILE).write_text(json.dumps(described))
+        with pytest.raises(MergeError, match=reason):
+            export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()

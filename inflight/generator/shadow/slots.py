@@ -46,13 +46,14 @@ class AdapterUnfit(ManifestMismatch):
 class SlotShadow:
     """The Shadow of one adapter: `begin`, `build`, `discard` in one thread, `swap` in the step loop's."""
 
-    def __init__(self, manager: Any, adapter: int, device: torch.device) -> None:
+    def __init__(self, manager: Any, adapter: int, device: torch.device, base: str | None = None) -> None:
         """Takes two slots of vLLM's adapter `manager` for good, both zero: the adapter then changes nothing.
 
-        To be called when warm-up is over, which clears all slots. `adapter` is the id that requests name. Raises
-        ValueError when no two slots are free.
+        To be called when warm-up is over, which clears all slots. `adapter` is the id that requests name, `base` the
+        digest of the engine's weights; None: it is not compared, another rank does that. Raises ValueError when no two
+        slots are free.
         """
-        self._manager, self._device = manager, device
+        self._manager, self._device, self.base = manager, device, base
         self._ids = (adapter, adapter + SECOND)
         for each in self._ids:
             hold(manager, each, _free_slot(manager))
@@ -90,10 +91,19 @@ class SlotShadow:
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)  # this thread's: waiting for the default one would wait for the steps
         if manifest != self._manifest:
+            self._require_base(manifest.base)
             buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self._device)
             copies = {slot: self._plan(manifest, buffer, slot) for slot in self.slots}
             self._manifest, self._buffer, self._copies = manifest, buffer, copies
         return self._buffer
+
+    def _require_base(self, trained_on: str | None) -> None:
+        if trained_on is None or self.base is None or self.base == trained_on:
+            return
+        held = self.base[:12] or "weights that were not read from files"
+        raise AdapterUnfit(
+            f"the adapter was trained on another base, {trained_on[:12]}, than this generator has: {held}"
+        )
 
     def build(self) -> None:
         """Copies the received bytes into the slot that does not compute; returns when the copies are done."""

@@ -7,10 +7,14 @@ Each adapter of `Settings.adapters` has a line of versions of its own, named by 
 from __future__ import annotations
 
 import copy
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
+
+from inflight.base_digest import base_digest
 from inflight.generator import hooks
 from inflight.generator.settings import Settings
 from inflight.generator.shadow.limits import UnsupportedModel, refuse
@@ -34,9 +38,12 @@ class AdapterWorkerMixin(InflightWorkerMixin):
     inflight_adapters: dict[int, SlotShadow]
     """By the adapter's id."""
     _stagings: dict[int, Staging]
+    _base: Future[str] | None
+    """The digest of the base's weights, in a rank that compares it."""
 
     if TYPE_CHECKING:
         device: Any
+        local_rank: int
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(with_slots(vllm_config, self._spare), *args, **kwargs)  # type: ignore[call-arg]
@@ -52,6 +59,9 @@ class AdapterWorkerMixin(InflightWorkerMixin):
         require_patch()
         refuse(self.vllm_config, self.inflight_device)
         super(InflightWorkerMixin, self).load_model(*args, **kwargs)  # type: ignore[misc]
+        # Beside vLLM's warm-up, which takes longer; of the ranks of a host one is enough, as they read the same files.
+        compared = bool(Settings.of(self.vllm_config).endpoint) and self.local_rank == 0
+        self._base = ThreadPoolExecutor(1, "inflight base").submit(self._find_base) if compared else None
 
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's, which clears all slots at its end; then the adapters take theirs and the receiver starts."""
@@ -59,14 +69,26 @@ class AdapterWorkerMixin(InflightWorkerMixin):
         settings, manager = Settings.of(self.vllm_config), self.model_runner.lora_manager._adapter_manager
         if self._spare:
             hold(manager, BASE, manager.lora_slots - 1)
+        base = None if self._base is None else self._base.result()
         self.inflight_adapters = {
-            adapter: SlotShadow(manager, adapter, manager.device) for adapter in settings.adapter_ids.values()
+            adapter: SlotShadow(manager, adapter, manager.device, base) for adapter in settings.adapter_ids.values()
         }
         self._stagings = {adapter: Staging(shadow) for adapter, shadow in self.inflight_adapters.items()}
         self.inflight_shadow = self.inflight_adapters[settings.lineage]
         if settings.endpoint:
             self.inflight_receiver = self._start_receiver(settings)
         return times
+
+    def _find_base(self) -> str:
+        """The digest of the base's weights; empty when they were not read from files. Raises UnsupportedModel when the
+        files can't be read."""
+        folder = Path(self.vllm_config.model_config.model)
+        if self.vllm_config.load_config.load_format == "dummy" or not folder.is_dir():
+            return ""
+        try:
+            return base_digest(folder)
+        except (ValueError, OSError, SafetensorError) as error:
+            raise UnsupportedModel(f"the digest of the adapter's base can't be computed: {error}") from None
 
     def commit_weights(self, version: int, adapter: int = 0) -> dict[str, Any]:
         """RPC: as the mixin's, for one adapter."""
@@ -97,8 +119,10 @@ class AdapterWorkerMixin(InflightWorkerMixin):
 
 
 def with_slots(vllm_config: VllmConfig, spare: int = 0) -> VllmConfig:
-    """The configuration with a second slot for each adapter that has versions, and `spare` ones. A copy: the scheduler,
-    which counts adapters and not slots, keeps its own, also where it lives in the same process.
+    """The configuration with a second slot for each adapter that has versions, and `spare` ones. Where vLLM may load
+    adapters of its own, it has `max_loras` slots for them: its scheduler admits as many to a step when none with
+    versions is in it, and does not know that those keep their slots. A copy: the scheduler keeps its own configuration,
+    also where it lives in the same process.
 
     Raises UnsupportedModel when vLLM is to have no adapters, or no adapter is named.
     """
@@ -107,10 +131,11 @@ def with_slots(vllm_config: VllmConfig, spare: int = 0) -> VllmConfig:
         raise UnsupportedModel("a worker of adapters needs enable_lora, and their names in its settings")
     if trained > lora.max_loras:
         raise UnsupportedModel(f"max_loras={lora.max_loras} has no place for {trained} adapters with versions")
+    further = (trained if lora.max_loras == trained else 2 * trained) + spare
     widened = copy.copy(vllm_config)
     widened.lora_config = copy.copy(lora)
-    widened.lora_config.max_loras += trained + spare
-    widened.lora_config.max_cpu_loras += trained + spare
+    widened.lora_config.max_loras += further
+    widened.lora_config.max_cpu_loras += further
     return widened
 
 

@@ -110,7 +110,7 @@ class Publisher(Observed, Served):
         self.transport = choice.usual
         """gloo, nccl or ipc, to generators on this host; to others: transport/choice.py."""
         checksum = checksum_of(self.transport, config.checksum)
-        self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum)
+        self.manifest: Manifest = plan(source.metas, source.tied, config.bucket_bytes, checksum, base=source.base)
         if checksum == "sum64":
             warm_up(source.device)
         self._buffer = make_buffer(self.transport, self.manifest.total_bytes, source.device)

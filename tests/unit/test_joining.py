@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
 import stat
@@ -43,13 +44,18 @@ def free_ports() -> int:
             return first
 
 
+@functools.cache
+def composed() -> RunConfig:
+    options = ["network.bind=127.0.0.1", "hosts.starter=join", "generator.count=2"]
+    return compose("tiny", ["run_dir=/nowhere", *options])
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
     folder = tmp_path / "run"
     make_keys(folder / "keys", ["trainer", "a0", "g0", "g1"])
-    options = ["network.bind=127.0.0.1", f"bus.port={free_ports()}", "hosts.starter=join", "generator.count=2"]
-    made = compose("tiny", [f"run_dir={folder}", *options])
-    made = replace(made, bus=replace(made.bus, keys=str(folder / "keys"), heartbeat_s=0.1))
+    made = replace(composed(), run_dir=str(folder))
+    made = replace(made, bus=replace(made.bus, port=free_ports(), keys=str(folder / "keys"), heartbeat_s=0.1))
     configuration.save(made)
     (folder / "bus").mkdir()
     made.api_key_file.write_text("k" * 43 + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 import sys
@@ -36,13 +37,18 @@ LIMIT_S = 30.0
 API_KEY = "k" * 43
 
 
+@functools.cache
+def composed() -> RunConfig:
+    options = ["network.bind=127.0.0.1", "hosts.starter=ssh", "hosts.names=[h1,me@h2]", "generator.count=2"]
+    return compose("tiny", ["run_dir=/nowhere", *options])
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
     """A run folder as its launcher leaves it, of a run with generators on two hosts."""
     folder = tmp_path / "run"
     make_keys(folder / "keys", ["trainer", "a0", "g0", "g1"])
-    options = ["network.bind=127.0.0.1", "hosts.starter=ssh", "hosts.names=[h1,me@h2]", "generator.count=2"]
-    made = compose("tiny", [f"run_dir={folder}", *options])
+    made = replace(composed(), run_dir=str(folder))
     made = replace(made, bus=replace(made.bus, keys=str(folder / "keys")))
     configuration.save(made)
     (folder / "bus").mkdir()

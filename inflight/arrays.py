@@ -141,7 +141,8 @@ class Sets(Sequence[Tokens]):
         self.counts: NDArray[np.uint16]
         self.ids: NDArray[np.int32]
         if isinstance(sets, Sets):
-            self.counts, self.ids = sets.counts, sets.ids
+            self.counts = sets.counts
+            self.ids = sets.ids
             return
         sizes = [len(each) for each in sets]
         if max(sizes, default=0) >= MAX_SET or len(sizes) > MAX_LENGTH:
@@ -162,7 +163,8 @@ class Sets(Sequence[Tokens]):
     def of_arrays(cls, counts: NDArray[np.uint16], ids: NDArray[np.int32]) -> Self:
         """Without a copy or a check, for arrays that are known to belong together."""
         made = cls.__new__(cls)
-        made.counts, made.ids = counts, ids
+        made.counts = counts
+        made.ids = ids
         return made
 
     @classmethod

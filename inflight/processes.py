@@ -53,7 +53,8 @@ class Processes:
         """`keep_open` are file descriptors that processes on this host inherit; `elsewhere` starts commands that name a
         host, and is closed with this."""
         self._grace_s = stop_grace_s
-        self._here, self._elsewhere = LocalStarter(keep_open), elsewhere
+        self._here = LocalStarter(keep_open)
+        self._elsewhere = elsewhere
         self._running: dict[str, tuple[Command, Handle]] = {}
         self._others = set(psutil.Process().children(recursive=True))
         """Children of this process from before; they are not stopped."""

@@ -26,4 +26,5 @@ def decode_every_id(tokenizer: Any) -> None:
             piece for each in ids for piece in (convert([each], *args, **settings) if each in known else [""])
         ]  # one by one: special tokens may be skipped
 
-    tokenizer.decode, tokenizer.convert_ids_to_tokens = decode_known, convert_known
+    tokenizer.decode = decode_known
+    tokenizer.convert_ids_to_tokens = convert_known

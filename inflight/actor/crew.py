@@ -34,7 +34,9 @@ class Crew:
 
     def __init__(self, make: Make, bounds: Bounds, size: int) -> None:
         """At most `size` children, plus one for calls that were lost beside others, if calls run side by side."""
-        self._make, self._bounds, self._size = make, bounds, size
+        self._make = make
+        self._bounds = bounds
+        self._size = size
         self._members: list[WorkerProcess] = []
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._not_made: list[NotMade] = []

@@ -43,7 +43,10 @@ class Foreign:
     ) -> None:
         """`scores` runs the task's own score; None where the run's `rewards` take its place. `limit_s`: time limit
         of a call in seconds, for the log."""
-        self._items, self._scores, self._text, self._limit_s = items, scores, text, limit_s
+        self._items = items
+        self._scores = scores
+        self._text = text
+        self._limit_s = limit_s
         self._rewards = rewards
 
     @property

@@ -105,7 +105,8 @@ class TaskHost:
     """A task's questions and scores; without a course, scores alone."""
 
     def __init__(self, task: Task, course: Course | None) -> None:
-        self._task, self._course = task, course
+        self._task = task
+        self._course = course
 
     def ready(self) -> Constructed:
         """Whether its score is asynchronous, and needs turns; how many questions it holds out."""

@@ -82,7 +82,8 @@ class Actor:
         self.name = name
         self._hello = ActorHello(actor=name, incarnation=secrets.token_hex(8))
         self._hello_sent = 0.0
-        self._routing, self._joined = routing or Routing(), routing is None
+        self._routing = routing or Routing()
+        self._joined = routing is None
         self._link = link
         self._sampler = sampler
         self._concurrency = concurrency

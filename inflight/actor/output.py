@@ -27,7 +27,8 @@ class ChildOutput:
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_end, False)
         self._target = target
-        self._left, self._at = float(BURST_BYTES), time.monotonic()
+        self._left = float(BURST_BYTES)
+        self._at = time.monotonic()
         self._dropped = 0
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_end, self._copy)

@@ -152,7 +152,8 @@ class Pool:
                 self.mark_down(generator)
             if not generator.up and url is not None and await healthy(self._session, url, PROBE_TIMEOUT_S):
                 async with self._came_up:
-                    generator.url, generator.up = url, True
+                    generator.url = url
+                    generator.up = True
                     self._came_up.notify_all()
             await asyncio.sleep(PROBE_EVERY_S)
 

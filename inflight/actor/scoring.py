@@ -33,7 +33,9 @@ class Rewards:
 
     def __init__(self, rewards: Sequence[Rewarded], task: RewardConfig | None, limit_s: float) -> None:
         """`task` is the entry for the task's own score, where there is one."""
-        self._rewards, self.task, self._limit_s = rewards, task, limit_s
+        self._rewards = rewards
+        self.task = task
+        self._limit_s = limit_s
         every = [each.config for each in rewards] + ([task] if task is not None else [])
         self._weights = {each.known_as: each.weight for each in every}
 

@@ -23,7 +23,9 @@ class Streak:
 
     def succeeded(self) -> None:
         """Records a finished group."""
-        self._since, self._number, self._paused_until = None, 0, 0.0
+        self._since = None
+        self._number = 0
+        self._paused_until = 0.0
 
     def failed(self, now: float, *, outage: bool) -> float:
         """Records a failed group; returns the seconds for which no other should be started, which grow with the
@@ -32,9 +34,11 @@ class Streak:
         An `outage` of generators is no item's fault: however long it lasts, it does not count towards giving up.
         """
         if outage:
-            self._since, self._number = None, 0
+            self._since = None
+            self._number = 0
         else:
-            self._since, self._number = now if self._since is None else self._since, self._number + 1
+            self._since = now if self._since is None else self._since
+            self._number = self._number + 1
         lasted = 0.0 if self._since is None else now - self._since
         pause = min(MAX_PAUSE_S, max(MIN_PAUSE_S, lasted / 4))
         self._paused_until = now + pause

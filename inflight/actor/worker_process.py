@@ -56,7 +56,9 @@ class WorkerProcess:
 
     def __init__(self, make: Make, bounds: Bounds, changed: Callable[[], None]) -> None:
         """Starts the child. Raises OSError when no process can be started."""
-        self._make, self._bounds, self._changed = make, bounds, changed
+        self._make = make
+        self._bounds = bounds
+        self._changed = changed
         self.ready: Constructed | None = None
         self.ended = self.over = False
         self.not_made: NotMade | None = None
@@ -164,7 +166,8 @@ class WorkerProcess:
         if pending is None:
             return
         if isinstance(message, Begun):
-            pending.begun, pending.since = True, time.monotonic()
+            pending.begun = True
+            pending.since = time.monotonic()
             self._watch(pending)
             return
         del self._pending[message.call]

@@ -30,7 +30,8 @@ class AdapterReplayer(TransformersReplayer):
     ) -> None:
         """`settings` are the run's, and `base_dtype` is that in which its base computed: its weights are rounded to
         that. Raises as TransformersReplayer does, and ConfigError without PEFT."""
-        self._settings, self._base_dtype = settings, base_dtype
+        self._settings = settings
+        self._base_dtype = base_dtype
         super().__init__(model_dir, kept, sampling, dtype=dtype, token_by_token=token_by_token, device=device)
         self._matrices = dict(matrices_of(self._model))
 

@@ -71,7 +71,8 @@ class _Search:
         if best is None or best.reached <= self.reached:
             self.given_up = True
             return
-        self.turns, self.reached = list(best.turns), best.reached
+        self.turns = list(best.turns)
+        self.reached = best.reached
         if best.reached == len(self.recorded):
             self.logprobs = best.logprobs
 

@@ -32,7 +32,8 @@ class Auditor:
     """Replays rollouts and judges the result."""
 
     def __init__(self, replayer: Replayer, kept: KeptVersions) -> None:
-        self._replayer, self._kept = replayer, kept
+        self._replayer = replayer
+        self._kept = kept
 
     def audit(
         self,

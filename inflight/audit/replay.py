@@ -115,7 +115,8 @@ class Replayer(ABC):
 
     def __init__(self, model_dir: Path, kept: KeptVersions, sampling: Sampling) -> None:
         """The run's model, the weights that it kept, and its sampling options."""
-        self._kept, self.sampling = kept, sampling
+        self._kept = kept
+        self.sampling = sampling
         self.config = AutoConfig.from_pretrained(model_dir)
         self._tied = bool(self.config.get_text_config().tie_word_embeddings)
         # Never tied here: a stale output layer over new embeddings is one of the faults to detect.

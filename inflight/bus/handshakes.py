@@ -27,7 +27,8 @@ class Handshakes:
     """
 
     def __init__(self, socket: zmq.Socket[bytes], refusals: Refusals) -> None:
-        self._socket, self._refusals = socket, refusals
+        self._socket = socket
+        self._refusals = refusals
         self._events = socket.get_monitor_socket(sum(FAILED) + sum(_OTHERS))
         self._open = 0
         """Connections whose handshake is neither completed nor ended by a disconnect."""

@@ -80,7 +80,8 @@ def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], fo
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve(domain="*", location=str(folder / "allowed"))
-    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
     socket.curve_server = True
     return authenticator
 
@@ -88,7 +89,8 @@ def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], fo
 def identify(socket: zmq.Socket[bytes], identity: str, folder: Path) -> None:
     """Gives a connecting socket its own key and the public key that it requires of the listener."""
     public, secret = _load(folder / f"{name_of(identity)}.key_secret")
-    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
     socket.curve_serverkey = _load(folder / f"{LISTENER}.key", secret=False)[0]
 
 

@@ -25,7 +25,8 @@ def schema() -> DictConfig:
     """
     root = cast(DictConfig, OmegaConf.structured(RunConfig))
     OmegaConf.set_readonly(root, False)
-    root.model, root.task = OmegaConf.structured(ModelConfig), OmegaConf.structured(TaskConfig)
+    root.model = OmegaConf.structured(ModelConfig)
+    root.task = OmegaConf.structured(TaskConfig)
     for key in root:
         if not OmegaConf.is_missing(root, key) and isinstance(root[key], DictConfig):
             OmegaConf.set_readonly(root[key], False)

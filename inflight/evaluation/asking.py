@@ -38,7 +38,9 @@ class Asking:
 
     def __init__(self, config: RunConfig, foreign: Foreign, session: aiohttp.ClientSession) -> None:
         """`session` has the key that generators want."""
-        self._config, self._foreign, self._session = config, foreign, session
+        self._config = config
+        self._foreign = foreign
+        self._session = session
         self._asked: list[_PreparedQuestion] = []
         self._room = asyncio.Semaphore(config.eval.concurrency)
         self.done = 0

@@ -31,7 +31,9 @@ class Evaluator:
     """All that happens to it is an event in one queue: messages of the trainer, the end of the link, the stop."""
 
     def __init__(self, config: EvalConfig, link: Link, asking: Asking) -> None:
-        self._config, self._link, self._asking = config, link, asking
+        self._config = config
+        self._link = link
+        self._asking = asking
         self._hello = EvaluatorHello(incarnation=secrets.token_hex(8), answers=asking.answers)
         self._events: asyncio.Queue[AnyMessage | BaseException | None] = asyncio.Queue()
         self._number = 0

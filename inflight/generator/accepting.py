@@ -25,7 +25,8 @@ class AcceptErrors:
     on to the loop's own handler."""
 
     def __init__(self) -> None:
-        self._count, self._said = 0, -SAY_EVERY_S
+        self._count = 0
+        self._said = -SAY_EVERY_S
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The signature that `loop.set_exception_handler` expects."""

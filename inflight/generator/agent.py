@@ -53,8 +53,11 @@ class Commits:
 
     def add(self, commit: Commit, gap_s: float) -> None:
         """Records one swap."""
-        self.version, self.publisher, self.swaps = commit.version, commit.publisher, self.swaps + 1
-        self.gap_s, self.max_gap_s = gap_s, max(gap_s, self.max_gap_s)
+        self.version = commit.version
+        self.publisher = commit.publisher
+        self.swaps = self.swaps + 1
+        self.gap_s = gap_s
+        self.max_gap_s = max(gap_s, self.max_gap_s)
         if self.told is not None:
             self.told(gap_s)
 

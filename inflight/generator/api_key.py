@@ -17,7 +17,9 @@ class ApiKey:
 
     def __init__(self, app: Any, key: str, without: tuple[str, ...] = OPEN) -> None:
         """`without`: paths that need no key."""
-        self._app, self._expected, self._open = app, f"Bearer {key}".encode(), without
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+        self._open = without
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """ASGI 3: called for each connection."""

@@ -51,7 +51,8 @@ class Joined:
         try:
             message = self._link.receive(timeout_s)
         except PeerLost as error:
-            self.ended, self.over = str(error), True
+            self.ended = str(error)
+            self.over = True
             return False
         if isinstance(message, Finish):
             self.ended = message.reason

@@ -21,7 +21,8 @@ class LauncherMetrics:
         """Those that run now."""
         self.failures = Counter(dict.fromkeys(names, 0))
         """How often each has failed."""
-        self._names, self._began = names, time.monotonic()
+        self._names = names
+        self._began = time.monotonic()
         self.registry = CollectorRegistry()
         self.registry.register(Scraped(self._families))
 

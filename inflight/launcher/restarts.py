@@ -38,7 +38,8 @@ class Restarts:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._limit, self._delay_s = config.launch.restarts, config.launch.restart_delay_s
+        self._limit = config.launch.restarts
+        self._delay_s = config.launch.restart_delay_s
         step = config.trainer.groups_per_step * config.rollout.group_size * config.rollout.max_tokens
         self._enough = {"actor": step / config.rollout.actors, "generator": step / config.generator.count}
         self._records: dict[str, _RestartRecord] = {}
@@ -48,7 +49,8 @@ class Restarts:
     def heard(self, name: str, values: Mapping[str, object]) -> None:
         """Takes a status message. Tokens that an actor reports as accepted count for it and for the generators that
         sampled them."""
-        self._of(name).worked, self._of(name).unreachable = True, 0
+        self._of(name).worked = True
+        self._of(name).unreachable = 0
         for key, value in values.items():
             word, _, generator = key.partition(".")
             if word == "accepted" and isinstance(value, int | float):

@@ -63,7 +63,8 @@ class RunFolder:
         _holds_run(config)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._own_lock, self.lock = self._open("launcher.lock"), self._open("lock")
+            self._own_lock = self._open("launcher.lock")
+            self.lock = self._open("lock")
         except OSError as error:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:

@@ -67,7 +67,8 @@ def parse(text: bytes) -> list[FilePatch]:
         elif not files:
             continue
         elif match := _INDEX.match(line):
-            files[-1].old, files[-1].new = match[1].decode(), match[2].decode()
+            files[-1].old = match[1].decode()
+            files[-1].new = match[2].decode()
         elif match := _HUNK.match(line):
             files[-1].hunks.append(Hunk(int(match[1]), int(match[2])))
         elif files[-1].hunks and line[:1] in (b" ", b"+", b"-"):

@@ -20,7 +20,10 @@ class Durations:
     """A histogram of seconds with one label. The library's own would add a line for the creation of each series."""
 
     def __init__(self, name: str, text: str, label: str, bounds: tuple[float, ...]) -> None:
-        self._name, self._text, self._label, self._bounds = name, text, label, bounds
+        self._name = name
+        self._text = text
+        self._label = label
+        self._bounds = bounds
         self._counts: dict[str, list[int]] = {}
         self._sums: dict[str, float] = {}
         self._lock = threading.Lock()

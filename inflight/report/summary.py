@@ -234,7 +234,8 @@ class _Tally:
         self.mixed_rollouts += versions > 1
         self.max_versions = max(self.max_versions, versions)
         self.retries.update(rollout.retries)
-        self.first, self.last = min(self.first, rollout.started), max(self.last, rollout.finished)
+        self.first = min(self.first, rollout.started)
+        self.last = max(self.last, rollout.finished)
 
 
 def _tally(path: Path) -> tuple[_Tally | None, str | None]:

@@ -20,8 +20,11 @@ class Drought:
         self._reset()
 
     def _reset(self) -> None:
-        self.groups, self._told_at = 0, self._first
-        self._reasons, self._members, self._rules = Counter[str](), Counter[str](), Counter[str]()
+        self.groups = 0
+        self._told_at = self._first
+        self._reasons = Counter[str]()
+        self._members = Counter[str]()
+        self._rules = Counter[str]()
 
     def judged(self, gated: GatedGroup) -> None:
         """Counts a result of the gate."""
@@ -33,7 +36,8 @@ class Drought:
         self._members.update({str(why): count for why, count in gated.members_dropped.items()})
         self._rules.update(gated.rules)
         if self.groups == self._told_at:
-            self._news, self._told_at = str(self), 2 * self.groups
+            self._news = str(self)
+            self._told_at = 2 * self.groups
 
     def news(self) -> str | None:
         """The warning when one is due, else None."""

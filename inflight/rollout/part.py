@@ -57,7 +57,9 @@ class Part:
         """Offset at which the last group that was yielded begins."""
 
     def __iter__(self) -> Iterator[RolloutGroup]:
-        self.torn, self.continued, self.good_bytes = None, False, START_BYTES
+        self.torn = None
+        self.continued = False
+        self.good_bytes = START_BYTES
         with self.path.open("rb") as file:
             file.seek(START_BYTES)
             try:

@@ -38,7 +38,9 @@ class _Sorting:
     """Decides on one group after the other."""
 
     def __init__(self, books: Books, version: int) -> None:
-        self._books, self._settled, self._version = books, books.settled, version
+        self._books = books
+        self._settled = books.settled
+        self._version = version
         self._seen: set[str] = set()
         self.waiting: list[StoredGroup] = []
         """Those to be trained on."""

@@ -129,18 +129,23 @@ class Writer:
 
     def __init__(self, path: str | Path, most_bytes: int | None = None) -> None:
         """`most_bytes`: the size that a file reaches at the most, unless its first group is larger; None: any."""
-        self._of, self._most = Path(path), most_bytes
+        self._of = Path(path)
+        self._most = most_bytes
         self._of.parent.mkdir(parents=True, exist_ok=True)
         self.cut: str | None = None
         """What was cut off an existing file; None if it ended with a whole frame."""
         part = _last(self._of) if recorded(self._of) and self._of.stat().st_size else None
         if part is None:
-            self._stream, self._number, self._size = new_stream(), 0, 0
+            self._stream = new_stream()
+            self._number = 0
+            self._size = 0
             self._file = self._of.open("wb", buffering=0)
             self._write(start_of(self._stream, 0))
             return
         self.cut = part.torn
-        self._stream, self._number, self._size = part.stream, part.number, part.good_bytes
+        self._stream = part.stream
+        self._number = part.number
+        self._size = part.good_bytes
         self._file = part.path.open("r+b", buffering=0)
         self._file.truncate(self._size)
         self._file.seek(self._size)
@@ -171,7 +176,8 @@ class Writer:
         self._file.close()
         self._file = following.open("r+b", buffering=0)
         self._file.seek(START_BYTES)
-        self._number, self._size = self._number + 1, START_BYTES
+        self._number = self._number + 1
+        self._size = START_BYTES
 
     def _write(self, data: bytes) -> None:
         written(self._file, data)

@@ -45,7 +45,8 @@ class JoinHandle:
     pid: int | None = None
 
     def __init__(self, starter: JoinStarter, parcel: Parcel) -> None:
-        self._starter, self.parcel = starter, parcel
+        self._starter = starter
+        self.parcel = parcel
         self.address = ""
         """The host's name; empty while it waits for one."""
         self.offer: tuple[str, int] | None = None
@@ -140,7 +141,8 @@ class JoinStarter:
         parcel = msgspec.structs.replace(handle.parcel, slot=offer.slot)
         if self._send(peer, Placed(number=offer.number, parcel=body_of(parcel))):
             self._waiting.remove(handle)
-            handle.offer, handle.address = (peer, offer.number), offer.host
+            handle.offer = (peer, offer.number)
+            handle.address = offer.host
             self._placed[peer] = handle
 
     def _end(self, peer: str, code: int) -> None:

@@ -123,7 +123,8 @@ class Lease:
     """Held by the process on the other host: valid until the pipe ends or is silent for `limit_s`."""
 
     def __init__(self, pipe: int, limit_s: float) -> None:
-        self._pipe, self._limit_s = pipe, limit_s
+        self._pipe = pipe
+        self._limit_s = limit_s
         self._renewed = time.monotonic()
         self.ended = ""
         """Why it is over; empty while it is valid."""

@@ -39,7 +39,9 @@ class SshHandle(LocalHandle):
     def __init__(self, child: subprocess.Popen[bytes], host: str, parcel: bytes, every_s: float) -> None:
         super().__init__(child)
         self.address = host
-        self._pipe, self._parcel, self._every_s = child.stdin, parcel, every_s
+        self._pipe = child.stdin
+        self._parcel = parcel
+        self._every_s = every_s
         self._stopped = threading.Event()
         threading.Thread(target=self._renew, name=f"lease {host}", daemon=True).start()
 

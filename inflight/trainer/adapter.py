@@ -39,8 +39,10 @@ class Adapter(nn.Module):
         """`digest` is that of the base's weights; a checkpoint names it."""
         super().__init__()
         self.base = digest
-        self.config, self.generation_config = base.config, GenerationConfig()
-        self.scaling, self._settings = settings.scaling, settings
+        self.config = base.config
+        self.generation_config = GenerationConfig()
+        self.scaling = settings.scaling
+        self._settings = settings
         for name, values in matrices.items():
             place: nn.Module = self
             *path, leaf = name.split(".")
@@ -74,7 +76,8 @@ class AdapterPolicy(Policy):
     """See the module's text. `master` is the Adapter; `compute` the model with PEFT's layers."""
 
     def __init__(self, adapter: Adapter, compute: PreTrainedModel) -> None:
-        self.master, self.compute = cast(PreTrainedModel, adapter), compute
+        self.master = cast(PreTrainedModel, adapter)
+        self.compute = compute
         self.scorer = Scorer(compute)
         self._scaling = adapter.scaling
         twins = dict(matrices_of(compute))

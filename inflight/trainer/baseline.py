@@ -42,7 +42,8 @@ class Baseline:
 
     def __init__(self, config: RunConfig, device: torch.device) -> None:
         """`device` is the trainer's."""
-        self._mode, self._dtype = config.trainer.compare_lag_0, coarser(config, device)
+        self._mode = config.trainer.compare_lag_0
+        self._dtype = coarser(config, device)
         self._sampling = Sampling.of(config.rollout)
         self._parts: list[tuple[np.ndarray, ...]] = []
         self._tokens = 0

@@ -69,9 +69,14 @@ class Comparing:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A comparison ends early when `stop()` returns True; `device` is the trainer's."""
-        self._mode, self._dtype = config.trainer.compare_start, coarser(config, device)
-        self._publisher, self._learner, self._stop, self._clock = publisher, learner, stop, clock
-        self._patience_s, self._join_s = config.publish.supersede_after_s, config.publish.join_timeout_s
+        self._mode = config.trainer.compare_start
+        self._dtype = coarser(config, device)
+        self._publisher = publisher
+        self._learner = learner
+        self._stop = stop
+        self._clock = clock
+        self._patience_s = config.publish.supersede_after_s
+        self._join_s = config.publish.join_timeout_s
         self._api_key = config.api_key
         self._sampling = replace(Sampling.of(config.rollout), top_p=1.0, top_k=0, min_p=0.0)
         model = learner.policy.master.config.get_text_config()
@@ -165,7 +170,8 @@ class Comparing:
         refuse = self._mode == "refuse"
         if found.shown:
             log.info("%s", found)
-            start.failures, start.awaited = 0, False
+            start.failures = 0
+            start.awaited = False
         elif found.problem:
             log.log(logging.ERROR if refuse else logging.WARNING, "%s", found)
         else:

@@ -111,7 +111,8 @@ class Coordinator:
         missing = [name for name in self._done if name not in self._scored]
         if missing:
             raise CoordinatorError(f"{', '.join(missing)} has answered without log-probabilities")
-        found, self._scored = [self._scored[name] for name in self._done], {}
+        found = [self._scored[name] for name in self._done]
+        self._scored = {}
         return found
 
     def within_bound(self, what: str) -> AbstractContextManager[None]:

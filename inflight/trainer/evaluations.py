@@ -70,8 +70,13 @@ class Evaluations:
         """`best` keeps checkpoints, each of which is written within `written_s` of its nomination; `tell` takes the
         line of an evaluation, `warn` a line for the user. The caller closes the listener."""
         self.best = best
-        self._config, self._listener, self._publisher = config, listener, publisher
-        self._tell, self._warn, self._clock, self._written_s = tell, warn, clock, written_s
+        self._config = config
+        self._listener = listener
+        self._publisher = publisher
+        self._tell = tell
+        self._warn = warn
+        self._clock = clock
+        self._written_s = written_s
         self._numbers = itertools.count(1)
         self._changed = threading.Condition(threading.RLock())
         self._current: _Evaluation | None = None
@@ -195,7 +200,8 @@ class Evaluations:
             self._give_up(current, result.problem, result)
         elif current.result is None:
             self._publisher.unpin(current.pin, "its evaluation is done")
-            current.result, current.seconds = result, round(self._clock() - current.begun, 3)
+            current.result = result
+            current.seconds = round(self._clock() - current.begun, 3)
 
     def _conclude(self, current: _Evaluation, result: Evaluated, now: float) -> None:
         """Writes the line, once the nominee is written, or will not be."""

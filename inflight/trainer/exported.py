@@ -52,9 +52,12 @@ class TrainerMetrics:
         self._lock = threading.Lock()
         self._last: dict[str, float] = {}
         self._steps = 0
-        self._lags, self._tokens, self._masked = Counter[int](), Counter[str](), Counter[str]()
+        self._lags = Counter[int]()
+        self._tokens = Counter[str]()
+        self._masked = Counter[str]()
         self._seconds: dict[str, float] = dict.fromkeys(_PHASES.values(), 0.0)
-        self._swaps, self._missed = Counter[str](), Counter[str]()
+        self._swaps = Counter[str]()
+        self._missed = Counter[str]()
         text = "Longest stall of a rank's step loop at a swap."
         self._gaps = Durations("inflight_trainer_swap_gap_seconds", text, "generator", GAPS)
         text = "Phases of a version's way to a generator."
@@ -63,7 +66,8 @@ class TrainerMetrics:
 
     def follow(self, publisher: Publisher, buffer: Buffer) -> None:
         """Asks these at each scrape from now on."""
-        self._publisher, self._buffer = publisher, buffer
+        self._publisher = publisher
+        self._buffer = buffer
 
     def step(self, line: Mapping[str, object]) -> None:
         """Adds a line of metrics.jsonl."""

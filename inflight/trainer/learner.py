@@ -53,9 +53,12 @@ class Learner:
         """
         self.baseline: Baseline | None = None
         """If set, gets every scored micro-batch."""
-        self.policy, self._config, self._accelerator = policy, config, accelerator
+        self.policy = policy
+        self._config = config
+        self._accelerator = accelerator
         self.coordinator = coordinator or Coordinator(None, config)
-        self._reference, self._loss = reference, make_loss(config)
+        self._reference = reference
+        self._loss = make_loss(config)
         self._sampling = Sampling.of(config.rollout)
         self._advantage = advantage_of(config.trainer.advantage)
         settings = config.trainer

@@ -58,9 +58,13 @@ class Trainer:
     ) -> None:
         """`begun`: the state to start from: step 0, or that of a checkpoint."""
         self._evaluations = evaluations
-        self._config, self._model_dir = config, model_dir
-        self._learner, self._source = learner, source
-        self._buffer, self._publisher, self._reporter = buffer, publisher, reporter
+        self._config = config
+        self._model_dir = model_dir
+        self._learner = learner
+        self._source = source
+        self._buffer = buffer
+        self._publisher = publisher
+        self._reporter = reporter
         self._stop = stop
         self._patience = config.publish.transfer_timeout_s + config.publish.commit_timeout_s
         """Seconds that a published version may take until it is live or has failed."""

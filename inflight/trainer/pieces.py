@@ -51,7 +51,9 @@ class Assembly:
         bytes, never for announced ones.
         """
         if piece.offset == 0 and len(self._parts) == self._total:
-            self._number, self._total, self._parts = piece.number, piece.total, bytearray()
+            self._number = piece.number
+            self._total = piece.total
+            self._parts = bytearray()
         where, expected = (piece.number, piece.total, piece.offset), (self._number, self._total, len(self._parts))
         if where != expected:
             raise PieceError(f"piece (order, bytes in all, offset) {where} came in place of {expected}")

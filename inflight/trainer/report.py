@@ -84,7 +84,8 @@ class Clock:
     def lap(self) -> float:
         """Seconds since the last call, or since the beginning."""
         now = time.monotonic()
-        elapsed, self._last = now - self._last, now
+        elapsed = now - self._last
+        self._last = now
         return elapsed
 
 
@@ -169,9 +170,11 @@ class Reporter:
     def __init__(self, config: RunConfig, link: Link, watch: Callable[[], None]) -> None:
         """`watch` runs about five times per second in the thread; an error that it raises ends the reporting."""
         run_dir = Path(config.run_dir)
-        self._metrics, self._swaps = JsonLines(run_dir / METRICS_FILE), JsonLines(run_dir / SWAPS_FILE)
+        self._metrics = JsonLines(run_dir / METRICS_FILE)
+        self._swaps = JsonLines(run_dir / SWAPS_FILE)
         self._evaluations = JsonLines(run_dir / EVAL_FILE) if config.eval.every else None
-        self._link, self._watch = link, watch
+        self._link = link
+        self._watch = watch
         self._lock = threading.Lock()
         self._values: dict[str, Value] = {"steps": config.trainer.steps}
         self._warnings: deque[str] = deque(maxlen=WARNINGS_KEPT)
@@ -189,7 +192,8 @@ class Reporter:
 
     def follow(self, publisher: Publisher, buffer: Buffer) -> None:
         """Records the swaps of this publisher from now on; how it and the buffer stand goes into each status."""
-        self._publisher, self._now = publisher, lambda: now(publisher, buffer)
+        self._publisher = publisher
+        self._now = lambda: now(publisher, buffer)
         self.exported.follow(publisher, buffer)
 
     def track(self, trackers: Trackers) -> None:

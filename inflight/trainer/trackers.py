@@ -40,7 +40,8 @@ class Trackers:
 
     def __init__(self, config: RunConfig, accelerator: Accelerated, warn: Callable[[str], None]) -> None:
         """Begins a run in each of `config.trackers`; `warn` takes a line for the user."""
-        self._accelerator, self._warn = accelerator, warn
+        self._accelerator = accelerator
+        self._warn = warn
         self._lines: queue.Queue[tuple[int, Mapping[str, object]] | None] = queue.Queue(WAITING)
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, args=(config,), name="trackers", daemon=True)

@@ -44,7 +44,8 @@ class Tail:
     """The new lines of a file of JSON lines at each call."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+        self._path = path
+        self._read = 0
 
     def lines(self) -> tuple[bool, list[dict[str, Any]]]:
         """Whether the file has become shorter, as when a run is resumed: then these are its lines from the beginning;

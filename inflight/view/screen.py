@@ -24,7 +24,8 @@ class Screen:
 
     def __init__(self, progress: Progress, warned: Sequence[str] = ()) -> None:
         """`warned`: lines of processes, oldest first; those that fit are shown after the view's own advice."""
-        self._progress, self._warned = progress, warned
+        self._progress = progress
+        self._warned = warned
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width

@@ -38,14 +38,17 @@ class View:
         self.progress = progress
         self._console = console or Console()
         self._line_every_s = line_every_s
-        self._next_line, self._next_draw = time.monotonic() + line_every_s, 0.0
-        self._last_line, self._same_since = "", time.monotonic()
+        self._next_line = time.monotonic() + line_every_s
+        self._next_draw = 0.0
+        self._last_line = ""
+        self._same_since = time.monotonic()
         self._warned: set[tuple[str, str]] = set()
         self._shown: deque[str] = deque(maxlen=WARNINGS_KEPT)
         self._advised: set[str] = set()
         self._live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
         self._closed = False
-        self._kept, self._next_kept = kept, 0.0
+        self._kept = kept
+        self._next_kept = 0.0
 
     def heard(self, source: str, values: Mapping[str, Value]) -> None:
         """Merges one status message; a new warning in it is shown at once."""
@@ -98,7 +101,8 @@ class View:
         """Skips a line that equals the last one, but not for long: no output would look like a hang."""
         news, now = self.progress.news(), time.monotonic()
         if news != self._last_line or now - self._same_since > SAME_LINE_S:
-            self._last_line, self._same_since = news, now
+            self._last_line = news
+            self._same_since = now
             print(self.progress.line(), flush=True)
         for line in advice(self.progress):
             kind = "".join(letter for letter in line if not letter.isdigit())

@@ -19,7 +19,8 @@ class AdapterSource(WeightSource):
         """`module` has no parameters but the adapter's; `base` is the digest of the weights that it is added to, which
         its manifest names. Raises SourceError as WeightSource does."""
         super().__init__(module, wire_dtype)
-        self._scaling, self.base = scaling, base
+        self._scaling = scaling
+        self.base = base
 
     def _as_planned(self, meta: ParamMeta) -> torch.Tensor:
         tensor = super()._as_planned(meta)

@@ -96,7 +96,9 @@ class CudaShadow:
             with torch.cuda.stream(self._stream):  # on the engine's own stream its steps would wait for this
                 self._check_against_loader(manifest, plan)
             self._stream.synchronize()
-            self._plan, self._manifest, self._buffer = plan, manifest, None
+            self._plan = plan
+            self._manifest = manifest
+            self._buffer = None
         return self._plan
 
     def begin(self, manifest: Manifest) -> torch.Tensor:

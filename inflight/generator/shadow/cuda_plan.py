@@ -229,7 +229,8 @@ def redirected(live: torch.Tensor, shadow: torch.Tensor) -> Iterator[None]:
 class _Redirect(TorchDispatchMode):
     def __init__(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
         super().__init__()
-        self._start, self._stop = live.data_ptr(), live.data_ptr() + live.numel()
+        self._start = live.data_ptr()
+        self._stop = live.data_ptr() + live.numel()
         self._shadow = shadow
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

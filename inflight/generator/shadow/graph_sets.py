@@ -91,13 +91,15 @@ class GraphSets:
         second = [getattr(holder, name) for holder, name in holders]
         if any(one.keys() != other.keys() for one, other in zip(first, second, strict=True)):
             raise RuntimeError("vLLM captured other shapes for the second set of weights: use generator.swap=remap")
-        self._graphs, self._holders = [first, second], holders
+        self._graphs = [first, second]
+        self._holders = holders
         self.use(0)
         return taken
 
     def forget_second(self) -> None:
         """Frees the graphs of the second set, which must not be in use."""
-        self._graphs, self._holders = [], []
+        self._graphs = []
+        self._holders = []
 
     def graphs(self, number: int) -> list[Any]:
         """The captured graphs of set `number`."""

@@ -55,7 +55,8 @@ class GraphSetsShadow(ArenaShadow):
         """`any_rank(bad)` tells whether any rank calls it with True: all ranks capture twice or none does. `required`:
         raise NoSecondGraphs when that is impossible, instead of using `fallback`."""
         super().__init__(arena, layout, load_weights, whole=whole)
-        self._any_rank, self._required = any_rank, required
+        self._any_rank = any_rank
+        self._required = required
         self._sets = GraphSets(layout, (arena.live, arena.shadow))
         self._tried = False
         self.peak_bytes = 0

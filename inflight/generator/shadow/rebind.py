@@ -111,7 +111,8 @@ class RebindShadow:
         spent = [(where, name, where.get(name)) for where, name, _ in self._built]
         for where, name, value in self._built:
             where[name] = value
-        self._built, self._spent = None, spent
+        self._built = None
+        self._spent = spent
         return time.perf_counter() - started
 
     def discard(self) -> None:

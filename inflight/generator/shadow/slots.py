@@ -53,7 +53,9 @@ class SlotShadow:
         digest of the engine's weights; None: it is not compared, another rank does that. Raises ValueError when no two
         slots are free.
         """
-        self._manager, self._device, self.base = manager, device, base
+        self._manager = manager
+        self._device = device
+        self.base = base
         self._ids = (adapter, adapter + SECOND)
         for each in self._ids:
             hold(manager, each, _free_slot(manager))
@@ -94,7 +96,9 @@ class SlotShadow:
             self._require_base(manifest.base)
             buffer = torch.empty(manifest.total_bytes, dtype=torch.uint8, device=self._device)
             copies = {slot: self._plan(manifest, buffer, slot) for slot in self.slots}
-            self._manifest, self._buffer, self._copies = manifest, buffer, copies
+            self._manifest = manifest
+            self._buffer = buffer
+            self._copies = copies
         return self._buffer
 
     def _require_base(self, trained_on: str | None) -> None:
@@ -241,7 +245,8 @@ class _SlotTrace(LoaderTrace):
 
     def __init__(self, slots: list[Slot], stacks: dict[int, tuple[str, torch.Tensor]], buffer: torch.Tensor) -> None:
         super().__init__(slots)
-        self._stacks, self._buffer = stacks, buffer
+        self._stacks = stacks
+        self._buffer = buffer
         self.targets: list[torch.Tensor] = []
         self.sources: list[torch.Tensor] = []
         self.read: set[str] = set()

@@ -24,7 +24,9 @@ class HubRows:
             where = f"task.options.path={name!r}, split={split!r}" + (f", revision={revision!r}" if revision else "")
             offline = "; the hub is not asked, for HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
             raise ConfigError(f"{where} can't be had: {one_line(error)}{offline}") from None
-        self._name, self._split, self._table = name, split, table
+        self._name = name
+        self._split = split
+        self._table = table
         self.commit = str(builder.hash)
         """The hub's commit that the rows are of."""
         if not len(table):

@@ -22,7 +22,8 @@ class RowOrder:
 
     def __init__(self, rows: int, seed: int, *, held_out: float, shuffle: bool) -> None:
         """`held_out` is the share, 0 to below 1. Raises ConfigError when it leaves one side without a row."""
-        self._seed, self._shuffle = seed, shuffle
+        self._seed = seed
+        self._shuffle = shuffle
         kept_back = round(rows * held_out)
         if held_out and not 0 < kept_back < rows:
             raise ConfigError(

@@ -141,7 +141,8 @@ class LineRows:
     """Rows of a table of lines."""
 
     def __init__(self, lines: Any, places: Places) -> None:
-        self._lines, self._places = lines, places
+        self._lines = lines
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -159,7 +160,8 @@ class TableRows:
     """Rows of a table with columns."""
 
     def __init__(self, table: Any, places: Places) -> None:
-        self._table, self._places = table, places
+        self._table = table
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._table)

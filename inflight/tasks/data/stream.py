@@ -23,7 +23,8 @@ class StreamRows:
 
     def __init__(self, files: Sequence[Path], option: str) -> None:
         """Reads the first row. Raises ConfigError when that can't be read, or there is none."""
-        self._files, self._option = files, option
+        self._files = files
+        self._option = option
         self._are_lines = files[0].suffix.lower() in LINES
         self._left: Iterator[Any] = iter(())
         self._next = 0
@@ -74,7 +75,8 @@ class StreamRows:
             )
         else:
             stream = datasets.load_dataset("parquet", data_files=names, split="train", streaming=True)
-        self._left, self._next = iter(stream), 0
+        self._left = iter(stream)
+        self._next = 0
         self._kept.clear()
 
     def _read(self) -> None:

@@ -28,7 +28,8 @@ class Best:
 
     def __init__(self, run_dir: Path, by: str) -> None:
         """`by` names the figure that decides. What a start before has nominated and not decided is removed."""
-        self._folder, self._by = run_dir / BEST_FOLDER, by
+        self._folder = run_dir / BEST_FOLDER
+        self._by = by
         self.nominees = self._folder / NOMINEES
         """Where checkpoints are written that are to be evaluated."""
         self._rejected: set[Path] = set()

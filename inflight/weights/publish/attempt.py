@@ -23,8 +23,11 @@ class Attempt:
 
     def __init__(self, offer: Offer, session: Session, ranks: Sequence[str]) -> None:
         """`ranks` are the peers that receive it."""
-        self.offer, self.version, self.number = offer, offer.version, next(session.attempts)
-        self._session, self._ranks = session, ranks
+        self.offer = offer
+        self.version = offer.version
+        self.number = next(session.attempts)
+        self._session = session
+        self._ranks = ranks
         self.started = session.clock()
         self.ready_at: float | None = None
         """When the last rank was ready."""

@@ -74,7 +74,8 @@ class ChannelSource:
 
     def __init__(self, timeout_s: float, network: NetworkConfig) -> None:
         """`timeout_s` bounds each wait of a transfer; ranks find their senders on `network`."""
-        self._timeout_s, self._network = timeout_s, network
+        self._timeout_s = timeout_s
+        self._network = network
         self.buffer_sums = BufferSums()
         """Checksums of the send buffer that all channels read."""
         self._abandoned: list[Channel] = []

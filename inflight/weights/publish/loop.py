@@ -44,8 +44,10 @@ class PublisherLoop:
         self.error: BaseException | None = None
         """The error that ended publishing; nothing is delivered after it."""
         self.changed = threading.Condition(threading.RLock())
-        self.session, self.protocol = session, PublishProtocol(session, ranks, offer)
-        self._listener, self._routes_file = listener, routes_file
+        self.session = session
+        self.protocol = PublishProtocol(session, ranks, offer)
+        self._listener = listener
+        self._routes_file = routes_file
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()

@@ -11,7 +11,8 @@ class Members:
     """The members of one start of a generator (an incarnation) are present or gone together."""
 
     def __init__(self, generator: str, world_size: int) -> None:
-        self.generator, self.world_size = generator, world_size
+        self.generator = generator
+        self.world_size = world_size
         self.ranks = [f"{generator}.r{rank}" for rank in range(world_size)]
         """Identities of the worker ranks."""
         self.engine = f"{generator}.engine"

@@ -34,9 +34,12 @@ class Offer:
         """`buffer` is uint8 `[manifest.total_bytes]`, `views` its parameters by name; packing into it may still be
         queued on the device, and `fence` tells when that is done. `buffer_sums`: the buffer's checksums that the
         transports have computed."""
-        self.version, self.manifest, self.buffer = version, manifest, buffer
+        self.version = version
+        self.manifest = manifest
+        self.buffer = buffer
         self._views = views
-        self._fence, self._buffer_sums = fence, buffer_sums
+        self._fence = fence
+        self._buffer_sums = buffer_sums
         self._finite_check = finite_check
         self._lock = threading.Lock()
         self._sums: list[int] | None = None

@@ -38,7 +38,8 @@ class Pin:
 
     def begin(self, generator: str, route: Route) -> None:
         """A generator that stamps the version keeps it from now on."""
-        self.generator, self.route = generator, route
+        self.generator = generator
+        self.route = route
         log.info("%s keeps version %d", generator, self.version)
 
     def end(self, reason: str) -> None:

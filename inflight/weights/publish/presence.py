@@ -24,7 +24,8 @@ class Presence:
     """The part of a Replica that Membership works with: all that is known of the generator, without the delivery."""
 
     def __init__(self, generator: str, world_size: int, session: Session) -> None:
-        self.generator, self.members = generator, Members(generator, world_size)
+        self.generator = generator
+        self.members = Members(generator, world_size)
         self.caught_up = False
         """Since it joined, it has held a version that was the newest one at that time."""
         self.standing = Standing(generator, session.events, session.clock(), expected=not session.elastic)
@@ -72,7 +73,8 @@ class Presence:
         if not self.reopen():
             return False
         self.standing.enter(ReplicaState.IDLE, self._session.clock())
-        self.caught_up, self.standing.asked_to_end = self.members.version == newest, False
+        self.caught_up = self.members.version == newest
+        self.standing.asked_to_end = False
         self.retry.clear()
         return True
 

@@ -60,7 +60,8 @@ class PublishProtocol:
 
     def release(self, offer: Offer) -> None:
         """Sends the version in the send buffer to every generator, now or as soon as the generator can take it."""
-        self.version, self._offer = offer.version, offer
+        self.version = offer.version
+        self._offer = offer
         for replica in self.replicas:
             replica.release(offer.version)
         self._send()

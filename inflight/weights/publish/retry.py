@@ -19,7 +19,8 @@ class Backoff:
     def failed(self, now: float, first_s: float, trouble: str) -> None:
         """Records a failed attempt; after the first one the delay is `first_s` seconds."""
         self.at = now + min(first_s * 2.0 ** min(self.failures, 16), MAX_RETRY_S)
-        self.failures, self.trouble = self.failures + 1, trouble
+        self.failures = self.failures + 1
+        self.trouble = trouble
 
     def at_once(self) -> None:
         """Removes the delay, because there is another version."""
@@ -27,4 +28,6 @@ class Backoff:
 
     def clear(self) -> None:
         """Records a commit."""
-        self.failures, self.trouble, self.at = 0, "", 0.0
+        self.failures = 0
+        self.trouble = ""
+        self.at = 0.0

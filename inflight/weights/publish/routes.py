@@ -51,4 +51,5 @@ class RoutesFile:
                 log.error("%s can't be written, actors keep using its last contents: %s", self._path, error)
             self._failed = True
         else:
-            self._written, self._failed = wanted, False
+            self._written = wanted
+            self._failed = False

@@ -34,7 +34,10 @@ class Standing:
         """Changes `state`; nothing else does."""
         if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
-        self.state, self.why, self.since, self.due = state, why, now, due
+        self.state = state
+        self.why = why
+        self.since = now
+        self.due = due
         self._expected = True
 
     def owe(self, version: int, out: int | None) -> None:

@@ -17,7 +17,8 @@ class AcceptedWelcome:
         if welcome.transport_rank >= welcome.transport_size:
             raise ValueError(f"transport rank {welcome.transport_rank} of {welcome.transport_size}")
         self.manifest = welcome.manifest
-        self._manifest_digest, self._publisher = welcome.manifest_digest, welcome.publisher
+        self._manifest_digest = welcome.manifest_digest
+        self._publisher = welcome.publisher
 
     def require(self, message: Prepare) -> None:
         """Raises RuntimeError for a version of another publisher or manifest."""

@@ -121,7 +121,8 @@ class RankState:
             self._await_swap()
             self.error = error
             if self.state not in (ReceiverState.CLOSED, ReceiverState.POISONED):
-                self.state, self.hand = ReceiverState.FAILED, None
+                self.state = ReceiverState.FAILED
+                self.hand = None
 
     def begin_swap(self, version: int) -> str | None:
         """READY → SWAPPING; or the reason why not, with nothing changed."""
@@ -137,7 +138,8 @@ class RankState:
         with self._lock:
             if self.hand is not None:
                 self.publisher = self.hand.publisher
-            self.version, self.hand = version, None
+            self.version = version
+            self.hand = None
             if self.state is ReceiverState.SWAPPING:
                 self.state = ReceiverState.IDLE
             self._changed.notify_all()

@@ -49,7 +49,9 @@ class Communicator:
     """A communicator with rank 0 as the trainer, formed at the first use on the buffer's device."""
 
     def __init__(self, store: KeyValueStore, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store = store
+        self._rank = rank
+        self._size = size
         self._group: Any = None
         self._closed = False
         self._lock = threading.Lock()

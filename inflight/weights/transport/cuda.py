@@ -57,7 +57,10 @@ def copy(strips: Iterable[CopyRegion], source: int, target: int, stream: int) ->
 def _order(strip: CopyRegion, source: int, target: int) -> driver.CUDA_MEMCPY2D:
     order = driver.CUDA_MEMCPY2D()
     order.srcMemoryType = order.dstMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-    order.srcDevice, order.srcPitch = source + strip.source, strip.source_pitch
-    order.dstDevice, order.dstPitch = target + strip.target, strip.target_pitch
-    order.WidthInBytes, order.Height = strip.width, strip.rows
+    order.srcDevice = source + strip.source
+    order.srcPitch = strip.source_pitch
+    order.dstDevice = target + strip.target
+    order.dstPitch = strip.target_pitch
+    order.WidthInBytes = strip.width
+    order.Height = strip.rows
     return order

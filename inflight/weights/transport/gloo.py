@@ -44,7 +44,10 @@ class _Group:
     def __init__(
         self, rank: int, size: int, timeout_s: float, store: Callable[[], dist.Store], network: NetworkConfig
     ) -> None:
-        self._rank, self._size, self._timeout_s, self._network = rank, size, timeout_s, network
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._network = network
         self._store: Callable[[], dist.Store] | None = store
         self._group: Any = None
         self._closed = threading.Event()

@@ -179,7 +179,8 @@ class SenderSums:
 
     def __init__(self, store: KeyValueStore, size: int, sums: BufferSums | None = None) -> None:
         """`sums` are shared with the buffer's other senders; without it each transfer is summed anew."""
-        self._store, self._sums = store, sums
+        self._store = store
+        self._sums = sums
         self._kept: dict[int, Summing] = {}
         self._ranks = range(1, size)
 
@@ -206,7 +207,9 @@ class RankSums:
     """A rank's side. With `verify` false it announces nothing and checks nothing."""
 
     def __init__(self, store: KeyValueStore, rank: int, *, verify: bool) -> None:
-        self._store, self._rank, self._verify = store, rank, verify
+        self._store = store
+        self._rank = rank
+        self._verify = verify
         self._groups: Sequence[Sequence[CopyRegion]] | None = None
         self._there: list[Run] = []
         self._here = Summing([], torch.device("cpu"))

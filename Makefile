@@ -1,5 +1,5 @@
 # Each target sets itself up on a fresh machine with Python 3.11 to 3.13; a second call starts at once.
-.PHONY: help setup demo test test-slow test-faults test-hosts test-browser test-prometheus fuzz lint bench verify-patches clean
+.PHONY: help setup demo test test-slow test-faults test-hosts test-ray test-browser test-prometheus fuzz lint bench verify-patches clean
 
 PY := .venv/bin/python
 READY := .venv/ready
@@ -17,6 +17,7 @@ help:
 	@echo "make test            unit tests, tests against a real vLLM on CPU, and a whole tiny run"
 	@echo "make test-faults     harm done to real processes: kills, stops, full disks, strangers"
 	@echo "make test-hosts      runs over several hosts: network namespaces, ssh, cut and slow links (root)"
+	@echo "make test-ray        runs on a Ray cluster of two nodes of this machine; a node is killed"
 	@echo "make test-browser    the HTML report in a real Chromium, which is installed where there is none"
 	@echo "make test-prometheus metrics and dashboard with a real Prometheus, which is installed where there is none"
 	@echo "make fuzz            every decoder against damaged input (SECONDS=600)"
@@ -49,6 +50,10 @@ test-faults: $(READY)
 
 test-hosts: $(READY)
 	$(PY) -m pytest -m netns tests/hosts $(ARGS)
+
+test-ray: $(READY)
+	$(PY) -m pip --disable-pip-version-check install -qq --no-build-isolation -e ".[ray]"
+	$(PY) -m pytest -m "ray and not slow" tests/cluster $(ARGS)
 
 test-browser: $(READY)
 	@./scripts/browser.sh

@@ -157,6 +157,7 @@ BELONGS_TO = {
     "zmq": r"bus(\..*)?",
     "vllm": r"generator\..*|doctor\.probes",
     "huggingface_hub": r"hub",
+    "ray": r"starters\.ray",
     "hydra": r"launcher\.(compose|chosen)",
     "prometheus_client": r"prometheus\..*|[a-z]+\.exported|generator\.server",
     "psutil": r"processes|descendants|listening|launcher\.run_lock|generator\..*",

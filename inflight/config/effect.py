@@ -66,12 +66,18 @@ IDLE = (
     Idle("eval.best_by", lambda run: not run.eval.keep_best, "eval.keep_best is false"),
     Idle("tracker_project", lambda run: not run.trackers, "trackers is empty"),
     Idle("bus.port", lambda run: not run.over_tcp, "without network.bind and bus.address all sockets are files"),
+    Idle("hosts.ssh", lambda run: run.hosts.starter != "ssh", "hosts.starter is not ssh"),
     Idle(
-        "hosts.names hosts.actors hosts.python hosts.ssh",
-        lambda run: run.hosts.starter != "ssh",
-        "hosts.starter is not ssh",
+        "hosts.names hosts.actors hosts.python hosts.lease_s",
+        lambda run: run.hosts.starter not in ("ssh", "ray"),
+        "hosts.starter is neither ssh nor ray",
     ),
-    Idle("hosts.lease_s", lambda run: run.hosts.starter != "ssh", "hosts.starter is not ssh"),
+    Idle("hosts.ray", lambda run: run.hosts.starter != "ray", "hosts.starter is not ray"),
+    Idle(
+        "hosts.ray_placement_timeout_s",
+        lambda run: not run.hosts.by_ray,
+        "only with hosts.starter=ray, and without hosts.names and hosts.actors, Ray chooses the nodes",
+    ),
     Idle("hosts.actors_join", lambda run: run.hosts.starter != "join", "hosts.starter is not join"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from inflight.config import RunConfig
+from inflight.config import ConfigError, RunConfig
 from inflight.launcher import devices
 from inflight.starters.base import Command, Starter
 from inflight.starters.joining import JoinStarter
@@ -58,5 +58,16 @@ def usual_commands(config: RunConfig) -> list[Command]:
 
 def starter_of(config: RunConfig) -> Starter | None:
     """What starts processes on other hosts; None: nothing is started there. Raises what making it raises."""
+    if config.hosts.starter == "ray":
+        return _ray_starter(config)
     made = {"ssh": SshStarter, "join": JoinStarter}
     return made[config.hosts.starter](config) if config.hosts.elsewhere else None
+
+
+def _ray_starter(config: RunConfig) -> Starter:
+    try:
+        from inflight.starters.ray import RayStarter  # not installed everywhere, and slow to import
+    except ImportError as error:
+        raise ConfigError(f"hosts.starter=ray needs Ray (pip install 'inflight[ray]'): {error}") from None
+    there = devices.assign(config, devices.available())
+    return RayStarter(config, [there[name] for name in config.rank_names() if name in there])

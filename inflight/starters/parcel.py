@@ -26,6 +26,8 @@ from inflight.starters.base import Command
 MAX_BYTES = 1 << 20
 ARRIVES_WITHIN_S = 60.0
 RENEWAL = b"."
+MODULE = "inflight.hosted"
+"""What receives a parcel on the other host."""
 _LENGTH = 8
 KINDS = ("generator", "actor")
 """Kinds of processes that may run on another host than the launcher."""

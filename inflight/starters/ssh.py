@@ -17,10 +17,9 @@ import threading
 from inflight.config import RunConfig
 from inflight.starters.base import Command
 from inflight.starters.local import LocalHandle, spawned
-from inflight.starters.parcel import RENEWAL, packed, parcel_of
+from inflight.starters.parcel import MODULE, RENEWAL, packed, parcel_of
 from inflight.surroundings import inherited
 
-MODULE = "inflight.hosted"
 OPTIONS = {
     "BatchMode": "yes",
     "ConnectTimeout": "10",

@@ -123,7 +123,7 @@ class RayStarter:
         own = dataclasses.replace(command, slot=0) if share.gpus else command
         actor = ray.remote(Hosting).options(
             name=f"{command.name}.{next(self._numbers)}", scheduling_strategy=strategy, **share.options(), **NEVER
-        )  # fmt: skip
+        )
         made = actor.remote(packed(parcel_of(self._config, own)), self._config.hosts.python)
         return ExchangeHandle(command, RayCalls(made), lease_s)
 
@@ -164,7 +164,7 @@ def _reserve(trainer_gpus: Sequence[str]) -> object:
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     made = ray.remote(Reservation).options(
         name="trainer", num_cpus=0, num_gpus=len(trainer_gpus), scheduling_strategy=here, **NEVER
-    )  # fmt: skip
+    )
     holder: Any = made.remote()
     try:
         require_reserved(ray.get(holder.devices.remote(), timeout=CONNECT_S * 3), trainer_gpus)

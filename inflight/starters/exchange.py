@@ -18,18 +18,18 @@ class NodeGone(Exception):
     """The object on the node has ended, or could not be made; the text is one line."""
 
 
-class Calls(Protocol):
-    """Calls of a Hosting on another node (hosting.py). None of them waits."""
+class NodeCalls(Protocol):
+    """NodeCalls of a Hosting on another node (hosting.py). None of them waits."""
 
     def ask(self) -> None:
-        """Calls `exchange`."""
+        """NodeCalls `exchange`."""
 
     def answer(self) -> tuple[bytes, int | None] | None:
         """What the last call of `exchange` returned; None: nothing yet. Raises NodeGone, or ConnectionError when the
         node may answer the next call."""
 
     def stop(self) -> None:
-        """Calls `stop`, before any later `ask`."""
+        """NodeCalls `stop`, before any later `ask`."""
 
     def end(self) -> None:
         """Ends the object, and what the node reserves for it."""
@@ -40,7 +40,7 @@ class ExchangeHandle:
 
     pid: int | None = None
 
-    def __init__(self, command: Command, calls: Calls, lease_s: float) -> None:
+    def __init__(self, command: Command, calls: NodeCalls, lease_s: float) -> None:
         self.address = command.host
         self._command, self._calls, self._lease_s = command, calls, lease_s
         self._answered: float | None = None

@@ -9,7 +9,7 @@ from inflight.config import ConfigError, RunConfig
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeShare:
     """What Ray reserves for a process on its node."""
 
     cpus: int
@@ -25,21 +25,21 @@ class Share:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus}
 
 
-def share_of(config: RunConfig, kind: str, *, gpus: bool) -> Share:
+def share_of(config: RunConfig, kind: str, *, gpus: bool) -> NodeShare:
     """A generator takes the cores and, if the cluster has any, the GPUs of its ranks; an actor takes one core."""
     if kind != "generator":
-        return Share(1, 0)
+        return NodeShare(1, 0)
     ranks = config.generator.tensor_parallel_size
-    return Share(ranks * config.generator.threads, ranks if gpus else 0)
+    return NodeShare(ranks * config.generator.threads, ranks if gpus else 0)
 
 
-def shares_of(config: RunConfig, *, gpus: bool) -> dict[str, Share]:
+def shares_of(config: RunConfig, *, gpus: bool) -> dict[str, NodeShare]:
     """Process name → its share, of all processes that Ray places; the order is that of the bundles."""
     generators = dict.fromkeys(config.generator_names(), share_of(config, "generator", gpus=gpus))
     return generators | dict.fromkeys(config.rollout.actor_names(), share_of(config, "actor", gpus=gpus))
 
 
-def no_room(shares: Mapping[str, Share], cluster: Mapping[str, float], within_s: float) -> ConfigError:
+def no_room(shares: Mapping[str, NodeShare], cluster: Mapping[str, float], within_s: float) -> ConfigError:
     """Says what was wanted and what there is."""
     wanted = {
         resource: sum(share.bundle().get(resource, 0) for share in shares.values()) for resource in ("CPU", "GPU")

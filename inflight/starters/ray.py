@@ -39,18 +39,18 @@ NEVER = {"max_restarts": 0, "max_task_retries": 0}
 
 
 class RayCalls:
-    """See Calls."""
+    """See NodeCalls."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
         self._asked: Any = None
 
     def ask(self) -> None:
-        """See Calls."""
+        """See NodeCalls."""
         self._asked = self._actor.exchange.remote()
 
     def answer(self) -> tuple[bytes, int | None] | None:
-        """See Calls."""
+        """See NodeCalls."""
         if not ray.wait([self._asked], timeout=0)[0]:
             return None
         try:
@@ -62,33 +62,33 @@ class RayCalls:
             raise NodeGone(_line(error)) from None
 
     def stop(self) -> None:
-        """See Calls."""
+        """See NodeCalls."""
         self._actor.stop.remote()
 
     def end(self) -> None:
-        """See Calls."""
+        """See NodeCalls."""
         with contextlib.suppress(RayError, ValueError):  # it has ended
             ray.kill(self._actor, no_restart=True)
 
 
 class NoCalls:
-    """See Calls: in place of an actor whose node is not there."""
+    """See NodeCalls: in place of an actor whose node is not there."""
 
     def __init__(self, why: str) -> None:
         self._why = why
 
     def ask(self) -> None:
-        """See Calls."""
+        """See NodeCalls."""
 
     def answer(self) -> tuple[bytes, int | None] | None:
-        """See Calls."""
+        """See NodeCalls."""
         raise NodeGone(self._why)
 
     def stop(self) -> None:
-        """See Calls."""
+        """See NodeCalls."""
 
     def end(self) -> None:
-        """See Calls."""
+        """See NodeCalls."""
 
 
 class RayStarter:

@@ -19,7 +19,7 @@ from inflight.starters import exchange
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.exchange import ExchangeHandle, NodeGone
 from inflight.starters.hosting import OUTPUT_AT_MOST, Hosting
-from inflight.starters.placement import Share, no_room, node_of, require_reserved, shares_of
+from inflight.starters.placement import NodeShare, no_room, node_of, require_reserved, shares_of
 
 LIMIT_S = 30.0
 ON_RAY = ("network.bind=10.0.0.1", "hosts.starter=ray", "generator.count=2")
@@ -196,9 +196,9 @@ def test_shares_are_those_of_the_ranks_and_actors_take_no_gpu(tmp_path) -> None:
     options = ["generator.tensor_parallel_size=2", "generator.threads=3", "rollout.actors=2"]
     config = compose("tiny", [f"run_dir={tmp_path}/run", *ON_RAY, *options])
     assert shares_of(config, gpus=True) == {
-        "g0": Share(6, 2), "g1": Share(6, 2), "a0": Share(1, 0), "a1": Share(1, 0),
+        "g0": NodeShare(6, 2), "g1": NodeShare(6, 2), "a0": NodeShare(1, 0), "a1": NodeShare(1, 0),
     }  # fmt: skip
-    assert Share(6, 2).bundle() == {"CPU": 6, "GPU": 2}
+    assert NodeShare(6, 2).bundle() == {"CPU": 6, "GPU": 2}
     assert shares_of(config, gpus=False)["g0"].bundle() == {"CPU": 6}
     said = str(no_room(shares_of(config, gpus=True), {"CPU": 4.0, "memory": 1e9}, 60.0))
     assert "Ray has not placed g0, g1, a0, a1 within 60 s" in said

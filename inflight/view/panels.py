@@ -118,7 +118,7 @@ def _next(progress: Progress, name: str) -> Text:
     behind, committed = whole(trainer.get(f"behind_{name}")), whole(trainer.get(f"committed_{name}"))
     if behind is None or committed is None:
         return Text(str(values.get("phase", "–" if "version" in values else "starting")))
-    if not behind:
+    if not behind or (whole(values.get("version")) or 0) >= committed + behind:  # the trainer's status may be older
         return Text("– (up to date)", style="dim")
     return Text(f"{committed + behind} {NEXT.get(state, '')}".strip())
 

@@ -143,6 +143,13 @@ def test_before_any_news_everybody_is_starting(progress):
     assert re.search(r"g0 +– +starting", text), text
 
 
+def test_a_status_of_the_trainer_that_is_older_than_the_generators_announces_nothing(progress):
+    progress.update("trainer", {"committed_g0": 0, "behind_g0": 1, "state_g0": "SENDING"})
+    progress.update("g0", {"version": 1})
+    text = shown(progress, 80).text
+    assert re.search(r"g0 +1 +– \(up to date\)", text), text
+
+
 def test_a_resumed_run_starts_from_its_step(config):
     progress = Progress(dataclasses.replace(config, checkpoint="night/step-5"))
     assert "step 5/8 · starting" in progress.line()

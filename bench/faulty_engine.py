@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -46,19 +47,28 @@ class FaultyEngine:
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         core: Any = self.llm.engine_core
         self.core = core.engine_core
-        self.worker = self.core.model_executor.driver_worker.worker
         self.version = 0
+        self.lora_request: Any = None
+        """Of the requests that `serve` records; None: they are the base's."""
         self._batches = 0
         config.version_file(0).parent.mkdir(parents=True)
         save_file(weights(0), config.version_file(0))
+
+    @property
+    def worker(self) -> Any:
+        """The worker of an engine of one rank, which is in this process."""
+        return self.core.model_executor.driver_worker.worker
 
     def commit(self) -> None:
         """The next version."""
         self.version += 1
         path = self.config.version_file(self.version)
         save_file(self._weights(self.version), path)
-        self.llm.collective_rpc("stage_weights", args=(str(path), self.version))
-        self.llm.commit_weights(self.version)  # type: ignore[attr-defined] - of our patch
+        self._swap(path, self.version)
+
+    def _swap(self, path: Path, version: int, *adapter: int) -> None:
+        self.llm.collective_rpc("stage_weights", args=(str(path), version, True, *adapter))
+        self.llm.commit_weights(version, *adapter)  # type: ignore[attr-defined] - of our patch
 
     def serve(self, requests: Sequence[tuple[list[int], int]], every: int) -> list[Any]:
         """Outputs of requests (prompt, tokens to sample); a version is committed every `every` steps."""
@@ -73,7 +83,8 @@ class FaultyEngine:
                 ignore_eos=True,
                 detokenize=False,
             )
-            self.llm.add_request(f"b{self._batches}-{number}", {"prompt_token_ids": prompt}, sampling)
+            name, given = f"b{self._batches}-{number}", {"prompt_token_ids": prompt}
+            self.llm.add_request(name, given, sampling, lora_request=self.lora_request)
         outputs, steps = [], 0
         while self.llm.has_unfinished_requests():
             outputs += [output for output in self.llm.step() if output.finished]

@@ -193,7 +193,7 @@ def test_a_commit_hides_the_prefixes_of_its_adapter_alone(bench: Bench) -> None:
 def test_adapters_that_vllm_loads_and_evicts_take_no_slot_of_these(bench: Bench) -> None:
     bench.swap("a")
     bench.swap("c", OTHER)
-    for number, name in ((1, "b"), (2, "c"), (3, "a"), (1, "b")):  # one slot is free for three
+    for number, name in ((1, "b"), (2, "c"), (3, "a"), (4, "c"), (1, "b")):  # three slots are free for four
         assert said(greedy(bench.engine, number, bench.folders[name])) == bench.fresh[name]
     assert said(greedy(bench.engine, POLICY)) == bench.fresh["a"]
     bench.swap("b")

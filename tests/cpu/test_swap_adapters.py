@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +16,12 @@ from adapters import start_adapters, write_adapter
 from safetensors.torch import load_file, save_file
 from swap_engine import LENGTH, PROMPTS, Answer, answer, greedy_params, said, start, stop
 
+from inflight.base_digest import base_digest
 from inflight.generator.settings import FIRST_ADAPTER
+from inflight.generator.shadow.slots import AdapterUnfit
 from inflight.models import prepare
+from inflight.types import ParamMeta
+from inflight.weights.plan import plan
 
 patch = pytest.importorskip("vllm.inflight_patch", reason="needs a patched vLLM: inflight patch apply")
 pytestmark = [
@@ -199,6 +204,44 @@ def test_adapters_that_vllm_loads_and_evicts_take_no_slot_of_these(bench: Bench)
     bench.swap("b")
     assert said(greedy(bench.engine, POLICY)) == bench.fresh["b"]
     assert said(greedy(bench.engine, OTHER)) == bench.fresh["c"]
+
+
+def test_as_many_adapters_of_vllm_as_it_admits_to_a_step_have_slots(bench: Bench) -> None:
+    """Also when none with versions is in that step: those keep their slots."""
+    bench.swap("a")
+    asked = {f"{number}-{index}": (number, index) for number in range(3) for index in range(len(PROMPTS))}
+    for key, (number, index) in asked.items():
+        adapter = request(11 + number, bench.folders["abc"[number]])
+        prompt = {"prompt_token_ids": PROMPTS[index]}
+        bench.core.add_request(f"own-{key}", prompt, greedy_params(), lora_request=adapter)
+    made = {}
+    while bench.core.has_unfinished_requests():
+        made |= {output.request_id[4:7]: answer(output) for output in bench.core.step() if output.finished}
+    for key, (number, index) in asked.items():
+        assert (made[key].tokens, made[key].logprobs) == bench.fresh["abc"[number]][index]
+    assert said(greedy(bench.engine, POLICY)) == bench.fresh["a"]
+
+
+def test_an_adapter_of_another_base_is_refused_by_name_and_live_is_untouched(bench: Bench) -> None:
+    bench.swap("a")
+    worker = bench.core.engine_core.engine_core.model_executor.driver_worker.worker
+    shadow, base = worker.inflight_adapters[POLICY], base_digest(bench.model)
+    assert worker._find_base() == base
+    metas = [
+        ParamMeta(name=name, shape=tuple(tensor.shape), dtype="float32")
+        for name, tensor in load_file(bench.files["b"]).items()
+    ]
+    with mock.patch.object(shadow, "base", base):
+        shadow.begin(plan(metas, {}, 1 << 20, "none", base=base))
+        with pytest.raises(
+            AdapterUnfit, match=f"trained on another base, 0{{12}}, than this generator .*: {base[:12]}"
+        ):
+            shadow.begin(plan(metas, {}, 1 << 20, "none", base="0" * 64))
+    with mock.patch.object(shadow, "base", ""), pytest.raises(AdapterUnfit, match="weights that were not read from"):
+        shadow.begin(plan(metas, {}, 1 << 20, "none", base="1" * 64))
+    assert said(greedy(bench.engine, POLICY)) == bench.fresh["a"]
+    bench.swap("b")
+    assert said(greedy(bench.engine, POLICY)) == bench.fresh["b"]
 
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj"

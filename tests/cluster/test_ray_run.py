@@ -123,3 +123,40 @@ def test_a_run_on_two_nodes_loses_one(cluster, tmp_path):
 
 def cluster_nodes(cluster):
     return [node for node in cluster.global_state.node_table() if node["Alive"]]
+
+
+def test_a_run_by_names_of_nodes_ends_with_its_launcher(cluster, tmp_path):
+    """A generator on each node by its id, the actor on the launcher's host; the launcher is killed."""
+    head, other = sorted(node["NodeID"] for node in cluster_nodes(cluster))
+    names = f"hosts.names=[{other},{head}]"
+    run = Run(cluster, tmp_path / "run", "trainer.steps=1000", "hosts.lease_s=10", names)
+    try:
+        run.until(lambda: run.steps() >= 3 and set(run.routed()) == {"g0", "g1"}, alive=True)
+        assert run.placed() == {"g0": other, "g1": head}
+        assert run.process("a0") is not None
+        assert len(hosted()) >= 4, "a process of inflight.hosted and its child on each node"
+        assert run.kill("launcher")
+        run.wait()
+        none_left()
+    finally:
+        run.end()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["generator.threads=7"], "they take 15 CPU, and no process can be split over nodes; the cluster has 8 CPU"),
+        (["hosts.names=[elsewhere]"], "'elsewhere' is no node of the cluster, which has "),
+        (["hosts.ray='127.0.0.1:1'"], "hosts.ray='127.0.0.1:1' is not allowed: nothing answers there"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused(cluster, tmp_path, options, said):
+    if options[0].startswith("generator"):
+        options = [*options, "hosts.ray_placement_timeout_s=2"]
+    run = Run(cluster, tmp_path / "run", *options)
+    try:
+        assert run.wait() == 2
+        assert said in run.output
+        assert not hosted()
+    finally:
+        run.end()

@@ -70,7 +70,7 @@ class Crew:
         try:
             return await self._call(number, frame)
         except (ChildLost, CallFailed) as lost:
-            if not lost.company:
+            if not lost.company or self._closed:
                 raise
             log.info("a child that worked on several calls has ended (%s): each is retried once, alone", lost)
         return await (self._alone or self)._call(number, frame)

@@ -54,7 +54,7 @@ def reached(curve: Sequence[Sequence[float]], reward: float) -> float | None:
     return None
 
 
-def common_reward(arms: Sequence[Arm]) -> float:
+def best_shared_reward(arms: Sequence[Arm]) -> float:
     """The highest held-out reward that all of these arms have reached."""
     return min(max(reward for _, reward in arm["held_out"]) for arm in arms)
 
@@ -66,7 +66,7 @@ def with_times(arms: Sequence[Arm]) -> list[dict[str, Any]]:
     for arm in arms:
         peers = [each for each in arms if each["seed"] == arm["seed"]]
         complete = {each["arm"] for each in peers} == whole
-        target = common_reward(peers) if complete else None
+        target = best_shared_reward(peers) if complete else None
         times = {"target": target, "to_target_s": reached(arm["held_out"], target) if target is not None else None}
         found.append({**arm, **times})
     return found

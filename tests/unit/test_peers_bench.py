@@ -12,7 +12,7 @@ import torch
 
 from bench.peers.async_grpo import Reward
 from bench.peers.control import Activity, Caller, Control, ControlError
-from bench.peers.figures import common_reward, figures_of, reached, rotated, table, with_times
+from bench.peers.figures import best_shared_reward, figures_of, reached, rotated, table, with_times
 from bench.peers.varlen import flash_attn_varlen_func
 from bench.peers.ways import WAYS, ArmPublisher
 from inflight.config import TaskConfig
@@ -62,7 +62,7 @@ def test_a_curve_reaches_a_reward_between_two_of_its_points():
 
 def test_the_reward_that_all_arms_of_a_seed_reach_is_the_worst_ones_best():
     arms = [arm("a", 0, [(0.0, 0.1), (2.0, 0.9)]), arm("b", 0, [(0.0, 0.1), (4.0, 0.5), (6.0, 0.4)])]
-    assert common_reward(arms) == 0.5
+    assert best_shared_reward(arms) == 0.5
     timed = with_times([*arms, arm("a", 1, [(0.0, 0.1), (2.0, 0.6)])])
     assert [each["to_target_s"] for each in timed] == pytest.approx([1.0, 4.0, None]), "seed 1 has one arm only"
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class PublisherLink:
-    """A rank's connection to whoever publishes, with the messages that came while it was busy."""
+    """A rank's connection to the process that publishes, with the messages that came while it was busy."""
 
     def __init__(self, link: Link, greeting: RankHello) -> None:
         """Owns `link` and closes it."""

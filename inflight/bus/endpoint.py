@@ -41,12 +41,20 @@ class PeerLost(BusError):
     """Nothing was received from the other side for the configured time."""
 
 
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """zmq's context, freed by `Endpoint.close` alone. Its own finalizer waits for all sockets to be closed, which in a
+    garbage collection, whichever thread runs it, would be without end for an endpoint that nobody has closed."""
+
+    def __del__(self) -> None:
+        """Leaves the context to the end of the process."""
+
+
 class Endpoint:
     """The common part of Link and Listener: the thread, the outgoing and incoming queues, and waking the thread."""
 
     def __init__(self, kind: int, name: str, config: BusConfig, endpoint: str) -> None:
         self._config = config
-        self._context = zmq.Context(io_threads=1)
+        self._context = _Context(io_threads=1)
         self._socket = self._context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)

@@ -23,23 +23,25 @@ class Link(Endpoint):
 
     def __init__(self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S):
         """Connects in the background. Raises BusError for an invalid identity or address."""
+        if not IDENTITY.fullmatch(identity):
+            raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
         super().__init__(zmq.DEALER, identity, config, endpoint)
         self._endpoint = endpoint
         self._next_beat = 0.0
         self._leaving = False
         self._deadline = time.monotonic() + first_contact_s
-        if not IDENTITY.fullmatch(identity):
-            raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode() + TAIL + secrets.token_hex(16).encode())
         try:
+            self._socket.setsockopt(zmq.IDENTITY, identity.encode() + TAIL + secrets.token_hex(16).encode())
             if keys.needed(endpoint) and not config.keys:
                 raise keys.KeysError("it may lead to another host and needs keys (bus.keys)")
             if config.keys:
                 keys.identify(self._socket, identity, Path(config.keys))
             self._socket.connect(endpoint)
-        except (zmq.ZMQError, keys.KeysError) as error:
-            self._socket.close()
-            raise BusError(f"can't connect to {endpoint}: {error}") from None
+        except BaseException as error:
+            self._socket.close()  # else its context could not be freed: zmq waits for open sockets, in the collector
+            if isinstance(error, zmq.ZMQError | keys.KeysError):
+                raise BusError(f"can't connect to {endpoint}: {error}") from None
+            raise
         self._start(identity)
 
     def send(self, message: AnyMessage) -> None:

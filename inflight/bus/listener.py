@@ -78,11 +78,10 @@ class Listener(Endpoint):
                 self._authenticator = keys.guard(self._socket, self._context, Path(config.keys))
             self._claim = AddressClaim(endpoint)
             self._socket.bind(endpoint)
-        except (zmq.ZMQError, keys.KeysError, ClaimError, OSError) as error:
+        except BaseException as error:
             self._free()
-            raise BusError(f"can't listen on {endpoint}: {error}") from None
-        except BusError:
-            self._free()
+            if isinstance(error, zmq.ZMQError | keys.KeysError | ClaimError | OSError):
+                raise BusError(f"can't listen on {endpoint}: {error}") from None
             raise
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._start(endpoint)

@@ -1,6 +1,7 @@
 """The bus over real sockets: order, loss, refusals and bounds."""
 
 import contextlib
+import gc
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ import pytest
 import zmq
 
 from inflight.bus import BusError, Link, Listener, Lost, PeerLost, Received
-from inflight.bus.endpoint import HIGH_WATER
+from inflight.bus.endpoint import HIGH_WATER, _Context
 from inflight.config import BusConfig
 from inflight.messages import SCHEMA, Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
 
@@ -221,7 +222,8 @@ def test_garbage_is_counted_and_changes_nothing(endpoint):
         raw.setsockopt(zmq.IDENTITY, b"stranger")
         raw.connect(endpoint)
         good = encode(Commit(version=1))
-        for frame in (b"", b"\x01", b"\x09" + good[1:], good[:-1], good + b"x", b"\x01\xc1", b"\x01" + b"\x91" * 5000):
+        other = bytes([SCHEMA + 1]) + good[1:]
+        for frame in (b"", b"\x01", other, good[:-1], good + b"x", b"\x01\xc1", b"\x01" + b"\x91" * 5000):
             raw.send(frame)
         raw.send(good)
         assert wait_for(listener.receive, Received) == Received("stranger", Commit(version=1))
@@ -280,3 +282,27 @@ def test_negative_versions_and_long_texts_are_refused():
         decode(encode(Commit(version=-1)))
     with pytest.raises(WireError):
         decode(encode(Refused(reason="x" * 5000)))
+
+
+@pytest.mark.parametrize("mistake", ["identity", "address", "never closed"])
+def test_an_endpoint_that_nobody_closes_does_not_block_a_garbage_collection(endpoint, mistake):
+    """zmq's own context waits for open sockets in its finalizer: without end, in whichever thread collects."""
+
+    def drop():
+        if mistake == "never closed":
+            context = _Context(io_threads=1)
+            cycle = [context, socket := context.socket(zmq.DEALER)]
+            cycle.append(cycle)
+            socket.connect(endpoint)
+            socket.send(b"unsent")
+            return
+        name, address = ("no name!", endpoint) if mistake == "identity" else ("g0", "nothing://here")
+        with pytest.raises(BusError) as raised:
+            Link(address, name, QUICK)
+        raised.value.cycle = raised
+
+    drop()
+    collecting = threading.Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(10)
+    assert not collecting.is_alive()

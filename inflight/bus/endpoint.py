@@ -9,6 +9,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Self
 
 import zmq
@@ -42,7 +43,7 @@ class PeerLost(BusError):
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
-    """zmq's context, freed by `Endpoint.close` alone. Its own finalizer waits for all sockets to be closed, which in a
+    """zmq's context, freed by its endpoint alone. Its own finalizer waits for all sockets to be closed, which in a
     garbage collection, whichever thread runs it, would be without end for an endpoint that nobody has closed."""
 
     def __del__(self) -> None:
@@ -78,6 +79,19 @@ class Endpoint:
     def refused(self) -> int:
         """Number of frames and connections that were refused."""
         return self.refusals.total
+
+    @contextlib.contextmanager
+    def _opening(self, doing: str, *refusals: type[Exception]) -> Iterator[None]:
+        """Around what a constructor does with the socket: when it fails, all is freed, because nobody can call `close`.
+        `refusals` are raised as BusError, which says what the endpoint was `doing`."""
+        try:
+            yield
+        except BaseException as error:
+            self._free()
+            self._dispose()
+            if isinstance(error, refusals):
+                raise BusError(f"can't {doing}: {error}") from None
+            raise
 
     def _start(self, name: str) -> None:
         self._thread = threading.Thread(target=self._run, name=f"bus {name}", daemon=True)
@@ -165,6 +179,10 @@ class Endpoint:
         with contextlib.suppress(BlockingIOError):
             self._wake_in.send(b"c")
         self._thread.join(timeout=5)
+        self._dispose()
+
+    def _dispose(self) -> None:
+        """Frees what is left when the socket is closed, or will be. The context waits for that, in a thread."""
         threading.Thread(target=self._context.term, name="bus term", daemon=True).start()
         self._wake_in.close()
         self._wake_out.close()

@@ -30,18 +30,13 @@ class Link(Endpoint):
         self._next_beat = 0.0
         self._leaving = False
         self._deadline = time.monotonic() + first_contact_s
-        try:
+        with self._opening(f"connect to {endpoint}", zmq.ZMQError, keys.KeysError):
             self._socket.setsockopt(zmq.IDENTITY, identity.encode() + TAIL + secrets.token_hex(16).encode())
             if keys.needed(endpoint) and not config.keys:
                 raise keys.KeysError("it may lead to another host and needs keys (bus.keys)")
             if config.keys:
                 keys.identify(self._socket, identity, Path(config.keys))
             self._socket.connect(endpoint)
-        except BaseException as error:
-            self._socket.close()  # else its context could not be freed: zmq waits for open sockets, in the collector
-            if isinstance(error, zmq.ZMQError | keys.KeysError):
-                raise BusError(f"can't connect to {endpoint}: {error}") from None
-            raise
         self._start(identity)
 
     def send(self, message: AnyMessage) -> None:

@@ -70,7 +70,7 @@ class Listener(Endpoint):
         """Public key → name, if keys are used."""
         self._handshakes = Handshakes(self._socket, self.refusals)
         self._claim: AddressClaim | None = None
-        try:
+        with self._opening(f"listen on {endpoint}", zmq.ZMQError, keys.KeysError, ClaimError, OSError):
             if keys.needed(endpoint) and not config.keys:
                 raise BusError(f"{endpoint} can be reached by other hosts: it needs keys (bus.keys)")
             if config.keys:
@@ -78,11 +78,6 @@ class Listener(Endpoint):
                 self._authenticator = keys.guard(self._socket, self._context, Path(config.keys))
             self._claim = AddressClaim(endpoint)
             self._socket.bind(endpoint)
-        except BaseException as error:
-            self._free()
-            if isinstance(error, zmq.ZMQError | keys.KeysError | ClaimError | OSError):
-                raise BusError(f"can't listen on {endpoint}: {error}") from None
-            raise
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._start(endpoint)
 

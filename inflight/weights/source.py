@@ -92,7 +92,7 @@ class WeightSource:
     def _read(self, name: str) -> torch.Tensor:
         *path, leaf = name.split(".")
         owner: nn.Module | None = self._module
-        for part in path:  # not get_submodule, whose checks take a third of an adapter's packing
+        for part in path:  # get_submodule takes three quarters of the time to pack an adapter
             owner = owner._modules.get(part) if owner is not None else None
         tensor = getattr(owner, leaf, None)
         if not isinstance(tensor, torch.Tensor):

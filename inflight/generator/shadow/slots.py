@@ -116,10 +116,12 @@ class SlotShadow:
         if self._stream is None:
             self._write(slot)
         else:
+            from inflight.weights.transport import cuda
+
             assert self._swapped is not None
             self._swapped.synchronize()
             self._write(slot)
-            _wait(self._stream)
+            cuda.wait(self._stream)
         self._built = True
 
     def swap(self) -> float:
@@ -168,14 +170,6 @@ class SlotShadow:
         if unread := [each.meta.name for each in manifest.slots if each.meta.name not in notes.read]:
             raise AdapterUnfit(f"the engine has no place for {', '.join(unread[:5])}")
         return notes.targets, notes.sources
-
-
-def _wait(stream: torch.cuda.Stream) -> None:
-    """Returns when the work queued on `stream` is done. Sleeps: synchronising a stream would keep the driver's lock
-    busy, which the step loop needs."""
-    done = torch.cuda.Event(blocking=True)
-    done.record(stream)
-    done.synchronize()
 
 
 def hold(manager: Any, adapter: int, slot: int) -> None:

@@ -41,6 +41,14 @@ def bind(device: torch.device) -> None:
     check("cuCtxSetCurrent", driver.cuCtxSetCurrent(_contexts[index]))
 
 
+def wait(stream: torch.cuda.Stream) -> None:
+    """Returns when the work queued on `stream` is done. Sleeps: synchronising a stream keeps the driver's lock busy,
+    which an engine's step loop needs."""
+    done = torch.cuda.Event(blocking=True)
+    done.record(stream)
+    done.synchronize()
+
+
 def copy(strips: Iterable[CopyRegion], source: int, target: int, stream: int) -> None:
     """Queues the copy of each strip from address `source` to address `target` on `stream`; returns at once.
 

@@ -112,9 +112,7 @@ class IpcReceiver:
                 for index, piece in enumerate(pieces):
                     cuda.copy([piece], source, scatter.address, self._stream.cuda_stream)
                     self._sums.add(index, scatter.target)
-            landed = torch.cuda.Event(blocking=True)  # sleeps: synchronising a stream keeps the driver's lock busy
-            landed.record(self._stream)
-            landed.synchronize()
+            cuda.wait(self._stream)
         except RuntimeError as error:  # also CudaError
             reason = f"pulling from the trainer's buffer failed: {error}"
             self._store.put(f"done/{number}/{self._rank}", reason.encode())

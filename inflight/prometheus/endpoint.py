@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import make_wsgi_app
 
 from inflight.config import RunConfig
+from inflight.config.network import joined
 from inflight.listening import listen
 
 REQUEST_S = 5.0
@@ -46,7 +47,7 @@ class MetricsEndpoint:
     def __init__(self, config: RunConfig, name: str, registry: CollectorRegistry) -> None:
         """`name` is the process's, such as `trainer`; nothing is served with `launch.metrics=false`."""
         self._server: _MetricsServer | None = None
-        self._file = targets_folder(config) / f"{name}.json"
+        self._file = targets_file(config, name)
         if not config.launch.metrics:
             return
         key = config.api_key() if config.network.bind else ""
@@ -60,9 +61,8 @@ class MetricsEndpoint:
             return
         threading.Thread(target=server.serve_forever, args=(0.5,), name="metrics", daemon=True).start()
         self._server = server
-        host, port = config.network.reached, server.server_port
         try:
-            announce(config, name, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+            announce(config, name, joined(config.network.reached, server.server_port))
         except OSError as error:
             log.warning("no metrics are served: %s", error)
             self.close()
@@ -100,19 +100,19 @@ class MetricsEndpoint:
         self.close()
 
 
-def targets_folder(config: RunConfig) -> Path:
-    """Where processes announce their addresses."""
-    return config.path / "bus" / TARGETS
+def targets_file(config: RunConfig, name: str) -> Path:
+    """Where a process announces its address."""
+    return config.path / "bus" / TARGETS / f"{name}.json"
 
 
 def announce(config: RunConfig, name: str, address: str) -> None:
     """Writes the file by which Prometheus finds a process. Raises OSError."""
-    folder = targets_folder(config)
-    folder.mkdir(mode=0o700, exist_ok=True)
+    file = targets_file(config, name)
+    file.parent.mkdir(mode=0o700, exist_ok=True)
     entry = [{"targets": [address], "labels": {"process": name, "run": config.path.name}}]
-    partial = folder / f".{name}.partial"
+    partial = file.with_name(f".{name}.partial")
     partial.write_text(json.dumps(entry))
-    partial.replace(folder / f"{name}.json")
+    partial.replace(file)
 
 
 def keyed(application: Callable[..., Iterable[bytes]], key: str) -> Callable[..., Iterable[bytes]]:

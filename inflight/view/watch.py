@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.config import ConfigError, load
+from inflight.config import load
 from inflight.report.html.state import is_running, state
 from inflight.view.progress import Progress
 from inflight.view.snapshot import StatusSnapshot, read
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     except BrokenPipeError:
         raise  # the reader of the output has enough: cli.py
-    except (ConfigError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"inflight watch: {error}", file=sys.stderr)
         return 2
 
@@ -56,12 +56,13 @@ def watch(run_dir: Path, *, once: bool = False) -> int:
     with View(progress, line_every_s=config.launch.line_every_s) as view:
         while True:
             running = is_running(run_dir)
-            _take(view, progress, read(file))
+            found = read(file)
+            _take(view, progress, found)
             if not running:
                 progress.end()
             if once or not running:
                 break
-            told = _tell_age(view, read(file), told)
+            told = _tell_age(view, found, told)
             view.refresh()
             time.sleep(POLL_S)
     if not running:

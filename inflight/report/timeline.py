@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.report.html import series
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, StreamError, recorded
 from inflight.types import Rollout
@@ -123,10 +124,7 @@ def _complete(span: TimeSpan, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _seconds(line: Mapping[str, Any], name: str) -> float:
-    value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return 0.0
-    return max(float(value), 0.0)
+    return max(float(series.number(line.get(name)) or 0.0), 0.0)
 
 
 def _step(line: Mapping[str, Any]) -> list[TimeSpan]:

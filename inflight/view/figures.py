@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
+
+from inflight.report.html import series
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 Value = float | int | str
@@ -30,9 +31,8 @@ def number(value: object) -> str:
 
 def finite(value: Any) -> float | None:
     """A finite number as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return None
-    return float(value)
+    known = series.number(value)
+    return None if known is None else float(known)
 
 
 def whole(value: Any) -> int | None:

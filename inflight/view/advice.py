@@ -31,7 +31,7 @@ def _numbers(progress: Progress) -> Iterator[str]:
 
 
 def _rewards(progress: Progress) -> Iterator[str]:
-    failed = {**_last(progress, "groups_failed"), **progress.counted("failed/")}
+    failed = progress.counted("failed/", "groups_failed")
     for reason, count in failed.items():
         if reason.startswith("reward timeout"):
             limit = f"rollout.reward_timeout_s={progress.config.rollout.reward_timeout_s:g}"
@@ -41,7 +41,7 @@ def _rewards(progress: Progress) -> Iterator[str]:
 
 
 def _gate(progress: Progress) -> Iterator[str]:
-    dropped = {**_last(progress, "groups_dropped"), **progress.counted("dropped/")}
+    dropped = progress.counted("dropped/", "groups_dropped")
     lost, trained = sum(dropped.values()), (whole(progress.step) or 0) * progress.config.trainer.groups_per_step
     if lost > max(trained, 2 * progress.config.trainer.groups_per_step):
         reason, count = max(dropped.items(), key=lambda each: each[1])
@@ -82,8 +82,3 @@ def _buffer(progress: Progress) -> Iterator[str]:
             f"The buffer is full ({buffered} of {capacity} groups): generators wait for the trainer. Fewer generators "
             "or a faster trainer would make tokens younger."
         )
-
-
-def _last(progress: Progress, name: str) -> dict[str, int]:
-    found = progress.record.last.get(name)
-    return {str(reason): int(count) for reason, count in found.items()} if isinstance(found, dict) else {}

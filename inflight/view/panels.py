@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from inflight.report.html import series
 from inflight.report.visible import visible
 from inflight.view.figures import Value, duration, finite, milliseconds, number, sparkline, whole
 from inflight.view.progress import Progress
@@ -141,7 +142,8 @@ def flow(progress: Progress) -> Table:
         rows.append(("buffer", Text.assemble(*bar, f"{said}, {in_flight} under way")))
     actors = [(name, text) for name in progress.sources() if name[0] == "a" and (text := _actor(progress.of(name)))]
     rows += [(name, Text(text)) for name, text in actors]
-    rows.append(("gate", Text(_left_out(progress) or "nothing left out", style="" if _left_out(progress) else "dim")))
+    left_out = _left_out(progress)
+    rows.append(("gate", Text(left_out or "nothing left out", style="" if left_out else "dim")))
     return labelled(rows)
 
 
@@ -151,25 +153,18 @@ def _actor(values: Mapping[str, Value]) -> str:
 
 
 def _left_out(progress: Progress) -> str:
-    last = progress.record.last
-    kinds = (("groups", "dropped/", "groups_dropped"), ("rollouts", "rollouts/", "rollouts_dropped"))
-    parts = []
-    for word, prefix, name in (*kinds, ("failed groups", "failed/", "groups_failed")):
-        recorded = last.get(name) if isinstance(last.get(name), dict) else {}
-        counts = {**(recorded or {}), **progress.counted(prefix)}
-        parts.append(_by_reason(word, counts))
-    masked: dict[str, int] = {}
-    for row in progress.record.steps:
-        for name in ("tokens_masked_by_rule", "tokens_masked_by_ratio"):
-            for reason, count in (row.get(name) or {}).items():
-                masked[reason] = masked.get(reason, 0) + int(count)
-    parts.append(_by_reason("tokens", masked))
+    parts = [
+        _by_reason("groups", progress.counted("dropped/", "groups_dropped")),
+        _by_reason("rollouts", progress.counted("rollouts/", "rollouts_dropped")),
+        _by_reason("failed groups", progress.counted("failed/", "groups_failed")),
+        _by_reason("tokens", series.masked(progress.record.steps)),
+    ]
     return " · ".join(part for part in parts if part)
 
 
 def _by_reason(word: str, counts: Mapping[str, int]) -> str:
     """For example `groups 3 too old, 2 all rewards equal`; the three most frequent reasons."""
-    ordered = sorted(((count, visible(str(reason))) for reason, count in counts.items() if count), reverse=True)
+    ordered = sorted(((count, visible(reason)) for reason, count in counts.items() if count), reverse=True)
     more = sum(count for count, _ in ordered[3:])
     said = [f"{count:,} {reason}" for count, reason in ordered[:3]] + ([f"{more:,} other"] if more else [])
     return f"{word}: {', '.join(said)}" if said else ""

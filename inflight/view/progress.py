@@ -70,11 +70,13 @@ class Progress:
         """The processes that have reported, by name."""
         return sorted(self._latest)
 
-    def counted(self, prefix: str) -> dict[str, int]:
-        """Counts of the trainer's status whose name begins with `prefix`, by the rest of the name; zeros left out."""
-        named = self.of("trainer").items()
-        counts = {name.removeprefix(prefix): whole(value) for name, value in named if name.startswith(prefix)}
-        return {name: count for name, count in counts.items() if count}
+    def counted(self, prefix: str, figure: str) -> dict[str, int]:
+        """Counts by reason: `figure` of the last step's line, and newer ones of the trainer's status, whose names begin
+        with `prefix`."""
+        recorded, named = self.record.last.get(figure), self.of("trainer").items()
+        reported = {name.removeprefix(prefix): whole(value) for name, value in named if name.startswith(prefix)}
+        counts = {str(reason): int(count) for reason, count in recorded.items()} if isinstance(recorded, dict) else {}
+        return counts | {reason: count for reason, count in reported.items() if count}
 
     @property
     def step(self) -> Value:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 MOST_POINTS = 2000
@@ -130,17 +130,22 @@ def lags(lines: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     return [[lag, count] for lag, count in sorted(total.items())]
 
 
+def masked(lines: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Tokens that were masked, by reason."""
+    total: Counter[str] = Counter()
+    for line in lines:
+        for name in ("tokens_masked_by_rule", "tokens_masked_by_ratio"):
+            total.update({str(reason): int(count) for reason, count in (line.get(name) or {}).items()})
+    return total
+
+
 def gate(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Counts by reason: groups and rollouts that were left out, tokens that were masked, groups that failed."""
     last = lines[-1] if lines else {}
-    masked: Counter[str] = Counter()
-    for line in lines:
-        for name in ("tokens_masked_by_rule", "tokens_masked_by_ratio"):
-            masked.update({str(reason): int(count) for reason, count in (line.get(name) or {}).items()})
     counted = {
         "groups dropped": last.get("groups_dropped") or {},
         "rollouts left out": last.get("rollouts_dropped") or {},
-        "tokens masked": masked,
+        "tokens masked": masked(lines),
         "groups failed": last.get("groups_failed") or {},
     }
     return {kind: {str(reason): int(count) for reason, count in each.items()} for kind, each in counted.items()}

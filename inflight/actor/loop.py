@@ -45,7 +45,6 @@ TICK_S = 1.0
 REPEAT_AFTER_S = 5.0
 END_TIMEOUT_S = 5.0
 """Seconds for which the end waits for the last acknowledgements."""
-_POLL_S = 0.1
 
 
 class ActorError(RuntimeError):
@@ -287,7 +286,7 @@ class Actor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # --- from the link's thread and the clock into the queue ---------------------------------------------------------
+    # --- from the clock into the queue -----------------------------------------------------------------------------
 
     async def _tick(self) -> None:
         while True:

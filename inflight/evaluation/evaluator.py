@@ -20,7 +20,6 @@ from inflight.messages.reasons import ACTOR_STOPPED
 log = logging.getLogger(__name__)
 
 HELLO_EVERY_S = 5.0
-_POLL_S = 0.1
 
 
 class EvaluatorError(RuntimeError):

@@ -78,13 +78,7 @@ class Pool:
 
     async def wait_any(self, timeout_s: float) -> None:
         """Returns when a generator is up. Raises NoGenerator after `timeout_s`, naming the generators."""
-
-        async with self._came_up:
-            try:
-                await asyncio.wait_for(self._came_up.wait_for(lambda: bool(self._up())), timeout_s)
-            except TimeoutError:
-                missing = ", ".join(self.generators)
-                raise NoGenerator(f"no generator was ready within {timeout_s:.0f} s: {missing}") from None
+        await self._one_up(timeout_s, "was ready")
 
     @contextlib.asynccontextmanager
     async def lease(
@@ -107,17 +101,18 @@ class Pool:
                 generator.load -= 1
 
     async def _one_that_is_up(self, avoid: Collection[str], timeout_s: float, together: Together | None) -> Generator:
-        generator = self._choose(avoid, together)
-        if generator is None:
-            async with self._came_up:
-                try:
-                    await asyncio.wait_for(self._came_up.wait_for(lambda: bool(self._up())), timeout_s)
-                except TimeoutError:
-                    names = ", ".join(self.generators)
-                    raise NoGenerator(f"no generator answered within {timeout_s:.0f} s: {names}") from None
-                generator = self._choose(avoid, together)
-        assert generator is not None
+        while (generator := self._choose(avoid, together)) is None:  # again if it went down before this task went on
+            await self._one_up(timeout_s, "answered")
         return generator
+
+    async def _one_up(self, timeout_s: float, missed: str) -> None:
+        """Waits for a generator that is up; `missed` says in NoGenerator what none of them did."""
+        async with self._came_up:
+            try:
+                await asyncio.wait_for(self._came_up.wait_for(lambda: bool(self._up())), timeout_s)
+            except TimeoutError:
+                names = ", ".join(self.generators)
+                raise NoGenerator(f"no generator {missed} within {timeout_s:.0f} s: {names}") from None
 
     def mark_down(self, generator: Generator) -> None:
         """Sends it no requests until it answers a probe."""

@@ -201,10 +201,9 @@ async def complete(
     Raises RetryableFailure, Rejected or Unpatched.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    too_large = RetryableFailure("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
     try:
         async with session.post(f"{url}/v1/completions", json=request, timeout=timeout) as response:
-            status, body = response.status, await bounded_body(response, MAX_ANSWER_BYTES, too_large)
+            status, body = response.status, await bounded_body(response, MAX_ANSWER_BYTES, too_large(generator))
     except TimeoutError:
         raise RetryableFailure("request timeout", detail=f"{generator}: no answer within {timeout_s:.0f} s") from None
     except (aiohttp.ClientError, OSError) as error:
@@ -212,6 +211,11 @@ async def complete(
     if status == 200:
         return parse_turn(body, generator, request["logprobs"])
     raise refused(status, body, generator)
+
+
+def too_large(generator: str) -> RetryableFailure:
+    """What an answer of more than MAX_ANSWER_BYTES means."""
+    return RetryableFailure("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
 
 
 def lost(error: aiohttp.ClientError | OSError, generator: str) -> RetryableFailure:

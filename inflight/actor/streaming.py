@@ -15,7 +15,8 @@ import aiohttp
 import msgspec
 
 from inflight.actor.silence import SILENT, Call, Calls
-from inflight.completions import MAX_ANSWER_BYTES, Choice, RetryableFailure, lost, refused
+from inflight.completions import MAX_ANSWER_BYTES, Choice, RetryableFailure, lost, refused, too_large
+from inflight.http_body import bounded_body
 
 CONNECT_S = 10.0
 LOOKS_A_BOUND = 20
@@ -48,10 +49,8 @@ async def chunks(
     try:
         async with session.post(f"{url}/v1/completions", json=request, timeout=timeout) as response:
             if response.status != 200:
-                body = bytearray()
-                async for data in _bounded(response.content, generator):
-                    body += data
-                raise refused(response.status, bytes(body), generator)
+                body = await bounded_body(response, MAX_ANSWER_BYTES, too_large(generator))
+                raise refused(response.status, body, generator)
             async for event in events_of(response.content, generator):
                 if event == DONE:
                     return
@@ -80,21 +79,15 @@ def choices_of(event: bytes, generator: str) -> list[Choice]:
 async def events_of(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
     """The data of each event; vLLM writes one line per event. aiohttp's own line reader has a limit that the first
     chunk of a long prompt exceeds."""
-    rest = b""
-    async for data in _bounded(content, generator):
+    size, rest = 0, b""
+    async for data in content.iter_any():
+        size += len(data)
+        if size > MAX_ANSWER_BYTES:
+            raise too_large(generator)
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 yield line[5:].strip()
-
-
-async def _bounded(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
-    size = 0
-    async for data in content.iter_any():
-        size += len(data)
-        if size > MAX_ANSWER_BYTES:
-            raise RetryableFailure("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
-        yield data
 
 
 async def unless_silent(

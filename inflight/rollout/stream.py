@@ -16,7 +16,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from inflight.rollout.frames import CONTINUED, HEAD, StreamError, decode_frame, encode_frame, is_frame, read_frame
+from inflight.rollout.frames import CONTINUED, HEAD, BadFrame, StreamError, decode_frame, encode_frame, read_frame
 from inflight.rollout.part import MAGIC, SCHEMA, START_BYTES, Part, new_stream, part_path, start_of
 from inflight.types import RolloutGroup
 
@@ -84,10 +84,11 @@ def read_group(path: str | Path, at: FramePlace) -> RolloutGroup:
     """The group at a place that a `Reader` told. Raises StreamError for anything else."""
     file_path = part_path(Path(path), at.part)
     with file_path.open("rb") as file:
-        if not is_frame(file, at.byte):
-            raise StreamError(f"{file_path} has no frame at byte {at.byte}")
         file.seek(at.byte)
-        return read_frame(file, file.read(HEAD.size))[0]
+        try:
+            return read_frame(file, file.read(HEAD.size))[0]
+        except BadFrame as bad:
+            raise StreamError(f"{file_path} has no frame at byte {at.byte}: {bad}") from None
 
 
 class Reader:

@@ -162,7 +162,7 @@ class Answers:
                     answer.first_token_s = max(0.0, time.time() - answer.started)
                 if not stops or not seam:
                     continue
-                end = await crossing_stop(self._decode, sequence.token_ids, seam, stops)
+                end = await crossing_stop(self._decode, sequence.token_ids, seam, stops, searched=had)
                 if end is not None:
                     sequence.cut(end)
                     sequence.lose()

@@ -56,19 +56,25 @@ def rest_of(request: dict[str, Any], produced: Sequence[int]) -> dict[str, Any]:
 
 
 async def crossing_stop(
-    decode: Callable[[list[int]], Awaitable[str]], token_ids: Sequence[int], seam: int, stops: Sequence[str]
+    decode: Callable[[list[int]], Awaitable[str]],
+    token_ids: Sequence[int],
+    seam: int,
+    stops: Sequence[str],
+    searched: int = 0,
 ) -> int | None:
     """Number of tokens up to the end of the first stop string that crosses the seam; None if there is none. A stop
-    string within the newest piece is found by its generator, which does not see the tokens before.
+    string within the newest piece is found by its generator, which does not see the tokens before. The caller knows
+    that none ends within the first `searched` tokens.
 
     Example: with one token per character, stop `"ab"` and tokens `"xa" | "bc"` it is 3.
     """
     longest = max(map(len, stops), default=0)
-    if longest < 2 or seam == 0:
+    ends = range(max(seam, searched) + 1, min(len(token_ids), seam + longest) + 1)
+    if longest < 2 or seam == 0 or not ends:
         return None
     first = max(0, seam - longest)  # a token has at least one character, or belongs to a token that has
     before = len(await decode(list(token_ids[first:seam])))
-    for end in range(seam + 1, min(len(token_ids), seam + longest) + 1):
+    for end in ends:
         text = await decode(list(token_ids[first:end]))
         if any(-1 < text.find(stop, max(0, before - len(stop) + 1)) < before for stop in stops):
             return end

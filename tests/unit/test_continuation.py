@@ -80,3 +80,19 @@ def test_a_stop_string_across_the_seam(before, after, stops, end):
         return "".join(map(chr, some))
 
     assert asyncio.run(crossing_stop(decode, ids, len(before), stops)) == end
+
+
+def test_what_was_searched_for_a_stop_string_is_not_decoded_again():
+    ids = [ord(letter) for letter in "xa" + "bcdefgh"]
+    decoded = []
+
+    async def decode(some):
+        decoded.append(len(some))
+        return "".join(map(chr, some))
+
+    async def stream():
+        for length in range(3, len(ids) + 1):
+            assert await crossing_stop(decode, ids[:length], 2, ["abcx"], searched=length - 1) is None
+
+    asyncio.run(stream())
+    assert decoded == [2, 3, 2, 4, 2, 5, 2, 6]

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from openai_server import choice
 from packed_samples import packed
+from rollout_samples import make_rollout
 
 from inflight.arrays import to_msgpack
 from inflight.completions import RetryableFailure, parse_turn, sampling
 from inflight.config import RolloutConfig
 from inflight.messages import GroupDone, decode, encode
 from inflight.rollout.stream import Reader, Writer
-from inflight.types import Rollout, RolloutGroup, StepReward
+from inflight.types import RolloutGroup, StepReward
 
 
 def turn(asked=0, **changes):
@@ -56,19 +57,8 @@ def test_routed_experts_go_from_the_answer_to_the_file(tmp_path, largest, size):
     assert got.routed_experts.shape == (3, 2, 2)
     assert got.routed_experts.bytes_each == size
     assert np.array_equal(np.frombuffer(got.routed_experts.data, f"<u{size}").reshape(3, 2, 2), array)
-    rollout = Rollout(
-        rollout_id="g/0",
-        group_id="g",
-        prompt_ids=[1],
-        turn=got,
-        reward=0.0,
-        generator="g0",
-        started=0.0,
-        finished=1.0,
-        first_token_s=0.0,
-        step_rewards=[StepReward(1, 0.5)],
-        teacher_logprobs=[-1.0, -2.0],
-    )
+    scored = {"step_rewards": [StepReward(1, 0.5)], "teacher_logprobs": [-1.0, -2.0]}
+    rollout = msgspec.structs.replace(make_rollout(), turn=got, **scored)
     group = RolloutGroup(group_id="g", prompt_key="k", rollouts=[rollout])
     assert decode(encode(GroupDone(group=group))).group == group
     with Writer(tmp_path / "r") as writer:

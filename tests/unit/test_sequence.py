@@ -6,11 +6,12 @@ import msgspec
 import pytest
 from openai_server import Tokens, chunk
 from packed_samples import packed
+from rollout_samples import make_rollout
 
 from inflight.actor.sequence import Sequence
 from inflight.audit.segments import UNKNOWN, Segment, segments
 from inflight.completions import Choice, Rejected, RetryableFailure, Unpatched
-from inflight.types import GeneratorSpan, PrefillSpan, Rollout, VersionSpan
+from inflight.types import GeneratorSpan, PrefillSpan, VersionSpan
 
 PROMPT = [1, 2, 3]
 
@@ -36,18 +37,7 @@ def started(*pieces, prompt=PROMPT, most=64):
 
 
 def claims(turn, prompt=PROMPT):
-    rollout = Rollout(
-        rollout_id="q0/0",
-        group_id="q0",
-        prompt_ids=prompt,
-        turn=turn,
-        reward=0.0,
-        generator="g0",
-        started=0.0,
-        finished=1.0,
-        first_token_s=0.0,
-    )
-    return segments(rollout)
+    return segments(msgspec.structs.replace(make_rollout(), prompt_ids=prompt, turn=turn))
 
 
 def test_a_stream_is_the_whole_answer():

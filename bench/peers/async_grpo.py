@@ -132,28 +132,21 @@ def evaluate(run: Any, directory: Path, device: str, snapshots: list[tuple[float
     import torch
     from transformers import AutoModelForCausalLM
 
+    from bench.peers.held_out import Questions
     from inflight.prompts import ModelTokens
-    from inflight.tasks import make
 
-    task: Any = make(run.task, run.seed)
-    tokens = ModelTokens(run.model.name)
+    questions = Questions(run, ModelTokens(run.model.name))
+    prompts = questions.prompts
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to(device).eval()
-    items = [task.held_out_item(index) for index in range(task.held_out_size())]
-    prompts = [list(tokens.encode(item.prompt)) for item in items]
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
-
-    async def mean(answers: list[list[int]]) -> float:
-        pairs = zip(items, answers, strict=True)
-        return sum([await task.score(item, tokens.decode(answer)) for item, answer in pairs]) / len(items)
-
     found = []
     for at, weights in [(0.0, {}), *snapshots]:
         model.load_state_dict(weights, strict=False)
         with torch.no_grad():
             made = model.generate(ids, attention_mask=mask, max_new_tokens=run.rollout.max_tokens, do_sample=False)
-        found.append((at, asyncio.run(mean(made[:, width:].tolist()))))
+        found.append((at, asyncio.run(questions.reward(made[:, width:].tolist()))))
     return found
 
 

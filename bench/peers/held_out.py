@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +25,27 @@ class Answers:
     token_ids: list[list[int]]
 
 
-class HeldOut:
+class Questions:
     """The held-out questions of a seed's task."""
 
     def __init__(self, config: RunConfig, tokens: ModelTokens) -> None:
         self._task: Any = make(config.task, config.seed)
         self._tokens = tokens
         self._items: list[Item] = [self._task.held_out_item(index) for index in range(self._task.held_out_size())]
-        self._prompts = [[int(each) for each in tokens.encode(item.prompt)] for item in self._items]
+        self.prompts = [[int(each) for each in tokens.encode(item.prompt)] for item in self._items]
+
+    async def reward(self, answers: Sequence[list[int]]) -> float:
+        """The mean score of one answer to each question, in their order."""
+        pairs = zip(self._items, answers, strict=True)
+        scores = [await self._task.score(item, self._tokens.decode(ids)) for item, ids in pairs]
+        return float(sum(scores) / len(scores))
+
+
+class HeldOut:
+    """The held-out questions, asked of the engine."""
+
+    def __init__(self, config: RunConfig, tokens: ModelTokens) -> None:
+        self._questions = Questions(config, tokens)
         self._request = {
             "n": 1,
             "stream": False,
@@ -50,15 +64,11 @@ class HeldOut:
             turns = await asyncio.gather(
                 *(
                     complete(session, "the generator", url, {**self._request, "prompt": prompt}, TIMEOUT_S)
-                    for prompt in self._prompts
+                    for prompt in self._questions.prompts
                 )
             )
         found = {span.version for turn in turns for span in turn.token_versions}
         if found != {version}:
             raise RuntimeError(f"the held-out questions were answered under versions {sorted(found)}, not {version}")
         token_ids = [[int(token) for token in turn.token_ids] for turn in turns]
-        scores = [
-            await self._task.score(item, self._tokens.decode(ids))
-            for item, ids in zip(self._items, token_ids, strict=True)
-        ]
-        return Answers(float(sum(scores) / len(scores)), token_ids)
+        return Answers(await self._questions.reward(token_ids), token_ids)

@@ -101,7 +101,7 @@ class Pool:
                 generator.load -= 1
 
     async def _one_that_is_up(self, avoid: Collection[str], timeout_s: float, together: Together | None) -> Generator:
-        while (generator := self._choose(avoid, together)) is None:  # again if it went down before this task went on
+        while (generator := self._choose(avoid, together)) is None:  # again if it went down in the meantime
             await self._one_up(timeout_s, "answered")
         return generator
 

@@ -43,21 +43,21 @@ def _edges(logits: torch.Tensor, sampling: Sampling, slack: float) -> tuple[torc
         first_out = logits.masked_fill(~maybe, -math.inf).topk(sampling.top_k + 1, dim=-1).values[:, -1:]
         surely, maybe = surely & (logits > first_out + slack), maybe & (logits >= last - slack)
     if sampling.top_p < 1:
-        most = _mass_above(logits, maybe, -slack) / _mass(logits, surely).clamp(min=1e-30)
-        least = _mass_above(logits, surely, slack) / _mass(logits, maybe)
+        probabilities = logits.softmax(dim=-1)
+        sure, possible = (torch.where(left, probabilities, 0.0) for left in (surely, maybe))
+        ascending, order = logits.sort(dim=-1)
+        most = _mass_above(logits, ascending, order, possible, -slack)
+        most = most / sure.sum(dim=-1, keepdim=True).clamp(min=1e-30)
+        least = _mass_above(logits, ascending, order, sure, slack) / possible.sum(dim=-1, keepdim=True)
         surely, maybe = surely & (most < sampling.top_p - slack), maybe & (least < sampling.top_p + slack)
     return surely, maybe
 
 
-def _mass(logits: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
-    """[N, 1] probability of the tokens that are left."""
-    return torch.where(left, logits.softmax(dim=-1), 0.0).sum(dim=-1, keepdim=True)
-
-
-def _mass_above(logits: torch.Tensor, left: torch.Tensor, by: float) -> torch.Tensor:
-    """[N, V] probability of the tokens left whose logit is above a token's by more than `by`, without the token."""
-    ascending, order = logits.sort(dim=-1)
-    probabilities = torch.where(left, logits.softmax(dim=-1), 0.0)
+def _mass_above(
+    logits: torch.Tensor, ascending: torch.Tensor, order: torch.Tensor, probabilities: torch.Tensor, by: float
+) -> torch.Tensor:
+    """[N, V] probability of the tokens whose logit is above a token's by more than `by`, without the token; `ascending`
+    are the sorted logits, of the tokens `order`."""
     upto = probabilities.gather(1, order).double().cumsum(dim=-1)
     first = torch.searchsorted(ascending, (logits + by).contiguous(), right=True)  # the first above
     below = torch.where(first > 0, upto.gather(1, (first - 1).clamp(min=0)), 0.0)

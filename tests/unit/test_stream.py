@@ -1,5 +1,7 @@
 """The rollout file: round trips, and a file cut or damaged anywhere keeps its good frames."""
 
+import zlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from rollout_samples import make_group
 
 from inflight.rollout import frames
 from inflight.rollout.part import part_path, start_of
-from inflight.rollout.stream import Reader, StreamError, Writer, encode_frame, read_group, recorded
+from inflight.rollout.stream import FramePlace, Reader, StreamError, Writer, encode_frame, read_group, recorded
 
 GROUPS = [make_group(f"group {i}", size=1 + i, length=3 * i, spans=[(0, i)] if i else []) for i in range(4)]
 FRAMES = [encode_frame(group) for group in GROUPS]
@@ -193,6 +195,14 @@ def test_a_stream_goes_on_in_another_file_when_one_has_its_size(several):
     assert all(part_path(several, number).stat().st_size <= SIZE for number in range(FILES))
     with pytest.raises(StreamError, match=r"rollouts\.msgpack\.00001 has no frame at byte"):
         read_group(several, places[-1]._replace(part=1, byte=places[-1].byte + 1))
+
+
+def test_a_whole_frame_that_holds_no_group_is_none(tmp_path):
+    path = tmp_path / "rollouts.msgpack"
+    body = b"\x80"
+    path.write_bytes(START + frames.HEAD.pack(len(body), zlib.crc32(body)) + body)
+    with pytest.raises(StreamError, match=r"rollouts\.msgpack has no frame at byte \d+: frame is no group"):
+        read_group(path, FramePlace(0, len(START)))
 
 
 def test_a_writer_continues_the_last_file(several):

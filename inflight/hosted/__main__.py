@@ -10,6 +10,7 @@ from inflight.config import ConfigError
 from inflight.exits import BAD_INPUT, GIVEN_UP
 from inflight.hosted.running import run
 from inflight.models import ModelError
+from inflight.processes import say_why
 from inflight.starters.parcel import Lease, ParcelError, received
 
 
@@ -21,19 +22,14 @@ def main() -> int:
         parcel = received(sys.stdin.fileno())
         return run(parcel, lambda limit_s: Lease(sys.stdin.fileno(), limit_s))
     except (ParcelError, ConfigError, ModelError) as error:
-        return _say(error, BAD_INPUT)
+        return say_why("hosted", error, BAD_INPUT)
     except OSError as error:
-        return _say(error, GIVEN_UP)
+        return say_why("hosted", error, GIVEN_UP)
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Unwinds the main thread, which ends the process and removes its folder."""
     raise SystemExit(128 + number)
-
-
-def _say(error: Exception, code: int) -> int:
-    print(f"inflight hosted: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
 from inflight.hosted.running import run
 from inflight.messages import Finish, Join, Placed, Refused, Vacated
 from inflight.models import ModelError
+from inflight.processes import say_why
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
 from inflight.starters.parcel import Parcel, ParcelError, unpacked
 
@@ -79,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             with Link(endpoint_of(arguments.address), name, bus, first_contact_s=arguments.wait) as link:
                 return offer(link, Join(number=0, kind=arguments.kind, slot=slot, host=socket.gethostname()[:255]))
     except (ParcelError, ConfigError, ModelError) as error:
-        return _say(error, BAD_INPUT)
+        return say_why("join", error, BAD_INPUT)
     except (BusError, OSError) as error:
-        return _say(error, GIVEN_UP)
+        return say_why("join", error, GIVEN_UP)
 
 
 def offer(link: Link, join: Join) -> int:
@@ -140,8 +141,3 @@ def _key(file: Path | None, environment: Mapping[str, str]) -> str:
     if file is not None:
         return checked(file.read_text().strip(), str(file))
     return checked(environment.get(VARIABLE, ""), VARIABLE)
-
-
-def _say(error: Exception, code: int) -> int:
-    print(f"inflight join: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
-    return code

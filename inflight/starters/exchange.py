@@ -19,17 +19,17 @@ class NodeGone(Exception):
 
 
 class NodeCalls(Protocol):
-    """NodeCalls of a Hosting on another node (hosting.py). None of them waits."""
+    """Remote calls of a Hosting on another node (hosting.py). None of them waits."""
 
     def ask(self) -> None:
-        """NodeCalls `exchange`."""
+        """Calls `exchange`."""
 
     def answer(self) -> tuple[bytes, int | None] | None:
         """What the last call of `exchange` returned; None: nothing yet. Raises NodeGone, or ConnectionError when the
         node may answer the next call."""
 
     def stop(self) -> None:
-        """NodeCalls `stop`, before any later `ask`."""
+        """Calls `stop`, before any later `ask`."""
 
     def end(self) -> None:
         """Ends the object, and what the node reserves for it."""

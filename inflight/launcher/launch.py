@@ -147,7 +147,7 @@ def _watch(
         lately = processes.ended()
         exported.running = processes.running()
         # Status messages sent before a process ended still count when a busy launcher reads them afterwards.
-        known = [*processes.running(), *(ended.command.name for ended in lately)]
+        known = [*exported.running, *(ended.command.name for ended in lately)]
         _read_status(listener, view, restarts, known)
         for ended in lately:
             if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:

@@ -31,8 +31,9 @@ def unpacked_folder(parcel: Parcel) -> Iterator[RunConfig]:
     try:
         before = os.umask(0o077)
         try:
-            _write(parcel, folder)
+            (folder / CONFIG_FILE).write_text(parcel.config)
             config = _here(parcel, configuration.load(folder))
+            _write_secrets(parcel, config)
             configuration.save(config)
         finally:
             os.umask(before)
@@ -41,13 +42,14 @@ def unpacked_folder(parcel: Parcel) -> Iterator[RunConfig]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(parcel: Parcel, folder: Path) -> None:
-    (folder / CONFIG_FILE).write_text(parcel.config)
-    (folder / "bus").mkdir()
-    (folder / "bus" / "api.key").write_text(parcel.api_key + "\n")
-    (folder / "keys").mkdir()
+def _write_secrets(parcel: Parcel, config: RunConfig) -> None:
+    """Where `config` has them."""
+    config.api_key_file.parent.mkdir()
+    config.api_key_file.write_text(parcel.api_key + "\n")
+    keys = Path(config.bus.keys)
+    keys.mkdir()
     for name, content in parcel.keys.items():
-        (folder / "keys" / name).write_text(content)
+        (keys / name).write_text(content)
 
 
 def _here(parcel: Parcel, config: RunConfig) -> RunConfig:

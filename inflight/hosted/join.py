@@ -30,7 +30,7 @@ from inflight.messages import Finish, Join, Placed, Refused, Vacated
 from inflight.models import ModelError
 from inflight.processes import say_why
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
-from inflight.starters.parcel import Parcel, ParcelError, unpacked
+from inflight.starters.parcel import KINDS, Parcel, ParcelError, unpacked
 
 AGAIN_S = 2.0
 """Seconds between two offers."""
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns one of exits.py."""
     parser = argparse.ArgumentParser(prog="inflight join", description=__doc__.split("\n")[0])
     parser.add_argument("address", help="IP address of the launcher, or ADDRESS:PORT of its socket (bus.port + 5)")
-    parser.add_argument("--kind", choices=("generator", "actor"), default="generator")
+    parser.add_argument("--kind", choices=KINDS, default="generator")
     parser.add_argument("--key-file", type=Path, help=f"file with the join key (default: the variable {VARIABLE})")
     parser.add_argument("--slot", type=int, help="which generator of this host it is (default: the task's number)")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the launcher")

@@ -27,7 +27,7 @@ CONFIG = PublishConfig(transfer_timeout_s=10, commit_timeout_s=5, retry_after_s=
 
 
 class Fleet:
-    """Generators of one rank each, that answer at once unless they are told to fail."""
+    """Generators of one rank each; each replies immediately unless configured to fail."""
 
     def __init__(self, *, elastic: bool) -> None:
         self.now = 0.0

@@ -7,16 +7,15 @@ import random
 import socket
 import stat
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from fake_generator import eventually
+from run_folders import written_run
 
-from inflight import config as configuration
-from inflight.bus import Link, make_keys
+from inflight.bus import Link
 from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, ConfigError, RunConfig
 from inflight.exits import STOPPED
@@ -30,6 +29,7 @@ from inflight.starters.joining import NAME, VARIABLE, JoinStarter
 from inflight.starters.parcel import Parcel, unpacked
 
 LIMIT_S = 30.0
+until = functools.partial(eventually, timeout_s=LIMIT_S)
 KEY = "j" * 43
 G0, G1 = (Command(name, "generator", ["true"], None, host="a host that joins") for name in ("g0", "g1"))
 
@@ -52,14 +52,7 @@ def composed() -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    folder = tmp_path / "run"
-    make_keys(folder / "keys", ["trainer", "a0", "g0", "g1"])
-    made = replace(composed(), run_dir=str(folder))
-    made = replace(made, bus=replace(made.bus, port=free_ports(), keys=str(folder / "keys"), heartbeat_s=0.1))
-    configuration.save(made)
-    (folder / "bus").mkdir()
-    made.api_key_file.write_text("k" * 43 + "\n")
-    return made
+    return written_run(composed(), tmp_path / "run", port=free_ports(), heartbeat_s=0.1)
 
 
 @pytest.fixture
@@ -84,13 +77,6 @@ def host(run: RunConfig, tmp_path: Path) -> Iterator[Callable[..., Link]]:
     yield connect
     for link in links:
         link.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def placed(link: Link, number: int = 0, slot: int = 0, kind: str = "generator") -> Parcel:

@@ -7,18 +7,18 @@ import functools
 import os
 import stat
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
 import pytest
+from fake_generator import eventually
+from run_folders import API_KEY, written_run
 
 from inflight import __version__
 from inflight import config as configuration
-from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import STOPPED
 from inflight.hosted.folder import unpacked_folder
@@ -34,7 +34,7 @@ from inflight.starters.parcel import MAX_BYTES, Lease, Parcel, ParcelError, pack
 from inflight.starters.ssh import SshStarter
 
 LIMIT_S = 30.0
-API_KEY = "k" * 43
+until = functools.partial(eventually, timeout_s=LIMIT_S)
 
 
 @functools.cache
@@ -45,15 +45,8 @@ def composed() -> RunConfig:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    """A run folder as its launcher leaves it, of a run with generators on two hosts."""
-    folder = tmp_path / "run"
-    make_keys(folder / "keys", ["trainer", "a0", "g0", "g1"])
-    made = replace(composed(), run_dir=str(folder))
-    made = replace(made, bus=replace(made.bus, keys=str(folder / "keys")))
-    configuration.save(made)
-    (folder / "bus").mkdir()
-    made.api_key_file.write_text(API_KEY + "\n")
-    return made
+    """The folder of a run with generators on two hosts."""
+    return written_run(composed(), tmp_path / "run")
 
 
 def command(name: str = "g0", kind: str = "generator", **changes: object) -> Command:
@@ -207,13 +200,6 @@ def ssh(tmp_path: Path, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> RunC
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     python = f"{sys.executable} '{tmp_path / 'there.py'}'"
     return replace(run, hosts=replace(run.hosts, python=python, ssh="-p 2222", lease_s=4.0))
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_ssh_gets_the_parcel_and_the_lease_and_passes_output_and_exit_code_on(ssh: RunConfig, tmp_path: Path) -> None:

@@ -5,23 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from inflight.rollout.stream import Reader
-from tests.faults.run import ALWAYS, free_port
+from tests.faults.run import ALWAYS, LAUNCHER, free_port
 from tests.faults.run import Run as OneHost
 
 pytestmark = pytest.mark.ray
 
 ROOT = Path(__file__).parents[2]
-STAND_INS = ROOT / "tests" / "faults" / "launcher.py"
 THERE = f"{sys.executable} {ROOT}/tests/hosts/hosted.py"
-BOUND_S = 300.0
 HEAD = {
     "num_cpus": 4,
     "include_dashboard": True,  # it answers list_actors
@@ -48,28 +44,15 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
 class Run(OneHost):
     """A run whose generators and actor are in the cluster."""
 
-    def __init__(self, cluster: object, folder: Path, *overrides: str, vllm: bool = False) -> None:
+    def __init__(self, cluster: object, folder: Path, *overrides: str) -> None:
         super().__init__(folder)
         self._cluster = cluster
-        program = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(STAND_INS), *ALWAYS]
-        python = [] if vllm else [f"hosts.python='{THERE}'"]
         self._launcher = subprocess.Popen(
-            [sys.executable, *program, f"run_dir={folder}", "network.bind=127.0.0.1", f"bus.port={free_port()}",
-             "generator.count=2", "hosts.starter=ray", f"hosts.ray={cluster.address}", *python, *overrides],
+            [sys.executable, str(LAUNCHER), *ALWAYS, f"run_dir={folder}", "network.bind=127.0.0.1",
+             f"bus.port={free_port()}", "generator.count=2", "hosts.starter=ray", f"hosts.ray={cluster.address}",
+             f"hosts.python='{THERE}'", *overrides],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-
-    def finish(self) -> None:
-        deadline = time.monotonic() + BOUND_S
-        while not self.ended():
-            assert time.monotonic() < deadline, self.logs()
-            time.sleep(0.2)
-        assert self.wait() == 0, self.logs()
-
-    def samplers(self) -> Counter[str]:
-        """How many rollouts each generator has sampled."""
-        groups = Reader(self.folder / "rollouts" / "rollouts.msgpack")
-        return Counter(rollout.generator for group in groups for rollout in group.rollouts)
 
     def placed(self) -> dict[str, str]:
         """Name of each living actor of Ray's, without its number → the id of its node."""
@@ -112,7 +95,7 @@ def test_a_run_on_two_nodes_loses_one(cluster, tmp_path):
         run.until(lambda: run.steps() >= before + 5, alive=True)
         head = next(node for node in ids if node != gone.node_id)
         run.until(lambda: run.placed() == dict.fromkeys(["g0", "g1", "a0"], head), alive=True)
-        run.finish()
+        assert run.wait() == 0, run.logs()
         assert run.steps() == 150
         run.account()
         assert {name for name in ("g0", "g1", "a0") if f"{name} is restarted" in run.output} == lost

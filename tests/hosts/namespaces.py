@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -77,19 +76,14 @@ class Hosts:
 
     def end_processes(self, number: int) -> None:
         """Kills all that runs on a host, as when it loses power."""
-        listed = subprocess.run(
-            ["ip", "netns", "pids", self.names[number]], capture_output=True, text=True, check=False
-        )
-        for pid in map(int, listed.stdout.split()):
+        for pid in self._pids(number):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def processes(self, number: int) -> list[str]:
         """Command lines of all that runs on a host."""
-        ask = ["ip", "netns", "pids", self.names[number]]
-        listed = subprocess.run(ask, capture_output=True, text=True, check=False).stdout.split()
         lines = []
-        for pid in map(int, listed):
+        for pid in self._pids(number):
             with contextlib.suppress(psutil.Error):
                 lines.append(" ".join(psutil.Process(pid).cmdline()))
         return lines
@@ -139,6 +133,11 @@ class Hosts:
         }  # fmt: skip
         return " ".join(["env", *(f"{name}={value}" for name, value in settings.items()), sys.executable])
 
+    def _pids(self, number: int) -> list[int]:
+        ask = ["ip", "netns", "pids", self.names[number]]
+        listed = subprocess.run(ask, capture_output=True, text=True, check=False)
+        return [int(pid) for pid in listed.stdout.split()]
+
     def _make_keys(self) -> None:
         for name in ("key", "host"):
             (self.folder / name).unlink(missing_ok=True)
@@ -183,8 +182,3 @@ class Hosts:
     def _remove(self) -> None:
         for name in [*self.names, SWITCH]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])

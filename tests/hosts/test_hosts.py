@@ -15,7 +15,7 @@ import pytest
 
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
-from tests.faults.run import ALWAYS
+from tests.faults.run import ALWAYS, LAUNCHER
 from tests.faults.run import Run as OneHost
 from tests.hosts.namespaces import ROOT, Hosts, missing
 
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(missing()), reason=miss
 RUN_S = 900.0
 JOINED = ("hosts.starter=join", "hosts.actors_join=true")
 SETTINGS = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "INFLIGHT_JOIN_KEY": "k" * 43}
-STAND_INS = ROOT / "tests" / "faults" / "launcher.py"
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ class Run(OneHost):
     ) -> None:
         super().__init__(hosts.folder / "run" / "tiny")
         self.hosts = hosts
-        program = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(STAND_INS), *ALWAYS]
+        program = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(LAUNCHER), *ALWAYS]
         stand_in = f"env STAND_IN_SLOWEST_S={slowest_s} {hosts.python} {ROOT}/tests/hosts/hosted.py"
         self.python = hosts.python if vllm else stand_in
         self._launcher = hosts.within(
@@ -82,7 +81,7 @@ class Run(OneHost):
     def until_nothing_left(self) -> None:
         """At the latest when the leases are over."""
         deadline = time.monotonic() + RUN_S
-        while any("hosts" in line or "inflight." in line for each in (1, 2) for line in self.hosts.processes(each)):
+        while self._left(1) or self._left(2):
             assert time.monotonic() < deadline
             time.sleep(0.2)
         self.nothing_left()
@@ -92,8 +91,11 @@ class Run(OneHost):
         for number in (1, 2):
             looking = self.hosts.within(number, "ls", "/dev/shm", stdout=subprocess.PIPE)
             assert looking.communicate(timeout=60)[0].split() == ["models"]
-            left = [line for line in self.hosts.processes(number) if "hosts" in line or "inflight." in line]
-            assert not left
+            assert not self._left(number)
+
+    def _left(self, number: int) -> list[str]:
+        """Command lines of the run's processes on a host."""
+        return [line for line in self.hosts.processes(number) if "hosts" in line or "inflight." in line]
 
 
 @pytest.fixture

@@ -57,6 +57,7 @@ MAY_IMPORT = {
     "actor": {
         "prometheus",
         "arrays",
+        "http_body",
         "types",
         "config",
         "exits",

@@ -68,7 +68,7 @@ class FaultyEngine:
 
     def _swap(self, path: Path, version: int, *adapter: int) -> None:
         self.llm.collective_rpc("stage_weights", args=(str(path), version, True, *adapter))
-        self.llm.commit_weights(version, *adapter)  # type: ignore[attr-defined] - of our patch
+        self.llm.commit_weights(version, *adapter)  # type: ignore[attr-defined]  # of our patch
 
     def serve(self, requests: Sequence[tuple[list[int], int]], every: int) -> list[Any]:
         """Outputs of requests (prompt, tokens to sample); a version is committed every `every` steps."""

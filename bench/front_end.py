@@ -11,7 +11,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class FrontEnd:
         self._tokenizer = tokenizer
         self._request = CompletionRequest(
             model="m",
+            seed=None,
             prompt=list(range(PROMPT)),
             max_tokens=TOKENS,
             stream=True,
@@ -39,7 +40,7 @@ class FrontEnd:
             return_tokens_as_token_ids=True,
             return_packed_logprobs=packed,
         )
-        self._serving: Any = object.__new__(OpenAIServingCompletion)  # without an engine: of it only this is used
+        self._serving = cast(Any, object.__new__(OpenAIServingCompletion))  # without an engine: of it only this is used
         self._serving.system_fingerprint = None
         self._serving.return_tokens_as_token_ids = False
         self._serving.enable_force_include_usage = False

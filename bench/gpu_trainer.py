@@ -23,6 +23,13 @@ from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 
 
+def native_engine() -> Any:
+    """vLLM's transfer of weights over NCCL; how its trainer's side is called differs between versions of vLLM."""
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    return NCCLWeightTransferEngine
+
+
 class Trainer:
     """Random weights on a device, the publisher, and vLLM's own sender for comparison."""
 
@@ -66,21 +73,17 @@ class Trainer:
 
     def native_init(self, order: dict[str, Any]) -> dict[str, Any]:
         """vLLM's own communicator. Answers before it waits: the engine has to join at the same time."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
         self._reply({"op": "native_init", "began": True})
-        self._native = NCCLWeightTransferEngine.trainer_init(
+        self._native = native_engine().trainer_init(
             {"master_address": "127.0.0.1", "master_port": order["port"], "world_size": 1 + self._options["ranks"]}
         )
         return {}
 
     def native(self, order: dict[str, Any]) -> dict[str, Any]:
         """vLLM's own sender, packed or tensor by tensor."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
         started = time.perf_counter()
         weights = iter([(name, parameter.data) for name, parameter in self._model.named_parameters()])
-        NCCLWeightTransferEngine.trainer_send_weights(weights, {"group": self._native, "packed": order["packed"]})
+        native_engine().trainer_send_weights(weights, {"group": self._native, "packed": order["packed"]})
         self._wait()
         return {"send_s": time.perf_counter() - started}
 

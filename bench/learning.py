@@ -25,7 +25,7 @@ import psutil
 from omegaconf import DictConfig, OmegaConf
 
 from bench.learning_report import DONE_FILE, Curve, read_curve, write_report
-from inflight.report.summary import SUMMARY_FILE
+from inflight.metrics import SUMMARY_FILE
 
 STOP_S = 60.0
 """A run that is asked to end is killed after as long."""

@@ -26,8 +26,8 @@ from inflight.weights.transport.ipc import IpcReceiver, IpcSender
 from inflight.weights.transport.nccl import NcclReceiver, NcclSender
 from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
-SENDERS = {"ipc": IpcSender, "nccl": NcclSender, "plain": NcclSender}
-RECEIVERS = {"ipc": IpcReceiver, "nccl": NcclReceiver, "plain": NcclReceiver}
+SENDERS: dict[str, Any] = {"ipc": IpcSender, "nccl": NcclSender, "plain": NcclSender}
+RECEIVERS: dict[str, Any] = {"ipc": IpcReceiver, "nccl": NcclReceiver, "plain": NcclReceiver}
 
 
 def buckets_of(nbytes: int, bucket_mb: int) -> list[BucketMeta]:

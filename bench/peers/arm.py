@@ -122,13 +122,13 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     publisher = ArmPublisher(shared.publisher, way, shared.caller, shared.transfer if way.pause else None)
     learner = Learner(shared.policy, config, shared.accelerator, step=begun)
     shared.fence.hold(learner.optimizer.optimizer)
-    actor.wait_ready(IDLE_S * 3)
+    actor.wait_ready(shared.publisher.routes(), IDLE_S * 3)
     shared.wait_idle()
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
         reporter = stack.enter_context(Reporter(config, link, lambda: None))
         trainer, buffer = _trainer(shared, config, learner, publisher, reporter, stop, saved, actor, every_s, stack)
-        ending = threading.Timer(seconds, lambda: (stop.set(), buffer.finish(QUIET, 0.0)))
+        ending = threading.Timer(seconds, _end, (stop, buffer))
         ending.daemon = True
         stack.callback(ending.cancel)
         shared.caller.call("activity")
@@ -146,6 +146,11 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     return Outcome(config.path, lasted, activity, publisher.blocked_s, trainer.snapshots, publisher.version)
 
 
+def _end(stop: StopFlag, buffer: Buffer) -> None:
+    stop.set()
+    buffer.finish(QUIET, 0.0)
+
+
 def _trainer(
     shared: Shared,
     config: RunConfig,
@@ -159,9 +164,10 @@ def _trainer(
     stack: contextlib.ExitStack,
 ) -> tuple[ArmTrainer, Buffer]:
     as_publisher = cast(Publisher, publisher)
-    reporter.follow(as_publisher)
     vocabulary = shared.policy.master.config.get_text_config().vocab_size
-    buffer = stack.enter_context(Buffer(actor.rollouts, config, vocabulary=vocabulary, warn=reporter.warn))
+    shown = {"vocabulary": vocabulary, "routes": shared.publisher.routes, "warn": reporter.warn}
+    buffer = stack.enter_context(Buffer(actor.rollouts, config, **shown))
+    reporter.follow(as_publisher, buffer)
     trainer = ArmTrainer(
         config, Path(), learner, shared.source, buffer, as_publisher, reporter, stop, saved, every_s=every_s
     )

@@ -97,7 +97,7 @@ class Bench:
         """Starts the actor of an arm; it waits for the arm to begin."""
         folder = "warm" if warm else f"{name}-{seed}"
         config = self._compose(folder, seed, self._config.in_flight)
-        actor = Actor(synchronous(config) if WAYS[name].synchronous else config, self._run.routes_file)
+        actor = Actor(synchronous(config) if WAYS[name].synchronous else config)
         self._actors.append(actor)
         return actor
 

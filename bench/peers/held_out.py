@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import aiohttp
 
 from inflight.completions import complete
 from inflight.config import RunConfig
 from inflight.prompts import ModelTokens
-from inflight.tasks import Item, make
+from inflight.tasks import Item, base, make
 
 TIMEOUT_S = 60.0
 
@@ -29,9 +29,10 @@ class Questions:
     """The held-out questions of a seed's task."""
 
     def __init__(self, config: RunConfig, tokens: ModelTokens) -> None:
-        self._task: Any = make(config.task, config.seed)
+        self._task = make(config.task, config.seed)
+        held_out = cast(base.HeldOut, self._task)
         self._tokens = tokens
-        self._items: list[Item] = [self._task.held_out_item(index) for index in range(self._task.held_out_size())]
+        self._items: list[Item] = [held_out.held_out_item(index) for index in range(held_out.held_out_size())]
         self.prompts = [[int(each) for each in tokens.encode(item.prompt)] for item in self._items]
 
     async def reward(self, answers: Sequence[list[int]]) -> float:

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from inflight.bus import Listener
+from inflight.bus import Listener, Received
 from inflight.config import RunConfig, save
-from inflight.messages import Status
+from inflight.messages import Routed, RoutesWanted, Status
 from inflight.surroundings import computing
+from inflight.types import Routes
 
 END_S = 10.0
 
@@ -55,19 +56,17 @@ class Process:
         self._process.wait(END_S)
 
 
-def make_folder(config: RunConfig, routes: Path | None = None) -> None:
-    """A run folder as the launcher makes it, without a key; `routes` is the routes file that its actor reads."""
+def make_folder(config: RunConfig) -> None:
+    """A run folder as the launcher makes it, without a key."""
     save(config)
     (config.path / "bus").mkdir()
-    if routes is not None:
-        config.routes_file.symlink_to(routes)
 
 
 class Actor:
     """The actor of an arm, started before the arm, and the sockets that it connects to."""
 
-    def __init__(self, config: RunConfig, routes: Path) -> None:
-        make_folder(config, routes)
+    def __init__(self, config: RunConfig) -> None:
+        make_folder(config)
         self.config = config
         self._status = Listener(config.endpoint("status"), config.bus)
         self.rollouts = Listener(config.endpoint("rollouts"), config.bus)
@@ -77,16 +76,22 @@ class Actor:
             {**computing(1), "CUDA_VISIBLE_DEVICES": ""},
         )
 
-    def wait_ready(self, timeout_s: float) -> None:
-        """Returns when it would take questions. Raises RuntimeError."""
+    def wait_ready(self, routes: Routes, timeout_s: float) -> None:
+        """Sends `routes` as a buffer would, which the arm has not made yet, and returns when the actor would take
+        questions. Raises RuntimeError."""
         deadline = time.monotonic() + timeout_s
+        peer = self._hear(self.rollouts, lambda message: isinstance(message, RoutesWanted), deadline)
+        self.rollouts.send(peer, Routed(routes=routes))
+        self._hear(self._status, _is_sampling, deadline)
+
+    def _hear(self, listener: Listener, wanted: Callable[[object], bool], deadline: float) -> str:
+        """The peer that sent a message that is wanted; others are dropped. Raises RuntimeError."""
         while time.monotonic() < deadline:
             self.process.require()
-            heard = self._status.receive(0.2)
-            message = getattr(heard, "message", None)
-            if isinstance(message, Status) and message.values.get("phase") == "sampling":
-                return
-        raise RuntimeError(f"the actor was not ready within {timeout_s:g} s (see {self.process.log})")
+            heard = listener.receive(0.2)
+            if isinstance(heard, Received) and wanted(heard.message):
+                return heard.peer
+        raise RuntimeError(f"the actor was not ready in time (see {self.process.log})")
 
     def end(self) -> None:
         """Waits until it ends by itself, after the buffer has finished, and ends it if it does not."""
@@ -98,3 +103,7 @@ class Actor:
         self.process.end()
         self.rollouts.close()
         self._status.close()
+
+
+def _is_sampling(message: object) -> bool:
+    return isinstance(message, Status) and message.values.get("phase") == "sampling"

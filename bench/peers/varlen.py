@@ -80,9 +80,10 @@ def check(device: str = "cuda") -> dict[str, float]:
     parts = [torch.randn(*shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     weight = torch.randn(shapes[0], device=device)
     found = []
+    query, key, value = parts
     for attend in (
-        lambda: flash_attn_varlen_func(*parts, queries, keys, max(own), max(paths), causal=True),
-        lambda: by_sdpa(*parts, queries, keys),
+        lambda: flash_attn_varlen_func(query, key, value, queries, keys, max(own), max(paths), causal=True),
+        lambda: by_sdpa(query, key, value, queries, keys),
     ):
         output = attend()
         gradients = torch.autograd.grad((output.float() * weight).sum(), parts)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bench.gpu_trainer import native_engine
 from bench.peers.control import Caller
 from inflight.types import Route
 from inflight.weights.publish.events import Event
@@ -55,15 +56,15 @@ class NcclTransfer:
 
     def __init__(self, source: WeightSource, caller: Caller) -> None:
         """Forms the communicator, of this process and one worker. Raises ControlError or what vLLM raises."""
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-        self._engine, self._source, self._caller = NCCLWeightTransferEngine, source, caller
+        self._engine = native_engine()
+        self._source = source
+        self._caller = caller
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine call")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
         joined = self._pool.submit(caller.call, "rpc", "init_weight_transfer_engine", {**where, "rank_offset": 1})
-        self._group = NCCLWeightTransferEngine.trainer_init(where)
+        self._group = self._engine.trainer_init(where)
         joined.result(ANSWER_S)
         metas = source.metas
         self._info = {

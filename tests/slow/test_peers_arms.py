@@ -32,7 +32,8 @@ def test_every_arm_trains_and_delivers_the_trainers_weights(tmp_path):
         assert [each["agrees"] for each in compared] == [True, True], f"{name}: the engine holds other weights"
         assert compared[1]["version"] == compared[0]["version"] + 1, "of which its own way has delivered the second"
         assert arm["delivered_equal_share"] == 1.0, f"{name}: inflight's transfer of the same weights answers otherwise"
-        assert set(arm["failed"]) <= {"run finished"}, name
+        # A sequence that is aborted several times before it has a further token is given up.
+        assert set(arm["failed"]) <= {"run finished"} | ({"aborted"} if name == "abort_resume" else set()), name
         assert arm["to_target_s"] is not None
     assert arms["synchronous"]["lag_mean"] == 0.0
     assert arms["inflight"]["generator_paused_share"] == 0.0

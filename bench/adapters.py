@@ -72,11 +72,13 @@ class Cell:
     """One way to update, on rounds of fresh sequences; a round without updates is what it is compared with."""
 
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
-        self._client, self._arguments = client, arguments
+        self._client = client
+        self._arguments = arguments
 
     def run(self, name: str, updates: int, change: Change, first: int) -> dict[str, Any]:
         """The figures of `updates` updates, versions from `first` on."""
-        arguments, client = self._arguments, self._client
+        arguments = self._arguments
+        client = self._client
         quiet = self._round(0, lambda _: None, 0)
         a_round = max(1, int(arguments.round_s / arguments.interval))
         extra: list[float] = []
@@ -112,11 +114,13 @@ class Cell:
         }
 
     def _round(self, count: int, change: Change, first: int) -> tuple[Timeline, float, list[tuple[float, float]]]:
-        arguments, client = self._arguments, self._client
+        arguments = self._arguments
+        client = self._client
         client.timeline = timeline = Timeline()
         client.start(arguments.batch)
         time.sleep(arguments.settle_s)
-        began, moments = time.perf_counter(), []
+        began = time.perf_counter()
+        moments = []
         for number in range(count):
             time.sleep(max(0.0, began + number * arguments.interval - time.perf_counter()))
             start = time.perf_counter()

@@ -43,8 +43,11 @@ from inflight.sampling import Sampling
 DTYPES = ("float32", "bfloat16")
 JUDGES = ("transformers", "engine")
 PROMPTS = (8, 20, 60)
-SOUND, SOUND_PROMPTS = 10, 20
-TOKENS, BLOCK, EVERY = 24, 32, 16
+SOUND = 10
+SOUND_PROMPTS = 20
+TOKENS = 24
+BLOCK = 32
+EVERY = 16
 """Tokens of a rollout at the most, tokens of a KV block, and steps from version to version."""
 STEP = 0.003
 TEMPERATURE = 0.7
@@ -170,7 +173,9 @@ class _Remembering(Replayer):
     """Replays each sequence once, however many records hold it."""
 
     def __init__(self, inner: Replayer) -> None:
-        self._inner, self.sampling, self.rounds_alike = inner, inner.sampling, inner.rounds_alike
+        self._inner = inner
+        self.sampling = inner.sampling
+        self.rounds_alike = inner.rounds_alike
         self.same = inner.same
         self._known: dict[object, list[float]] = {}
 
@@ -199,7 +204,8 @@ def _key(sequence: Sequenced, stale: Stale | None) -> object:
 def _judge(folder: Path, dtype: str, stage: str) -> None:
     """What one judge says of everything."""
     config = _config(folder / "engine", dtype)
-    kept, model = KeptVersions(folder / "engine" / "versions"), prepare("tiny")
+    kept = KeptVersions(folder / "engine" / "versions")
+    model = prepare("tiny")
     sampling = Sampling.of(config.rollout)
     sound = _groups(folder, NONE)
     plain = TransformersReplayer(model, kept, replace(sampling, temperature=1.0))

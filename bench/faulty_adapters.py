@@ -21,7 +21,8 @@ from inflight.audit import AuditReport, run
 from inflight.config import RunConfig
 from inflight.generator.settings import FIRST_ADAPTER, Settings
 
-POLICY, OTHER = FIRST_ADAPTER, FIRST_ADAPTER + 1
+POLICY = FIRST_ADAPTER
+OTHER = FIRST_ADAPTER + 1
 COMPANY_TOKENS = 24
 OTHER_EVERY = 3
 """The other adapter gets a version with every third of the policy's."""
@@ -151,10 +152,12 @@ def _heal(wrapper: Any) -> None:
 def foreign_slot(worker: Any) -> Iterator[None]:
     """The policy's requests are given the slot of the other adapter, and the other's the policy's."""
     manager = worker.model_runner.lora_manager._adapter_manager
-    whole, table = manager._set_adapter_mapping, manager.lora_index_to_id
+    whole = manager._set_adapter_mapping
+    table = manager.lora_index_to_id
 
     def cross() -> None:
-        first, second = table.index(POLICY), table.index(OTHER)
+        first = table.index(POLICY)
+        second = table.index(OTHER)
         table[first], table[second] = table[second], table[first]
 
     def crossed(mapping: Any) -> None:
@@ -184,7 +187,8 @@ def live_slot(worker: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def stale_slot(worker: Any) -> Iterator[None]:
     """The last rank omits every second swap: its slices of the adapter are of the version before."""
-    shadow, omitted = worker.inflight_shadow, [False]
+    shadow = worker.inflight_shadow
+    omitted = [False]
     whole = shadow.swap
 
     def swap() -> float:

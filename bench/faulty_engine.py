@@ -43,7 +43,8 @@ class FaultyEngine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.config, self._weights = config, weights
+        self.config = config
+        self._weights = weights
         self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         core: Any = self.llm.engine_core
         self.core = core.engine_core
@@ -83,9 +84,11 @@ class FaultyEngine:
                 ignore_eos=True,
                 detokenize=False,
             )
-            name, given = f"b{self._batches}-{number}", {"prompt_token_ids": prompt}
+            name = f"b{self._batches}-{number}"
+            given = {"prompt_token_ids": prompt}
             self.llm.add_request(name, given, sampling, lora_request=self.lora_request)
-        outputs, steps = [], 0
+        outputs = []
+        steps = 0
         while self.llm.has_unfinished_requests():
             outputs += [output for output in self.llm.step() if output.finished]
             steps += 1
@@ -172,7 +175,8 @@ def rollout_of(output: Any) -> Rollout:
 def late_tags(engine: FaultyEngine) -> Iterator[None]:
     """A version is stamped one step after it is live: tags are shifted by a token."""
     scheduler = engine.core.scheduler
-    stamp, schedule = scheduler.set_weight_version, scheduler.schedule
+    stamp = scheduler.set_weight_version
+    schedule = scheduler.schedule
     waiting: list[int] = []
 
     def schedule_then_stamp(*args: Any) -> Any:

@@ -15,7 +15,9 @@ from typing import Any, cast
 
 import numpy as np
 
-SEQUENCES, TOKENS, PROMPT = 32, 512, 200
+SEQUENCES = 32
+TOKENS = 512
+PROMPT = 200
 STEPS_TIMED = ("front end: decode", "front end: output processor", "front end: serve")
 
 

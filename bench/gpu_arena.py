@@ -27,9 +27,12 @@ def slowest(arena: Arena, many: int) -> list[dict[str, float]]:
     found = []
     began = time.perf_counter()
     for _ in range(many):
-        at, before, computed = time.perf_counter(), resource.getrusage(resource.RUSAGE_THREAD), time.thread_time()
+        at = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_THREAD)
+        computed = time.thread_time()
         moved = arena.remap().move
-        computed, after = time.thread_time() - computed, resource.getrusage(resource.RUSAGE_THREAD)
+        computed = time.thread_time() - computed
+        after = resource.getrusage(resource.RUSAGE_THREAD)
         found.append(
             {
                 "at_s": round(at - began, 3),
@@ -60,7 +63,8 @@ def main() -> None:
         total.copy_(arena.live[: 1 << 20].sum(dtype=torch.int64))
     result: dict[str, float] = {"gb": nbytes / 1e9}
     for way, in_one in (("calls", False), ("one_call", True)):
-        seconds, seen = [], []
+        seconds = []
+        seen = []
         for _ in range(20):
             graph.replay()
             torch.cuda.synchronize()

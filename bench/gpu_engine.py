@@ -176,7 +176,8 @@ class Client:
     def _note(self, outputs: list[Any], now: float) -> None:
         if self.tags is not None:
             self.tags.step(outputs)
-        longest, tokens = 0.0, 0
+        longest = 0.0
+        tokens = 0
         for output in outputs:
             name = output.request_id.partition("#")[0]
             made = output.outputs[0].token_ids

@@ -38,17 +38,20 @@ class Timeline:
 
     def gaps(self, start: float, stop: float) -> list[float]:
         """Longest gaps of the steps that arrived in `[start, stop)`, without first tokens."""
-        low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
+        low = bisect.bisect_left(self.at, start)
+        high = bisect.bisect_left(self.at, stop)
         return [gap for gap in self.gap[low:high] if gap > 0]
 
     def made_gaps(self, start: float, stop: float) -> list[float]:
         """Times between outputs in the engine core, for the steps that arrived in `[start, stop)`."""
-        low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
+        low = bisect.bisect_left(self.at, start)
+        high = bisect.bisect_left(self.at, stop)
         return [self.made[i] - self.made[i - 1] for i in range(max(1, low), high)]
 
     def unbroken(self, start: float, stop: float) -> bool:
         """Whether steps arrived in `[start, stop)`, none of them the first of fresh sequences."""
-        low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
+        low = bisect.bisect_left(self.at, start)
+        high = bisect.bisect_left(self.at, stop)
         return low < high and all(gap > 0 for gap in self.gap[low:high])
 
     def following(self, moment: float, steps: int) -> float:
@@ -58,7 +61,8 @@ class Timeline:
 
     def rate(self, start: float, stop: float) -> float:
         """Tokens a second between two moments."""
-        low, high = bisect.bisect_left(self.at, start), bisect.bisect_left(self.at, stop)
+        low = bisect.bisect_left(self.at, start)
+        high = bisect.bisect_left(self.at, stop)
         return sum(self.tokens[low:high]) / (stop - start) if stop > start else 0.0
 
 

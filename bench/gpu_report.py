@@ -91,7 +91,9 @@ def _plot_rate(timelines: dict[str, tuple[Timeline, list[Update]]], path: Path) 
     figure, rows = pyplot.subplots(len(timelines), 1, figsize=(9, 1.9 * len(timelines)), squeeze=False)
     for (axes,), (name, (timeline, updates)) in zip(rows, timelines.items(), strict=True):
         shown = [update for update in updates if update.began < updates[0].began + 10]
-        start, stop, width = updates[0].began - 0.5, updates[0].began + 10, 0.05
+        start = updates[0].began - 0.5
+        stop = updates[0].began + 10
+        width = 0.05
         moments = [start + i * width for i in range(int((stop - start) / width))]
         axes.plot([m - start for m in moments], [timeline.rate(m, m + width) for m in moments], linewidth=0.7)
         for update in shown:

@@ -88,7 +88,8 @@ def random_adapter(shape: str, rank: int, device: str, seed: int) -> Any:
     import torch
     from torch import nn
 
-    model, noise = nn.Module(), torch.Generator(device=device).manual_seed(seed)
+    model = nn.Module()
+    noise = torch.Generator(device=device).manual_seed(seed)
     for layer in range(SHAPES[shape]["num_hidden_layers"]):
         for module in LINEAR:
             into, out = _features(shape, module)
@@ -119,7 +120,8 @@ def save_adapter(shape: str, rank: int, folder: Path, device: str, seed: int = 1
 def _features(shape: str, module: str) -> tuple[int, int]:
     """Inputs and outputs of a linear layer."""
     sizes = SHAPES[shape]
-    hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
+    hidden = sizes["hidden_size"]
+    inner = sizes["intermediate_size"]
     kv = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
     outputs = {"k_proj": kv, "v_proj": kv, "gate_proj": inner, "up_proj": inner}
     leaf = module.rpartition(".")[2]

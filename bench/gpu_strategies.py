@@ -121,7 +121,8 @@ def _native(bench: Bench, packed: bool) -> float:
 
 
 def _paused(bench: Bench, mode: str, packed: bool) -> Update:
-    aborted, recomputed = bench.client.aborted, bench.client.recomputed
+    aborted = bench.client.aborted
+    recomputed = bench.client.recomputed
     began = time.perf_counter()
     bench.client.call("pause_scheduler", mode, False)
     stopped = time.perf_counter()

@@ -38,7 +38,10 @@ from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import Batch, collate
 from inflight.types import Rollout, RolloutGroup, Turn
 
-GROUP, TOKENS, PROMPT, VOCABULARY = 8, 4096, 200, 151_936
+GROUP = 8
+TOKENS = 4096
+PROMPT = 200
+VOCABULARY = 151_936
 SUPPORT = 20
 """Log-probabilities asked for beside the drawn token's, where the support is recorded; 19 of them are possible."""
 VERSION = 6

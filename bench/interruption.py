@@ -166,7 +166,9 @@ class Run:
             # Against the same part of the quiet round: steps get slower as the sequences grow.
             kept.append(rate / quiet.rate(began, began + min(length, self._config.round_s)))
         for update, (waited, *parts) in zip(updates, client.take_swaps(), strict=False):
-            update.waited_s, update.remap_s, update.remap_parts_s = waited, sum(parts), tuple(parts)
+            update.waited_s = waited
+            update.remap_s = sum(parts)
+            update.remap_parts_s = tuple(parts)
         self.timelines[f"{cell.strategy} x{cell.batch} every {cell.interval_s:g} s"] = (client.timeline, updates)
         result = summarize(cell.strategy, client.timeline, updates, quiet.rate(began, began + seconds))
         share = round(sum(kept) / len(kept), 4)

@@ -83,7 +83,8 @@ def _others() -> Iterator[dict[str, float]]:
     """Fills in `others_cpu`: the share of this machine's processors that other processes took meanwhile."""
 
     def reading() -> tuple[float, float, float]:
-        times, own = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        times = psutil.cpu_times()
+        own = resource.getrusage(resource.RUSAGE_CHILDREN)
         return time.monotonic(), sum(times) - times.idle - times.iowait, own.ru_utime + own.ru_stime
 
     found: dict[str, float] = {}

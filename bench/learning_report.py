@@ -58,7 +58,8 @@ class Curve:
 
 def read_curve(folder: Path, smooth: int, seed: int) -> Curve:
     """Raises FileNotFoundError or ValueError when the run is not complete."""
-    lines, figures = read_lines(folder / METRICS_FILE), summary.read(folder)
+    lines = read_lines(folder / METRICS_FILE)
+    figures = summary.read(folder)
     reward = [float(line["reward"]) for line in lines]
     began = lines[-1]["time_s"] - (figures.seconds or 0.0)
     trained, masked = (sum(line[key] for line in lines) for key in ("tokens_trained", "tokens_masked"))

@@ -21,7 +21,9 @@ import torch
 
 GIB = 1 << 30
 MAPPED = 3 * GIB
-QUIET_S, WATCH_S, START_S = 1.0, 1.5, 120.0
+QUIET_S = 1.0
+WATCH_S = 1.5
+START_S = 120.0
 NEIGHBOURS = ("asleep", "graphs", "mapped", "mapped, graphs")
 
 
@@ -62,7 +64,8 @@ def live(kind: str, handle: str) -> None:
 
         from inflight.weights.transport.cuda import check
 
-        opened, target = driver.CUipcMemHandle(), torch.empty(MAPPED, dtype=torch.uint8, device="cuda")
+        opened = driver.CUipcMemHandle()
+        target = torch.empty(MAPPED, dtype=torch.uint8, device="cuda")
         opened.reserved = bytes.fromhex(handle)
         source = int(check("cuIpcOpenMemHandle", driver.cuIpcOpenMemHandle(opened, 1)))
         stream = torch.cuda.current_stream().cuda_stream
@@ -91,11 +94,14 @@ def process(task: str, *arguments: str) -> tuple[subprocess.Popen[str], str]:
 
 def stepping(*, asleep: bool) -> Callable[[float], list[tuple[float, float]]]:
     """Makes steps for so many seconds; when each began, and its milliseconds."""
-    graph, there = products(), torch.zeros(64, device="cuda")
-    host, back = torch.zeros(64, pin_memory=True), torch.zeros(64, pin_memory=True)
+    graph = products()
+    there = torch.zeros(64, device="cuda")
+    host = torch.zeros(64, pin_memory=True)
+    back = torch.zeros(64, pin_memory=True)
 
     def steps(seconds: float) -> list[tuple[float, float]]:
-        found, end = [], time.perf_counter() + seconds
+        found = []
+        end = time.perf_counter() + seconds
         while (began := time.perf_counter()) < end:
             there.copy_(host, non_blocking=True)
             graph.replay()

@@ -65,7 +65,8 @@ def receive(endpoint: str) -> None:
         while True:
             message = engine.receive(1.0)
             if isinstance(message, Commit):
-                version, publisher = message.version, message.publisher
+                version = message.version
+                publisher = message.publisher
                 engine.send(Committed(version=version, gap_s=receiver.swap(version), running=0, publisher=publisher))
 
 

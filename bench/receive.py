@@ -77,7 +77,8 @@ class Watch:
     """Steps the engine, commits what is ready, and sorts the steps."""
 
     def __init__(self, decoder: Decoder, link: Link) -> None:
-        self._decoder, self._link = decoder, link
+        self._decoder = decoder
+        self._link = link
         self._receiver = decoder.worker.inflight_receiver
         self._idle: list[float] = []
         self._busy: list[float] = []
@@ -124,7 +125,9 @@ class Watch:
             steps.gap.append(gap)
             steps.lost.append(sum(self._busy) - base * len(self._busy))
             steps.beside.append(now - self._busy_since)
-        self._idle, self._busy, self._busy_since = [], [], None
+        self._idle = []
+        self._busy = []
+        self._busy_since = None
 
 
 def measure(name: str, versions: int) -> Steps:

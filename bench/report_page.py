@@ -59,9 +59,11 @@ def write_run(run: Path, rollouts: int, tokens: int, steps: int) -> None:
     """A folder with a configuration, `steps` steps, as many swaps, and random rollouts of SmolLM2's or else the tiny
     model's tokens."""
     try:
-        model, vocabulary = prepare("smollm2"), 49_000
+        model = prepare("smollm2")
+        vocabulary = 49_000
     except ValueError:
-        model, vocabulary = prepare("tiny"), 17
+        model = prepare("tiny")
+        vocabulary = 17
     task = TaskConfig(name="addition")
     configuration.save(RunConfig(model=ModelConfig(name=str(model)), task=task, run_dir=str(run)))
     draw = random.Random(0)
@@ -102,7 +104,8 @@ def write_run(run: Path, rollouts: int, tokens: int, steps: int) -> None:
 
 def group(draw: random.Random, index: int, groups: int, tokens: int, steps: int, vocabulary: int) -> RolloutGroup:
     """GROUP rollouts with two versions each, spread evenly over the run's time."""
-    version, began = index * (steps - 1) // groups, 1e9 + index * 2.0 * steps / groups
+    version = index * (steps - 1) // groups
+    began = 1e9 + index * 2.0 * steps / groups
     members = [
         Rollout(
             rollout_id=f"q{index}/{member}",

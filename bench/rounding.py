@@ -31,7 +31,8 @@ from transformers import (
 from inflight.agreement import STEP, compare
 from inflight.models import ModelError, prepare
 
-PROMPTS, TOKENS = 40, 24
+PROMPTS = 40
+TOKENS = 24
 WIDER = {"bfloat16": torch.float32, "float16": torch.float32, "float32": torch.float64}
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 RANDOM: dict[str, PreTrainedConfig] = {
@@ -123,10 +124,14 @@ def _scored(model: PreTrainedModel, prompts: list[list[int]], dtype: str, temper
 
     torch.manual_seed(0)
     sequence = torch.tensor(prompts)
-    engine, cache, fresh, recorded = cast(getattr(torch, dtype)), None, sequence, []
+    engine = cast(getattr(torch, dtype))
+    cache = None
+    fresh = sequence
+    recorded = []
     for _ in range(TOKENS):
         output = engine(fresh, past_key_values=cache, use_cache=True)
-        cache, logprobs = output.past_key_values, (output.logits[:, -1].float() / temperature).log_softmax(-1)
+        cache = output.past_key_values
+        logprobs = (output.logits[:, -1].float() / temperature).log_softmax(-1)
         fresh = torch.multinomial(logprobs.exp(), 1)
         recorded.append(logprobs.gather(1, fresh))
         sequence = torch.cat([sequence, fresh], 1)

@@ -76,7 +76,9 @@ def filled(metrics: TrainerMetrics, steps: int) -> None:
 def scraped(port: int, times: int) -> dict[str, float]:
     """Durations of scrapes, one after the other."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    took, size, used = [], 0, time.process_time()
+    took = []
+    size = 0
+    used = time.process_time()
     for _ in range(times):
         began = time.perf_counter()
         with direct.open(f"http://127.0.0.1:{port}/metrics", timeout=30) as reply:

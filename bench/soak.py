@@ -120,7 +120,8 @@ def judge(lines: list[dict[str, Any]], seed: int, share: float) -> dict[str, Any
     """What the metrics say of questions: which were trained on, and whether the books add up."""
     trained = [question for line in lines for question in line["questions"]]
     last = lines[-1]
-    failed, dropped = dict(last["groups_failed"]), dict(last["groups_dropped"])
+    failed = dict(last["groups_failed"])
+    dropped = dict(last["groups_dropped"])
     settled = sum(failed.values()) + sum(dropped.values()) + len(trained)
     broken = Counter(fault for index in range(max(trained) + 1) if (fault := fault_of(seed, index, share)))
     return {

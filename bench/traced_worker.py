@@ -58,7 +58,8 @@ class TracedWorker(ComparedWorker):
     def take_trace(self) -> dict[str, list[tuple[Any, ...]]]:
         """RPC: `steps` (done, got, handed) and `spans` (what, begin, end) since the last call."""
         torch.cuda.synchronize(self.device)
-        zero, zero_at = self._traced_zero, self._traced_zero_at
+        zero = self._traced_zero
+        zero_at = self._traced_zero_at
         steps, self._traced_steps = self._traced_steps, []
         spans, self._traced_spans = self._traced_spans, []
         self._traced_zero = torch.cuda.Event(enable_timing=True)
@@ -69,7 +70,8 @@ class TracedWorker(ComparedWorker):
         return {"steps": known, "spans": spans}
 
     def _time_output(self, output: type[Any], stream: str) -> None:
-        init, get = output.__init__, output.get_output
+        init = output.__init__
+        get = output.get_output
 
         @functools.wraps(init)
         def timed_init(step: Any, *args: Any, **kwargs: Any) -> None:
@@ -83,7 +85,8 @@ class TracedWorker(ComparedWorker):
             step.inflight_got = time.perf_counter()
             return found
 
-        output.__init__, output.get_output = timed_init, timed_get
+        output.__init__ = timed_init
+        output.get_output = timed_get
 
     def _time_handing_on(self) -> None:
         enqueue = WorkerProc.enqueue_output

@@ -87,7 +87,8 @@ def run(options: argparse.Namespace) -> None:
     learner = Learner(policy, _config(options), accelerator)
     rank = options.rank or 0
     batches = [made_batch(options, seed=rank * options.micro_batches + at) for at in range(options.micro_batches)]
-    losses, seconds = [], []
+    losses = []
+    seconds = []
     for _ in range(1 + options.steps):  # the first chooses kernels and makes the optimizer's state
         _wait(device)
         began = time.perf_counter()

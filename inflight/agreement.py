@@ -111,16 +111,20 @@ def compare(
     see rounding_steps. `most`: largest difference allowed in nats, instead of SPREAD. Raises ValueError for shapes that
     differ, KeyError for a dtype that is not in STEP.
     """
-    x, y = np.asarray(replayed, dtype=float), np.asarray(recorded, dtype=float)
+    x = np.asarray(replayed, dtype=float)
+    y = np.asarray(recorded, dtype=float)
     if x.ndim != 1 or x.shape != y.shape:
         raise ValueError(f"{y.shape} recorded log-probabilities, {x.shape} replayed ones")
     prompts = np.arange(len(x)) if prompt is None else np.asarray(prompt)
     known = np.isfinite(x) & np.isfinite(y)
     strange = int(len(known) - known.sum())
     where = np.flatnonzero(known)
-    x, y, prompts = x[known], y[known], prompts[known]
+    x = x[known]
+    y = y[known]
+    prompts = prompts[known]
     steps = rounding_steps(x, dtype, temperature=temperature, cut=None if cut is None else np.asarray(cut)[known])
-    sizes, in_steps = np.abs(y - x), np.abs(y - x) / steps
+    sizes = np.abs(y - x)
+    in_steps = np.abs(y - x) / steps
     mean, mean_problem = _mean(y - x, prompts, STEP[dtype] / temperature)
     slope, slope_problem = _slope(x, y, prompts)
     problems = [f"{strange} of {len(known)} log-probabilities are no numbers"] if strange else []
@@ -156,7 +160,8 @@ def _largest(sizes: np.ndarray, in_steps: np.ndarray, dtype: str, most: float | 
         return (
             [] if sizes.max() <= most else [f"the largest difference is {sizes.max():.3g} nats; {most:g} are allowed"]
         )
-    typical, at = float(np.median(in_steps)), int(in_steps.argmax())
+    typical = float(np.median(in_steps))
+    at = int(in_steps.argmax())
     allowed = SPREAD * max(typical, 1.0)
     if in_steps[at] <= allowed:
         return []
@@ -182,7 +187,8 @@ def _slope(x: np.ndarray, y: np.ndarray, prompt: np.ndarray) -> tuple[float, lis
     """The slope of recorded values `y` over replayed ones `x` ([N] each), and problems with it."""
     if not len(x) or x.std() == 0:
         return math.nan, []
-    x, y = x - x.mean(), y - y.mean()
+    x = x - x.mean()
+    y = y - y.mean()
     weight = float(x @ x)
     slope = float(x @ y) / weight
     if len(np.unique(prompt)) < PROMPTS:

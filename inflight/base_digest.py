@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 BASE_DIGEST = "inflight_base"
 """Where an adapter's checkpoint names its base's digest: metadata of its safetensors file."""
 FILES_AT_ONCE = 4

@@ -203,7 +203,8 @@ async def complete(
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     try:
         async with session.post(f"{url}/v1/completions", json=request, timeout=timeout) as response:
-            status, body = response.status, await bounded_body(response, MAX_ANSWER_BYTES, too_large(generator))
+            status = response.status
+            body = await bounded_body(response, MAX_ANSWER_BYTES, too_large(generator))
     except TimeoutError:
         raise RetryableFailure("request timeout", detail=f"{generator}: no answer within {timeout_s:.0f} s") from None
     except (aiohttp.ClientError, OSError) as error:

@@ -82,8 +82,10 @@ def _all_usable(numbers: Floats) -> bool:
 
 def _evidence_fits(rollout: Rollout) -> bool:
     """Whether the data recorded for each token has as many entries as there are tokens, all finite."""
-    length, turn = len(rollout.turn.token_ids), rollout.turn
-    steps, teacher = rollout.step_rewards, rollout.teacher_logprobs
+    length = len(rollout.turn.token_ids)
+    turn = rollout.turn
+    steps = rollout.step_rewards
+    teacher = rollout.teacher_logprobs
     return (
         (turn.kept is None or len(turn.kept) == length)
         and (turn.routed_experts is None or turn.routed_experts.shape[0] <= len(rollout.prompt_ids) + length)

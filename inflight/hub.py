@@ -18,7 +18,8 @@ CODE = "*.py"
 # The hub's patterns take "*" across folders; of folders only additional_chat_templates/ is read by transformers.
 OTHER = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*.safetensors", "adapter_model*.safetensors")
 """Weights in formats of other programs, mostly: as large as the model itself."""
-INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
 ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

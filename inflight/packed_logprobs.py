@@ -68,7 +68,9 @@ def unpack(data: bytes, requested: int) -> Drawn:
     if not 0 <= length <= MAX_LENGTH or len(counts) != length:
         raise ValueError(f"packed log-probabilities of {length} tokens in {len(data)} bytes")
     sizes = counts.tolist()  # most fields are of 32 tokens: numpy takes longer for each of the three below
-    least, most, entries = min(sizes, default=1), max(sizes, default=1), sum(sizes)
+    least = min(sizes, default=1)
+    most = max(sizes, default=1)
+    entries = sum(sizes)
     if least < 1 or most > requested + 1:
         raise ValueError(
             f"{least} to {most} packed log-probabilities of a token, {requested} beside its own were requested"
@@ -89,5 +91,6 @@ def _kept(counts: NDArray[np.int32], ids: NDArray[np.int32], requested: int, mos
     below = min(requested, MAX_SET)
     if most >= below:
         whole = counts < below
-        counts, ids = np.where(whole, counts, 0), ids[np.repeat(whole, counts)]
+        ids = ids[np.repeat(whole, counts)]
+        counts = np.where(whole, counts, 0)
     return Sets.of_arrays(counts.astype("<u2"), ids)

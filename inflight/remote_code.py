@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer_config.json"
 
 
 class RemoteCodeError(ValueError):

@@ -57,7 +57,8 @@ def _penalised(logits: torch.Tensor, sampling: Sampling, recorded: Recorded | No
     """Repetition divides positive logits and multiplies negative ones, the others subtract (vLLM, as OpenAI)."""
     if recorded is None or recorded.seen is None or recorded.in_prompt is None or recorded.drawn_before is None:
         raise ValueError("penalties need to know which tokens came before")
-    plain, drawn = logits.gather(1, recorded.seen), recorded.drawn_before > 0
+    plain = logits.gather(1, recorded.seen)
+    drawn = recorded.drawn_before > 0
     factor = torch.where(recorded.in_prompt | drawn, sampling.repetition_penalty, 1.0)
     changed = torch.where(plain > 0, plain / factor, plain * factor)
     changed = changed - sampling.frequency_penalty * recorded.drawn_before - sampling.presence_penalty * drawn

@@ -13,7 +13,8 @@ def decode_every_id(tokenizer: Any) -> None:
     Changes the object's `decode` and `convert_ids_to_tokens` only.
     """
     known = frozenset(tokenizer.get_vocab().values())
-    decode, convert = tokenizer.decode, tokenizer.convert_ids_to_tokens
+    decode = tokenizer.decode
+    convert = tokenizer.convert_ids_to_tokens
 
     def decode_known(token_ids: Any, *args: Any, **settings: Any) -> Any:
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)

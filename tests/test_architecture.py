@@ -176,9 +176,14 @@ def name_of(path: Path) -> str:
 
 
 @cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
 def sources() -> dict[str, tuple[Path, ast.Module]]:
     """Every module of inflight/ with its syntax tree; the package itself is ""."""
-    return {name_of(path): (path, ast.parse(path.read_text())) for path in sorted((ROOT / "inflight").rglob("*.py"))}
+    return {name_of(path): (path, tree_of(path)) for path in sorted((ROOT / "inflight").rglob("*.py"))}
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
@@ -262,7 +267,7 @@ def test_files_and_functions_stay_small(path):
     text = path.read_text()
     assert "# fmt:" not in text, f"{path.name} switches the formatter off"
     assert text.count("\n") <= MAX_FILE_LINES, f"{path.name} has {text.count(chr(10))} lines"
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert lines <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {lines} lines"
@@ -272,9 +277,45 @@ def test_files_and_functions_stay_small(path):
 def test_names_tell_what_a_thing_is(path):
     vague = re.compile(r"util|helper|manager|misc|common", re.IGNORECASE)
     assert not vague.search(path.stem), f"{path.name}: a vague file name"
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             assert not vague.search(node.name), f"{path.name}, line {node.lineno}: {node.name} is a vague name"
+
+
+def packed(node: ast.AST) -> bool:
+    """An assignment with a value for each of several names, unless it exchanges: a value reads another one's name."""
+    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.List)):
+        return False
+    values = [
+        {ast.unparse(each) for each in ast.walk(value) if isinstance(each, ast.expr)} for value in node.value.elts
+    ]
+    for target in node.targets:
+        if isinstance(target, ast.Tuple | ast.List) and len(target.elts) == len(values):
+            names = [ast.unparse(name) for name in target.elts]
+            return not any(name in reads for i, reads in enumerate(values) for name in names[:i] + names[i + 1 :])
+    return False
+
+
+@pytest.mark.parametrize(
+    "code, several",
+    [
+        ("a, b = 1, 2", True),
+        ("x, y = x[known], y[known]", True),
+        ("self.a, (b, c) = 1, pair", True),
+        ("low, high = high, low", False),
+        ("error, self.error = self.error, None", False),
+        ("left, right = pair", False),
+        ("first, *rest = ids", False),
+    ],
+)
+def test_which_assignments_are_packed(code, several):
+    assert packed(ast.parse(code).body[0]) == several
+
+
+def test_an_assignment_has_a_line_of_its_own():
+    paths = [path for top in ("inflight", "bench") for path in sorted((ROOT / top).rglob("*.py"))]
+    found = [(path, node) for path in paths for node in ast.walk(tree_of(path)) if packed(node)]
+    assert not (lines := [f"{path.relative_to(ROOT)}:{node.lineno}" for path, node in found]), lines
 
 
 def test_a_class_name_is_one_thing_in_every_module():
@@ -289,7 +330,7 @@ def test_a_class_name_is_one_thing_in_every_module():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "inflight").rglob("*.py")))
 def test_every_module_says_what_it_is_for(path):
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"
 
 

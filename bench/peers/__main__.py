@@ -48,7 +48,8 @@ def main(config: DictConfig) -> None:
             if started - began + max(costs, default=config.arm_s) > config.budget_s:
                 print(f"budget_s={config.budget_s:g}: {len(plan) - place} arms are left out", flush=True)
                 break
-            own, outcome = actor.config, bench.train(name, actor, config.arm_s)
+            own = actor.config
+            outcome = bench.train(name, actor, config.arm_s)
             if place + 1 < len(plan):
                 actor = bench.prepare(*plan[place + 1])  # it starts beside the evaluation
             arms.append(bench.evaluate(name, seed, outcome, own))

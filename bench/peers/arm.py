@@ -95,7 +95,8 @@ class ArmTrainer(Trainer):
 
     def __init__(self, *parts: Any, every_s: float) -> None:
         super().__init__(*parts)
-        self._every_s, self._next_s = every_s, every_s
+        self._every_s = every_s
+        self._next_s = every_s
         self.snapshots: list[tuple[float, dict[str, torch.Tensor]]] = []
 
     def checkpoint(self) -> None:
@@ -118,7 +119,8 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     begun = shared.publish(shared.start)
     config = replace(actor.config, trainer=replace(actor.config.trainer, steps=begun + actor.config.trainer.steps))
     set_seed(config.seed)
-    stop, saved = StopFlag(), Saved(schema=SCHEMA, step=begun, elapsed_s=0.0, books=NO_BOOKS)
+    stop = StopFlag()
+    saved = Saved(schema=SCHEMA, step=begun, elapsed_s=0.0, books=NO_BOOKS)
     publisher = ArmPublisher(shared.publisher, way, shared.caller, shared.transfer if way.pause else None)
     learner = Learner(shared.policy, config, shared.accelerator, step=begun)
     shared.fence.hold(learner.optimizer.optimizer)
@@ -135,7 +137,8 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
         started = time.monotonic()
         ending.start()
         trainer.run()
-        activity, lasted = shared.caller.call("activity"), time.monotonic() - started
+        activity = shared.caller.call("activity")
+        lasted = time.monotonic() - started
         trainer.keep_snapshot()
     actor.end()
     shared.publisher.flush(IDLE_S)

@@ -43,7 +43,10 @@ class Reward:
     __name__ = "score"
 
     def __init__(self, name: str, options: dict[str, Any], seed: int, model: str) -> None:
-        self._name, self._options, self._seed, self._model = name, options, seed, model
+        self._name = name
+        self._options = options
+        self._seed = seed
+        self._model = model
         self._parts: Any = None
 
     async def __call__(self, completion_ids: list[list[int]], index: list[int], **_: Any) -> list[float]:
@@ -90,7 +93,8 @@ def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path, **
     task = make(run.task, run.seed)
     prompts = [[{"role": "user", "content": task.item(index).prompt}] for index in range(QUESTIONS)]
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, ANSWER
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = ANSWER
     sequences = run.trainer.groups_per_step * run.rollout.group_size
     options = AsyncGRPOConfig(
         output_dir=str(out / "trl"),

@@ -14,7 +14,8 @@ class Clock(TrainerCallback):
     """Ends training after some seconds, counted from the first step, and keeps copies of the weights."""
 
     def __init__(self, seconds: float, every_s: float) -> None:
-        self._seconds, self._every_s = seconds, every_s
+        self._seconds = seconds
+        self._every_s = every_s
         self._began = 0.0
         self._next_s = every_s
         self.lasted_s = 0.0

@@ -62,7 +62,8 @@ class Bench:
             raise
 
     def _share(self, control: Path) -> Shared:
-        config, run = self._config, self._run
+        config = self._config
+        run = self._run
         torch.set_num_threads(run.trainer.threads)
         accelerator = Accelerator(cpu=config.device == "cpu")
         policy = load_policy(prepare(run.model.name), bfloat16=run.trainer.autocast, device=accelerator.device)

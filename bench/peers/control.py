@@ -64,7 +64,8 @@ class Control:
     """The generator's side: serves calls on its engine, a vLLM AsyncLLM."""
 
     def __init__(self, engine: Any, path: Path) -> None:
-        self._engine, self._path = engine, path
+        self._engine = engine
+        self._path = path
         self._activity = Activity()
 
     @contextlib.asynccontextmanager

@@ -48,7 +48,9 @@ def main() -> int:
 
         return {**values, "weight_transfer_config": WeightTransferConfig(backend="nccl")}
 
-    server.worker_of, server.engine_values, server.EngineAgent = worker_of, with_transfer, ControlledAgent
+    server.worker_of = worker_of
+    server.engine_values = with_transfer
+    server.EngineAgent = ControlledAgent
     return process.main(sys.argv[1:])
 
 

@@ -39,7 +39,8 @@ def flash_attn_varlen_func(
     if groups > 1 and _GROUPS_HEADS:
         settings["enable_gqa"] = True
     elif groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        key = key.repeat_interleave(groups, 1)
+        value = value.repeat_interleave(groups, 1)
     lengths = (cu_seqlens_q.int(), cu_seqlens_k.int(), int(max_seqlen_q), int(max_seqlen_k))
     attend: Any = varlen_attn
     return attend(query.contiguous(), key.contiguous(), value.contiguous(), *lengths, **settings)
@@ -60,7 +61,8 @@ def by_sdpa(
         own = query[cu_seqlens_q[place] : cu_seqlens_q[place + 1]].float().transpose(0, 1)
         path = slice(int(cu_seqlens_k[place]), int(cu_seqlens_k[place + 1]))
         keys, values = (each[path].float().repeat_interleave(groups, 1).transpose(0, 1) for each in (key, value))
-        asked, seen = own.shape[1], keys.shape[1]
+        asked = own.shape[1]
+        seen = keys.shape[1]
         mask = torch.ones(asked, seen, dtype=torch.bool, device=query.device).tril(seen - asked)
         seen_by = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=softmax_scale)
         found.append(seen_by.transpose(0, 1))
@@ -73,7 +75,8 @@ def check(device: str = "cuda") -> dict[str, float]:
     Raises RuntimeError when one is above BOUND.
     """
     torch.manual_seed(0)
-    own, paths = [40, 7, 33, 128], [40, 47, 73, 201]
+    own = [40, 7, 33, 128]
+    paths = [40, 47, 73, 201]
     queries = torch.tensor([0, *torch.tensor(own).cumsum(0)], dtype=torch.int32, device=device)
     keys = torch.tensor([0, *torch.tensor(paths).cumsum(0)], dtype=torch.int32, device=device)
     shapes = ((sum(own), 9, 64), (sum(paths), 3, 64), (sum(paths), 3, 64))

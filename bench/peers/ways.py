@@ -91,7 +91,8 @@ class FileTransfer:
     """A file in the place of a transfer, on CPU."""
 
     def __init__(self, source: WeightSource, caller: Caller, folder: Path) -> None:
-        self._source, self._caller = source, caller
+        self._source = source
+        self._caller = caller
         self._file = folder / "weights.safetensors"
 
     def send(self, version: int, *, packed: bool) -> None:
@@ -114,7 +115,10 @@ class ArmPublisher:
     """
 
     def __init__(self, inner: Publisher, way: Way, caller: Caller, transfer: Transfer | None) -> None:
-        self._inner, self._way, self._caller, self._transfer = inner, way, caller, transfer
+        self._inner = inner
+        self._way = way
+        self._caller = caller
+        self._transfer = transfer
         self.version = inner.version
         self._first = len(inner.events)
         self.blocked_s: list[float] = []
@@ -171,5 +175,6 @@ class ArmPublisher:
 
 def synchronous(config: Any) -> Any:
     """The configuration of an arm that trains synchronously."""
-    trainer, gate = replace(config.trainer, synchronous=True), replace(config.gate, max_lag=0)
+    trainer = replace(config.trainer, synchronous=True)
+    gate = replace(config.gate, max_lag=0)
     return replace(config, trainer=trainer, gate=gate)

@@ -130,12 +130,15 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
 async def report(link: Link, source: str, values: Callable[[], dict[str, float | int | str]]) -> None:
     """Sends a Status at once, so that the launcher knows that this process works, and then once per second, with the
     tokens per second over the last one; ends by cancellation."""
-    before, then = 0.0, time.monotonic() - STATUS_EVERY_S
+    before = 0.0
+    then = time.monotonic() - STATUS_EVERY_S
     while True:
-        now, snapshot = time.monotonic(), values()
+        now = time.monotonic()
+        snapshot = values()
         tokens = float(snapshot.get("tokens", 0))
         snapshot["tokens_per_s"] = round((tokens - before) / (now - then), 1)
-        before, then = tokens, now
+        before = tokens
+        then = now
         with contextlib.suppress(BusError):  # no launcher listens
             link.send(Status(source=source, values=snapshot))
         await asyncio.sleep(STATUS_EVERY_S)

@@ -147,7 +147,8 @@ class Answers:
 
     async def _read(self, generator: Generator, request: dict[str, Any], answer: SampleInProgress, call: Call) -> None:
         """Reads a stream until it ends, or until a stop string that began in an earlier part is complete."""
-        sequence, stops = answer.sequence, request.get("stop") or ()
+        sequence = answer.sequence
+        stops = request.get("stop") or ()
         seam = sequence.length
         async with aclosing(chunks(self._session, generator.name, generator.url, request)) as stream:
             async for choice in stream:

@@ -134,7 +134,8 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
 
     Raises ConfigError when the task or the tokenizer can't be constructed.
     """
-    rollout, task = config.rollout, config.task
+    rollout = config.rollout
+    task = config.task
     bounds = Bounds(
         limit_s=rollout.reward_timeout_s,
         start_s=rollout.task_start_timeout_s,
@@ -149,8 +150,10 @@ async def foreign(config: RunConfig) -> AsyncIterator[Foreign]:
         contents=task.contents,
         limit_s=bounds.limit_s,
     )
-    scoring, workers = replace(bounds, concurrency=rollout.reward_concurrency), _workers(rollout)
-    items, text = Crew(make, bounds, 1), Crew(_make_tokenizer(config.model), bounds, 1)
+    scoring = replace(bounds, concurrency=rollout.reward_concurrency)
+    workers = _workers(rollout)
+    items = Crew(make, bounds, 1)
+    text = Crew(_make_tokenizer(config.model), bounds, 1)
     scores = rewards = None
     if not config.rewards or any(each.is_task for each in config.rewards):
         scores = Crew(msgspec.structs.replace(make, scores_only=True), scoring, workers)

@@ -87,7 +87,8 @@ class RewardsHost:
         """Of AskReward."""
         if not isinstance(ask, AskReward) or ask.which >= len(self._rewards):
             raise UnusableResult("call", f"{len(self._rewards)} rewards take no {type(ask).__name__}")
-        question, prompt = ask.question, ask.question.prompt
+        question = ask.question
+        prompt = ask.question.prompt
         sample = Sample(
             completion=ask.completion,
             completion_ids=ask.completion_ids,

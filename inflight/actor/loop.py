@@ -213,7 +213,8 @@ class Actor:
         if lost.reason not in self._logged:
             self._logged.add(lost.reason)
             log.warning("group %s failed: %s (logged once per reason)", name, lost)
-        reason, lengths = lost.reason[:128], lost.lengths
+        reason = lost.reason[:128]
+        lengths = lost.lengths
         self._deliver(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths), name)
         pause = self._streak.failed(time.monotonic(), outage=lost.again)
         asyncio.get_running_loop().call_later(pause, self._events.put_nowait, _Tick())

@@ -47,7 +47,8 @@ class Sampler:
         self._foreign = foreign
         self._longest_prompt = longest_prompt
         self._together_from = together_from
-        self.scores, self.score_s = 0, 0.0
+        self.scores = 0
+        self.score_s = 0.0
         """Rollouts that were scored, or could not be, and the seconds that this took."""
         request = sampling(config, foreign.vocabulary, model)
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
@@ -74,14 +75,17 @@ class Sampler:
     async def _rollout(
         self, group_id: str, sample: int, question: Question, prompt_ids: list[int], answer: SampleInProgress
     ) -> Rollout:
-        rollout_id, drawn_as = f"{group_id}/{sample}", f"{first_name(group_id)}/{sample}"
+        rollout_id = f"{group_id}/{sample}"
+        drawn_as = f"{first_name(group_id)}/{sample}"
         turn = await self._turn(answer, prompt_ids, self._seed_of(drawn_as))
-        finished, began = time.time(), time.monotonic()
+        finished = time.time()
+        began = time.monotonic()
         try:
             score, unscored = await self._score(question, prompt_ids, turn)
         finally:
             took = time.monotonic() - began
-            self.scores, self.score_s = self.scores + 1, self.score_s + took
+            self.scores += 1
+            self.score_s += took
         return Rollout(
             rollout_id=rollout_id,
             group_id=group_id,

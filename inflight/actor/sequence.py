@@ -63,8 +63,10 @@ class Sequence:
         Raises Unpatched for a chunk without tags, Rejected for a log-probability that is no number, and
         RetryableFailure("malformed answer") for a chunk that contradicts itself or earlier ones; nothing of it is kept.
         """
-        generator, seam = self.pieces[-1].generator, self.seam
-        drawn, have = drawn_of(choice, self._asked, generator), self.length - seam
+        generator = self.pieces[-1].generator
+        seam = self.seam
+        drawn = drawn_of(choice, self._asked, generator)
+        have = self.length - seam
         if self.length + len(drawn) > self._most:
             detail = f"{generator}: more than the requested {self._most} tokens"
             raise RetryableFailure("malformed answer", detail=detail)

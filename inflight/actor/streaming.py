@@ -79,7 +79,8 @@ def choices_of(event: bytes, generator: str) -> list[Choice]:
 async def events_of(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
     """The data of each event; vLLM writes one line per event. aiohttp's own line reader has a limit that the first
     chunk of a long prompt exceeds."""
-    size, rest = 0, b""
+    size = 0
+    rest = b""
     async for data in content.iter_any():
         size += len(data)
         if size > MAX_ANSWER_BYTES:

@@ -27,7 +27,9 @@ from inflight.rollout.stream import StreamError
 from inflight.sampling import Sampling
 
 AUDIT_FILE = "audit.json"
-FAILED, BAD_INPUT, NOT_SHOWN = 1, 2, 3
+FAILED = 1
+BAD_INPUT = 2
+NOT_SHOWN = 3
 """Exit codes; 0 is a run that passed."""
 THROUGH = ("transformers", "engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -186,7 +188,8 @@ def judge(
 
 
 def _completeness(record: RecordedRollouts, run_dir: Path, config: RunConfig, kept: KeptVersions) -> Completeness:
-    size, start = config.rollout.group_size, config.start_version
+    size = config.rollout.group_size
+    start = config.start_version
     try:
         told = counts.Told.read(run_dir, kept.newest)
         unknown = counts.unknown(told)

@@ -116,7 +116,8 @@ class Auditor:
             if any(logprobs is None for logprobs in found):
                 break
         tokens = replace(tokens, replayed=replayed)
-        left, unseen = len(np.unique(tokens.rollout[tokens.off > tolerance])), len(wrong) - looked
+        left = len(np.unique(tokens.rollout[tokens.off > tolerance]))
+        unseen = len(wrong) - looked
         explained = left == unseen
         return tokens, Unalike(
             wrong=0 if explained else left, alone=len(wrong) - left, unknown=unseen if explained else 0

@@ -89,7 +89,8 @@ def _content(rollout: Rollout) -> int:
 def _stamped(rollout: Rollout) -> set[tuple[str, int]]:
     """(generator, version) pairs of a rollout; if others continued it, each generator with its own piece."""
     makers = [(piece.start, piece.generator) for piece in rollout.pieces] or [(0, rollout.generator)]
-    spans, length = rollout.turn.token_versions, len(rollout.turn.token_ids)
+    spans = rollout.turn.token_versions
+    length = len(rollout.turn.token_ids)
     found = set()
     for (start, maker), (end, _) in itertools.pairwise([*makers, (length, "")]):
         for span, after in itertools.pairwise([*spans, VersionSpan(length, 0)]):
@@ -123,7 +124,8 @@ class Told:
     @classmethod
     def read(cls, folder: Path, newest: int | None) -> Told:
         """The files of a run folder. Raises ValueError when one is damaged."""
-        metrics, path = folder / METRICS_FILE, folder / SUMMARY_FILE
+        metrics = folder / METRICS_FILE
+        path = folder / SUMMARY_FILE
         summary = msgspec.json.decode(path.read_bytes(), type=_SummaryFields) if path.is_file() else None
         torn = metrics.is_file() and not (metrics.read_bytes() or b"\n").endswith(b"\n")
         return cls(
@@ -193,7 +195,8 @@ def _cut(census: RolloutCensus, group_size: int) -> list[str]:
 def _lost(census: RolloutCensus, steps: list[dict[str, Any]]) -> list[str]:
     if not steps:
         return []
-    last, there = steps[-1], len(census.groups)
+    last = steps[-1]
+    there = len(census.groups)
     found = []
     trained = {int(question) for step in steps for question in step.get("questions", [])}
     absent = sorted(trained - {number for name in census.groups if (number := index_of(name)) is not None})
@@ -212,7 +215,8 @@ def _shortened(census: RolloutCensus, step: Mapping[str, Any]) -> str | None:
     if "tokens_trained" not in step or not groups or None in groups:
         return None
     names = {name for group in groups if group is not None for name in group.names} - set(step["left_out"])
-    recorded, trained = sum(census.lengths[name] for name in names), int(step["tokens_trained"] + step["tokens_masked"])
+    recorded = sum(census.lengths[name] for name in names)
+    trained = int(step["tokens_trained"] + step["tokens_masked"])
     if recorded == trained:
         return None
     return f"step {step['step']} was trained on {trained} tokens, its rollouts have {recorded}"

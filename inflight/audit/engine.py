@@ -54,7 +54,8 @@ class EngineReplayer(Replayer):
     def _try(self, trials: list[Trial]) -> None:
         """Runs as many at once as fit into the KV cache."""
         while trials:
-            room, now = self._engine.room, 0
+            room = self._engine.room
+            now = 0
             while now < len(trials) and (room := room - self._engine.blocks(len(trials[now].tokens))) >= 0:
                 now += 1
             self._run_all(trials[: max(now, 1)])

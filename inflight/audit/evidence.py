@@ -71,11 +71,15 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
 
 def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
     """All [N] float64; `prompt` [N] int: index of the prompt of a token's sequence."""
-    difference, miss = alternative - tags, recorded - tags
+    difference = alternative - tags
+    miss = recorded - tags
     telling = np.isfinite(difference) & np.isfinite(miss) & (difference != 0)
-    difference, miss, prompt = difference[telling], miss[telling], prompt[telling]
+    difference = difference[telling]
+    miss = miss[telling]
+    prompt = prompt[telling]
     weights = _precision(tags[telling], miss)
-    difference, miss = difference * weights, miss * weights
+    difference = difference * weights
+    miss = miss * weights
     weight = float(difference @ difference)
     if weight == 0 or len(np.unique(prompt)) < MIN_PROMPTS:
         return Slope(slope=0.0, error=math.inf, tokens=int(telling.sum()))
@@ -94,7 +98,8 @@ def vote(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt
     The share of tokens closer to the alternative, among those for which the stories differ.
     """
     telling = np.isfinite(alternative) & np.isfinite(tags) & np.isfinite(recorded) & (alternative != tags)
-    to_tags, to_alternative = np.abs(recorded - tags)[telling], np.abs(recorded - alternative)[telling]
+    to_tags = np.abs(recorded - tags)[telling]
+    to_alternative = np.abs(recorded - alternative)[telling]
     votes = np.where(to_tags == to_alternative, 0.5, to_alternative < to_tags)
     if len(np.unique(prompt[telling])) < MIN_PROMPTS:
         return Slope(slope=float(votes.mean()) if len(votes) else 0.0, error=math.inf, tokens=len(votes))
@@ -149,7 +154,8 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 def same_share(tokens: Misses) -> Share:
     """Uses tokens that the model is not sure of: a probability that rounds to 1 is 1 under the wrong weights too."""
     unsure = tokens.recorded < -UNSURE
-    same, prompt = (tokens.size[unsure] == 0).astype(float), tokens.prompt[unsure]
+    same = (tokens.size[unsure] == 0).astype(float)
+    prompt = tokens.prompt[unsure]
     if len(np.unique(prompt)) < MIN_PROMPTS:
         return Share(share=float(same.mean()) if len(same) else 1.0, error=math.inf)
     return Share(share=float(same.mean()), error=_cluster_error(same - same.mean(), prompt) / len(same))

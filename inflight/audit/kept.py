@@ -37,11 +37,13 @@ def _edges(logits: torch.Tensor, sampling: Sampling, slack: float) -> tuple[torc
     surely = maybe = torch.ones_like(logits, dtype=torch.bool)
     if sampling.min_p > 0:
         least = logits.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
-        surely, maybe = logits >= least + slack, logits >= least - slack
+        surely = logits >= least + slack
+        maybe = logits >= least - slack
     if 0 < sampling.top_k < logits.shape[-1]:
         last = logits.masked_fill(~surely, -math.inf).topk(sampling.top_k, dim=-1).values[:, -1:]
         first_out = logits.masked_fill(~maybe, -math.inf).topk(sampling.top_k + 1, dim=-1).values[:, -1:]
-        surely, maybe = surely & (logits > first_out + slack), maybe & (logits >= last - slack)
+        surely = surely & (logits > first_out + slack)
+        maybe = maybe & (logits >= last - slack)
     if sampling.top_p < 1:
         probabilities = logits.softmax(dim=-1)
         sure, possible = (torch.where(left, probabilities, 0.0) for left in (surely, maybe))
@@ -49,7 +51,8 @@ def _edges(logits: torch.Tensor, sampling: Sampling, slack: float) -> tuple[torc
         most = _mass_above(logits, ascending, order, possible, -slack)
         most = most / sure.sum(dim=-1, keepdim=True).clamp(min=1e-30)
         least = _mass_above(logits, ascending, order, sure, slack) / possible.sum(dim=-1, keepdim=True)
-        surely, maybe = surely & (most < sampling.top_p - slack), maybe & (least < sampling.top_p + slack)
+        surely = surely & (most < sampling.top_p - slack)
+        maybe = maybe & (least < sampling.top_p + slack)
     return surely, maybe
 
 

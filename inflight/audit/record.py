@@ -31,7 +31,8 @@ def read(path: Path, limit: int | None) -> RecordedRollouts:
     """
     if not recorded(path):
         raise AuditError(f"{path} does not exist: the run must be started with rollout.keep=true")
-    reader, census = Reader(path), RolloutCensus()
+    reader = Reader(path)
+    census = RolloutCensus()
     rollouts: list[Rollout] = []
     for group in reader:
         census.add(group)

@@ -18,7 +18,8 @@ from inflight.audit.kept import plausible
 from inflight.audit.segments import Segment
 from inflight.sampling import Recorded, Sampling, processed_logprobs
 
-EDGE_ALIKE, EDGE_STEPS = 1e-5, 300.0
+EDGE_ALIKE = 1e-5
+EDGE_STEPS = 300.0
 """By how much rounding may move a logit at the edge of a truncation: in nats in the kernels that recorded, which sum
 probabilities in another order; elsewhere in rounding steps (agreement.py, which allows 50 where the median is 1)."""
 

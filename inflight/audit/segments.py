@@ -53,7 +53,8 @@ def segments(rollout: Rollout) -> list[Segment]:
     Raises TagError when the first token was not preceded by a prefill from position 0, when a prefill leaves a gap, or
     when a token's version is not that of the pass that sampled it.
     """
-    turn, prompt = rollout.turn, len(rollout.prompt_ids)
+    turn = rollout.turn
+    prompt = len(rollout.prompt_ids)
     try:
         versions = versions_of_tokens(turn.token_versions, len(turn.token_ids))
     except ValueError as error:

@@ -19,7 +19,8 @@ POLL_S = 0.1
 def pumped(link: Link, put: Callable[[AnyMessage | BusError], None], name: str) -> Iterator[None]:
     """A thread called `name` has the running event loop call `put` with each message, and with the BusError that ends
     the link. The thread ends with the context, the link or the loop."""
-    loop, ended = asyncio.get_running_loop(), threading.Event()
+    loop = asyncio.get_running_loop()
+    ended = threading.Event()
 
     def hand_over(event: AnyMessage | BusError) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: its owner has ended

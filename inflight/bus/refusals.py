@@ -30,7 +30,8 @@ class Refusals:
     def add(self, peer: str, reason: str, detail: str = "") -> None:
         """Counts one refusal; `reason` is one of few, `detail` may be any text."""
         self.counts[reason] += 1
-        now, key = time.monotonic(), (peer, reason)
+        now = time.monotonic()
+        key = (peer, reason)
         if key not in self._silent and len(self._silent) >= MAX_KNOWN:
             self._silent = {known: state for known, state in self._silent.items() if state[0] > now}
             if len(self._silent) >= MAX_KNOWN:

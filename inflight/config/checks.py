@@ -28,7 +28,8 @@ def require_fields(
 ) -> None:
     """Requires each field to be at least `least`, or above 0 without it, and at most `most`; for seconds LONGEST_S."""
     for name in names.split():
-        value, limit = getattr(config, name), LONGEST_S if name.endswith("_s") else most
+        value = getattr(config, name)
+        limit = LONGEST_S if name.endswith("_s") else most
         require(not value > limit, f"{section}.{name}", value, f"at most {limit:.15g}")
         fits = value > 0 if least is None else value >= least
         require(fits, f"{section}.{name}", value, "above 0" if least is None else f"{least:.15g} or more")

@@ -89,7 +89,8 @@ class EvalConfig:
         require(fits, "eval.sampling.max_tokens", asked, f"below generator.max_model_len: {longest} or less")
         if not self.every:
             return
-        pauses, limit_s = self.training_requests == "pause", trainer.batch_timeout_s
+        pauses = self.training_requests == "pause"
+        limit_s = trainer.batch_timeout_s
         fits = not pauses or generators > 1 or self.timeout_s < limit_s
         because = f"below trainer.batch_timeout_s={limit_s:g} with eval.training_requests=pause and one generator"
         require(fits, "eval.timeout_s", self.timeout_s, because)

@@ -44,7 +44,8 @@ def _require_adapter(run: RunConfig) -> None:
 
 def warnings(run: RunConfig) -> Iterator[str]:
     """One line for each combination that is valid but learned little in this project's measurements."""
-    name, lag = run.trainer.objective.name, run.gate.max_lag
+    name = run.trainer.objective.name
+    lag = run.gate.max_lag
     if name in LEARNS_LITTLE and lag > 0:
         yield (
             f"trainer.objective.name={name} clips against the behaviour policy: with gate.max_lag={lag} it learned"

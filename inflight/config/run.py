@@ -71,7 +71,8 @@ class RunConfig:
             require(self.gate.max_lag == 0, "gate.max_lag", self.gate.max_lag, "0 with trainer.synchronous")
         fits = self.rollout.max_tokens <= limit
         require(fits, "rollout.max_tokens", self.rollout.max_tokens, f"below generator.max_model_len: {limit} or less")
-        asked, allowed = self.rollout.max_prompt_tokens, f"below generator.max_model_len: {limit} or less"
+        asked = self.rollout.max_prompt_tokens
+        allowed = f"below generator.max_model_len: {limit} or less"
         require(asked <= limit, "rollout.max_prompt_tokens", asked, allowed)
         budget = self.trainer.micro_batch_tokens
         allowed = f"0, or {limit + 1} (generator.max_model_len) or more: a sequence has to fit"
@@ -84,7 +85,8 @@ class RunConfig:
         require_known(self.trackers)
         self.eval.require_fits(limit, self.generator.count, self.trainer)
         sequences = self.trainer.groups_per_step * self.rollout.group_size
-        ranks, parts = self.trainer.processes, self.trainer.updates_per_batch
+        ranks = self.trainer.processes
+        parts = self.trainer.updates_per_batch
         require(ranks <= sequences, "trainer.processes", ranks, f"a step has {sequences} sequences to share out")
         allowed = f"a step has {sequences} sequences, and each of {ranks} trainer processes needs one for each update"
         require(parts * ranks <= sequences, "trainer.updates_per_batch", parts, allowed)

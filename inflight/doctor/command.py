@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"inflight doctor: {error}", file=sys.stderr)
         return BAD_INPUT
-    console, found = Console(highlight=False, markup=False, emoji=False), list[Finding]()
+    console = Console(highlight=False, markup=False, emoji=False)
+    found = list[Finding]()
     for finding in findings(config):
         found.append(finding)
         _show(console, finding)

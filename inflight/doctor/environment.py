@@ -16,7 +16,8 @@ SLOW = {"CUDA_LAUNCH_BLOCKING": "1", "NCCL_P2P_DISABLE": "1", "TORCH_USE_CUDA_DS
 
 def variables(environment: Mapping[str, str], config: RunConfig | None, gpus: Sequence[str]) -> Iterator[Finding]:
     """What the caller's environment holds; values are not shown, since some are secrets."""
-    name, dropped = "environment", foreign(environment, "")
+    name = "environment"
+    dropped = foreign(environment, "")
     if dropped:
         yield ok(name, f"set, but not inherited by a run's processes: {', '.join(dropped)}")
     passed = sorted(each for each in environment if each.startswith(PASSED_ON) and each not in dropped)

@@ -18,7 +18,8 @@ GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MASTER_BYTES = 16
 """Per parameter in the trainer: float32 weights, gradients and Adam's two moments."""
-ENGINE_BYTES, TRAINER_BYTES = 2 * GIB, 2 * GIB
+ENGINE_BYTES = 2 * GIB
+TRAINER_BYTES = 2 * GIB
 """Beside what is counted: CUDA contexts, graphs, activations; measured with models of 0.1 to 7 billion parameters they
 are of this order."""
 PROCESS_BYTES = GIB
@@ -86,8 +87,10 @@ def on_disk(parameters: int, config: RunConfig) -> Iterator[Finding]:
     folder = config.path
     while not folder.exists():
         folder = folder.parent
-    free, steps = shutil.disk_usage(folder).free, config.trainer.steps
-    every, kept = config.trainer.checkpoint_every, config.trainer.checkpoints_kept
+    free = shutil.disk_usage(folder).free
+    steps = config.trainer.steps
+    every = config.trainer.checkpoint_every
+    kept = config.trainer.checkpoints_kept
     checkpoints = steps // every + 1 if every else 1
     checkpoints = min(checkpoints, kept + 1) if kept else checkpoints
     versions = (steps + 1) * BYTES[config.model.dtype] if config.audit.keep_versions else 0
@@ -106,7 +109,8 @@ def available_bytes() -> int | None:
     """What the machine, or the container, can still give; None where that is not known."""
     lines = _text(Path("/proc/meminfo")).splitlines()
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    limit, used = _text(Path("/sys/fs/cgroup/memory.max")), _text(Path("/sys/fs/cgroup/memory.current"))
+    limit = _text(Path("/sys/fs/cgroup/memory.max"))
+    used = _text(Path("/sys/fs/cgroup/memory.current"))
     if limit.strip().isdigit() and used.strip().isdigit():
         found.append(int(limit) - int(used))
     return min(found, default=None)

@@ -36,7 +36,8 @@ def ask(
     Raises ProbeError.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-") as folder:
-        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        answer = Path(folder) / "answer.json"
+        log = Path(folder) / "log"
         with log.open("wb") as output:  # a file: a grandchild could keep a pipe open
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(answer), name, *arguments],

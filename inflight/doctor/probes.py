@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-PATTERN, PATTERN_BYTES = 0xA5, 1 << 20
+PATTERN = 0xA5
+PATTERN_BYTES = 1 << 20
 OPEN_TIMEOUT_S = 60.0
 
 

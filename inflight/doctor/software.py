@@ -19,7 +19,8 @@ PLUGINS = "vllm.general_plugins"
 
 def python() -> Iterator[Finding]:
     """The interpreter that this command runs in, which a run's processes run in too."""
-    version, text = sys.version_info[:2], f"{sys.version.split()[0]}, {sys.executable}"
+    version = sys.version_info[:2]
+    text = f"{sys.version.split()[0]}, {sys.executable}"
     least, most = (".".join(map(str, each)) for each in PYTHONS)
     if PYTHONS[0] <= version <= PYTHONS[1]:
         yield ok("Python", text)

@@ -49,7 +49,8 @@ class Asking:
     @property
     def answers(self) -> int:
         """Of one evaluation."""
-        held, wanted = self._foreign.held_out, self._config.eval.questions
+        held = self._foreign.held_out
+        wanted = self._config.eval.questions
         return (min(held, wanted) if wanted else held) * self._config.eval.sampling.samples
 
     async def ask(

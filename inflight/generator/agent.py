@@ -116,7 +116,8 @@ class EngineAgent:
             case None:
                 pass
             case Enquire():
-                version, publisher = self.commits.version, self.commits.publisher
+                version = self.commits.version
+                publisher = self.commits.publisher
                 self.link.send(msgspec.structs.replace(self.hello, version=version, publisher=publisher))
             case Commit() if self._committed is not None and _answers(self._committed, message):
                 self.link.send(self._committed)
@@ -128,7 +129,8 @@ class EngineAgent:
                 raise GeneratorEnded(f"the trainer sent {type(message).__name__} to an engine")
 
     async def _commit(self, commit: Commit) -> None:
-        version, live = commit.version, self.commits.version
+        version = commit.version
+        live = self.commits.version
         if live is not None and (version < live or (version == live and commit.publisher == self.commits.publisher)):
             reason = f"version {version} is not newer than {live}, which is live"
             self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=False))

@@ -31,7 +31,8 @@ MAX_BATCH = 16
 """Most passes in one batch."""
 MAX_STEP_TOKENS = 8192
 ROUNDS_BY_BATCH = "this CPU's kernels round by the size of the batch"
-PROBE_ROWS, PROBE_TOKENS = 8, 12
+PROBE_ROWS = 8
+PROBE_TOKENS = 12
 """Number of sequences, and tokens of each, in the check that a row does not depend on the size of its batch."""
 
 

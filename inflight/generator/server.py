@@ -245,10 +245,12 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
     Not at once: the launcher restarts processes that have reported, and a generator that the trainer refuses at its
     hello would be refused again.
     """
-    tokens, at = _own_figure("vllm:generation_tokens_total"), time.monotonic()
+    tokens = _own_figure("vllm:generation_tokens_total")
+    at = time.monotonic()
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
-        tokens_now, now = _own_figure("vllm:generation_tokens_total"), time.monotonic()
+        tokens_now = _own_figure("vllm:generation_tokens_total")
+        now = time.monotonic()
         commits = agent.commits
         values: dict[str, float | int | str] = {
             **({"version": commits.version} if commits.version is not None else {}),
@@ -259,7 +261,8 @@ async def _report(status: Link, name: str, agent: EngineAgent) -> None:
             "max_gap_ms": round(commits.max_gap_s * 1e3, 3),
             "tokens_per_s": round((tokens_now - tokens) / (now - at), 1),
         }
-        tokens, at = tokens_now, now
+        tokens = tokens_now
+        at = now
         with contextlib.suppress(BusError):
             status.send(Status(source=name, values=values))
 

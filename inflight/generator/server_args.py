@@ -166,7 +166,8 @@ def check_parsers(arguments: argparse.Namespace, module: str) -> None:
         if path := getattr(arguments, name, None):
             load(path)  # one that can't be imported is logged, and its parser is not known below
     for name, manager in (("tool_call_parser", ToolParserManager), ("reasoning_parser", ReasoningParserManager)):
-        chosen, known = getattr(arguments, name, None), list(manager.list_registered())
+        chosen = getattr(arguments, name, None)
+        known = list(manager.list_registered())
         if chosen and chosen not in known:
             raise ConfigError(f"generator.server.{name}={chosen!r} is not known: {', '.join(sorted(known))}")
     check = getattr(importlib.import_module(module), "validate_parsed_serve_args", None)

@@ -99,7 +99,8 @@ def offer(link: Link, join: Join) -> int:
         message = link.receive(AGAIN_S / 10)
         if isinstance(message, Placed) and message.number == join.number:
             link.send(Vacated(number=join.number, code=_placed(link, unpacked(message.parcel))))
-            join, asked = msgspec.structs.replace(join, number=join.number + 1), -AGAIN_S
+            join = msgspec.structs.replace(join, number=join.number + 1)
+            asked = -AGAIN_S
         elif isinstance(message, Finish):
             print(f"inflight join: {message.reason}", flush=True)
             return DONE

@@ -39,7 +39,8 @@ def usual_commands(config: RunConfig) -> list[Command]:
             slot=config.hosts.slot(number) if kind == "generator" else 0,
         )
 
-    trainer, generator = config.trainer.threads, config.generator.threads
+    trainer = config.trainer.threads
+    generator = config.generator.threads
     further = list(enumerate(config.rank_names()))[1:]
     return [
         command("trainer", "trainer", ["trainer"], trainer),

@@ -36,7 +36,8 @@ def available() -> list[str]:
 
 def require_gpu(config: RunConfig) -> None:
     """Raises ConfigError when the configuration requires a GPU and there is none."""
-    transport, swap = config.publish.transport, config.generator.swap
+    transport = config.publish.transport
+    swap = config.generator.swap
     choices = (
         (config.launch.needs_gpu, "machine=gpu (launch.needs_gpu=true)", "machine=cpu"),
         (transport in ON_DEVICE, f"publish.transport={transport}", "auto or gloo"),
@@ -52,7 +53,8 @@ def require_gpu(config: RunConfig) -> None:
 
 def require_exportable(config: RunConfig, devices: list[str], environment: Mapping[str, str]) -> None:
     """Raises ConfigError for settings of torch's allocator with which the trainer's weights can't be sent."""
-    setting, transport = expandable_segments(environment), config.publish.transport
+    setting = expandable_segments(environment)
+    transport = config.publish.transport
     if not devices or not setting or transport in ("nccl", "gloo"):
         return
     if transport == "ipc":
@@ -80,7 +82,8 @@ def assign(config: RunConfig, devices: list[str]) -> dict[str, str]:
     if not devices:
         return {}
     names = [name for number, name in enumerate(config.generator_names()) if not config.hosts.of("generator", number)]
-    ranks, trainers = config.generator.tensor_parallel_size, config.rank_names()
+    ranks = config.generator.tensor_parallel_size
+    trainers = config.rank_names()
     if len(devices) == 1 and ranks == len(trainers) == 1:
         return dict.fromkeys([*trainers, *names], devices[0])
     wanted = len(trainers) + len(names) * ranks

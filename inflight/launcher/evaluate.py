@@ -117,7 +117,8 @@ def alone(config: RunConfig, checkpoint: Path, folder: str) -> RunConfig:
     """
     if config.trainer.adapter:
         raise ConfigError("a checkpoint of adapters (trainer.lora) can't be evaluated alone: its run can (eval.every)")
-    model, served = config.model, config.model.served_name or config.model.name
+    model = config.model
+    served = config.model.served_name or config.model.name
     return replace(
         config,
         run_dir=folder,
@@ -189,7 +190,8 @@ def _publisher(config: RunConfig, listener: Listener) -> Publisher:
         device=torch.device("cpu"),
         trust_remote_code=config.model.trust_remote_code,
     )
-    source, ranks = WeightSource(policy.master, config.model.dtype), {GENERATOR: config.generator.tensor_parallel_size}
+    source = WeightSource(policy.master, config.model.dtype)
+    ranks = {GENERATOR: config.generator.tensor_parallel_size}
     return Publisher(source, listener, config.publish, version=config.start_version, ranks=ranks)
 
 
@@ -209,7 +211,8 @@ def _await(publisher: Publisher, processes: Processes, config: RunConfig) -> Non
 async def _ask(config: RunConfig, url: str, version: int) -> dict[str, Any]:
     """All answers within eval.timeout_s, and what they come to."""
     headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
-    connector, began = aiohttp.TCPConnector(limit=0, force_close=True), time.monotonic()
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    began = time.monotonic()
     came: list[Answered] = []
     given_up = {}
     async with foreign(config) as code, aiohttp.ClientSession(connector=connector, headers=headers) as session:

@@ -116,7 +116,8 @@ def _run(
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter_of(config)) as processes,
         interrupt,
     ):
-        restarts, exported = Restarts(config), LauncherMetrics([command.name for command in commands])
+        restarts = Restarts(config)
+        exported = LauncherMetrics([command.name for command in commands])
         for command in commands:
             processes.start(command)
         with MetricsEndpoint(config, "launcher", exported.registry):

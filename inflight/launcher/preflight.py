@@ -117,7 +117,8 @@ def _require_task(config: RunConfig) -> None:
     if any(":" in name for name in (config.task.name, *(each.name for each in config.rewards))):
         _require_own_code(config)
         return
-    task, learnt_from = usable_task(config), list(teachers(config))
+    task = usable_task(config)
+    learnt_from = list(teachers(config))
     if config.trainer.advantage.name == "process":
         learnt_from.append("trainer.advantage.name=process")
     if learnt_from and config.rewards and not any(each.is_task for each in config.rewards):
@@ -158,7 +159,8 @@ def _require_named(config: RunConfig) -> None:
     The trainer checks them, in a child process: its own options are known only after importing torch, the user's only
     after importing their modules.
     """
-    trainer, gate = config.trainer, config.gate
+    trainer = config.trainer
+    gate = config.gate
     chosen = (gate.rules, gate.ratio_rules, trainer.objective.options, trainer.advantage.options)
     usual = trainer.schedule.constant and not trainer.schedule.options
     usual = usual and trainer.objective.name in OBJECTIVES and trainer.advantage.name in ADVANTAGES

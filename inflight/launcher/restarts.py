@@ -60,7 +60,8 @@ class Restarts:
 
     def failed(self, ended: Ended) -> str | None:
         """Plans the restart of a process that failed and returns a line about it; None: the process is given up."""
-        record, command = self._of(ended.command.name), ended.command
+        record = self._of(ended.command.name)
+        command = ended.command
         if command.host and ended.code == UNREACHABLE and record.worked:
             return self._reach_again(record, command)
         if command.kind in self._enough and record.tokens >= self._enough[command.kind]:

@@ -37,7 +37,8 @@ def set_anew(now: RunConfig) -> list[str]:
     called before the folder's configuration is written."""
     if not (now.path / configuration.CONFIG_FILE).is_file():
         return []
-    ours, theirs = OmegaConf.structured(now), OmegaConf.structured(configuration.load(now.path))
+    ours = OmegaConf.structured(now)
+    theirs = OmegaConf.structured(configuration.load(now.path))
     values = {
         name: OmegaConf.select(ours, name)
         for name in now.chosen or ()

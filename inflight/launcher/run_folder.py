@@ -172,7 +172,8 @@ def _holds_run(config: RunConfig) -> bool:
 
 def _locks(file: int, timeout_s: float) -> bool:
     """Takes a lock; returns False when that failed for `timeout_s`."""
-    deadline, told = time.monotonic() + timeout_s, False
+    deadline = time.monotonic() + timeout_s
+    told = False
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -191,7 +192,8 @@ def _resumed(config: RunConfig) -> RunConfig:
     before = configuration.load(config.path)
     require_same_task(before, config)
     for name in FIXED:
-        was, now = operator.attrgetter(name)(before), operator.attrgetter(name)(config)
+        was = operator.attrgetter(name)(before)
+        now = operator.attrgetter(name)(config)
         if was != now:
             raise ConfigError(f"{name}={now} is not allowed: the run in {config.path} began with {was}")
     folder = index.newest(config.path)

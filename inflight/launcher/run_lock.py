@@ -27,7 +27,8 @@ def holders(lock: int) -> dict[psutil.Process, int]:
 
 def _signed(pid: int, lock: int) -> int | None:
     """The pid that signed the lock held by this process; None when the process does not hold it."""
-    name, sought = Path(os.readlink(f"/proc/self/fd/{lock}")).name, os.fstat(lock)
+    name = Path(os.readlink(f"/proc/self/fd/{lock}")).name
+    sought = os.fstat(lock)
     for file in glob.glob(f"/proc/{pid}/fd/*"):  # empty for a process that has ended or is another user's
         with contextlib.suppress(OSError):  # closed in the meantime
             if Path(os.readlink(file)).name == name:

@@ -10,7 +10,8 @@ def require_same_task(before: RunConfig, now: RunConfig) -> None:
 
     An option that names files is compared by their content (TaskConfig.contents), so that files may have moved.
     """
-    was, task = before.task, now.task
+    was = before.task
+    task = now.task
     began = f"the run in {now.path} began with"
     for name in ("name", "epochs"):
         if getattr(task, name) != getattr(was, name):
@@ -25,5 +26,6 @@ def require_same_task(before: RunConfig, now: RunConfig) -> None:
         if task.contents[name] != was.contents[name]:
             given = task.options.get(name.removeprefix("task.options."))
             named = name if given is None else f"{name}={given!r}"
-            held, holds = was.contents[name], task.contents[name]
+            held = was.contents[name]
+            holds = task.contents[name]
             raise ConfigError(f"{named} does not hold what it held: {began} {held}, now it is {holds}")

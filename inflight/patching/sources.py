@@ -70,14 +70,16 @@ def _locate(path: Path | str | None) -> Path:
 
 def _version(root: Path, given: str | None) -> str:
     """The version of a vLLM, as given or else from vllm/_version.py; there must be a patch for it."""
-    version, origin = given, "--vllm-version"
+    version = given
+    origin = "--vllm-version"
     allowed = ", ".join(supported_versions())
     if version is None:
         source = root / "vllm" / "_version.py"
         match = _VERSION.search(source.read_text(errors="replace")) if source.is_file() else None
         if match is None:
             raise PatchError(f"{source} does not tell the version; give --vllm-version, one of {allowed}")
-        version, origin = match[1], str(source)
+        version = match[1]
+        origin = str(source)
     if version not in supported_versions():
         raise PatchError(f"no patch for vLLM {version} (from {origin}); there is one for {allowed}")
     return version

@@ -34,7 +34,8 @@ def range_of(text: str) -> Range:
         low = float(least) if least else -math.inf
         high = (float(most) if most else math.inf) if separator else low
     except ValueError:
-        low, high = math.nan, math.nan
+        low = math.nan
+        high = math.nan
     if not low <= high or text in ("", ":"):
         raise ValueError(f"{text!r} is no range: a number such as 3, or 2:5, 2: or :5")
     return Range(low, high)

@@ -66,11 +66,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool, as_json: bool) -> int:
     reader = Reader(_file(run_dir))
-    training, texts = Training(read_lines(run_dir / METRICS_FILE)), _texts(run_dir)
+    training = Training(read_lines(run_dir / METRICS_FILE))
+    texts = _texts(run_dir)
     found = matching(reader, selection, training)
     # Text is made of those alone that are shown: decoding takes longer than reading.
     chosen: Iterable[ShownGroup] = deque(found, maxlen=limit) if last else islice(found, limit)
-    console, shown = Console(highlight=False, markup=False, emoji=False), 0
+    console = Console(highlight=False, markup=False, emoji=False)
+    shown = 0
     for each in chosen:
         whole = _with_texts(each, training, texts)
         if as_json:

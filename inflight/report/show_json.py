@@ -25,7 +25,8 @@ def line(asked: ShownGroup) -> str:
 
 
 def _rollout(answer: ShownRollout) -> dict[str, Any]:
-    rollout, turn = answer.rollout, answer.rollout.turn
+    rollout = answer.rollout
+    turn = answer.rollout.turn
     return {
         "rollout_id": rollout.rollout_id,
         "reward": _finite(rollout.reward),

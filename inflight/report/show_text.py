@@ -44,7 +44,8 @@ def _head(answer: ShownRollout) -> Text:
 def _span(name: str, numbers: Sequence[int] | None) -> str:
     if not numbers:
         return ""
-    low, high = min(numbers), max(numbers)
+    low = min(numbers)
+    high = max(numbers)
     return f"{name} {low}" if low == high else f"{name}s {low} to {high}"
 
 

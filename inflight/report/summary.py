@@ -92,7 +92,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 def summarize(run_dir: Path) -> Summary:
     """Computes the summary. Raises ValueError that names the file when one of the run's files is damaged (except for a
     torn tail)."""
-    steps, swaps = read_lines(run_dir / METRICS_FILE), read_lines(run_dir / SWAPS_FILE)
+    steps = read_lines(run_dir / METRICS_FILE)
+    swaps = read_lines(run_dir / SWAPS_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE)
     with damage_named(run_dir):
         return _computed(steps, swaps, tally, torn)
@@ -114,7 +115,8 @@ def _computed(
 ) -> Summary:
     done = [swap for swap in swaps if swap["event"] == "committed"]
     last = steps[-1] if steps else {}
-    rewards, of_all = _figures(steps, "reward"), _figures(steps, "reward_all")
+    rewards = _figures(steps, "reward")
+    of_all = _figures(steps, "reward_all")
     return Summary(
         steps=len(steps),
         seconds=_seconds(steps),
@@ -155,7 +157,8 @@ def read(run_dir: Path) -> Summary:
 def table(summary: Summary) -> str:
     """The summary as text, one figure per line."""
     lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
-    first, last = _text(summary.reward_first), _text(summary.reward_last)
+    first = _text(summary.reward_first)
+    last = _text(summary.reward_last)
     reward = f"{first} (first {EDGE_STEPS} steps) to {last} (last {EDGE_STEPS})"
     swaps = (
         f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
@@ -184,7 +187,8 @@ def table(summary: Summary) -> str:
 
 def _of_all(summary: Summary) -> list[tuple[str, str]]:
     """Rewards of all groups: if the gate dropped some, the reward of those trained on is not the success rate."""
-    first, last = summary.reward_all_first, summary.reward_all_last
+    first = summary.reward_all_first
+    last = summary.reward_all_last
     if (first, last) in ((None, None), (summary.reward_first, summary.reward_last)):
         return []
     return [("of all groups", f"{_text(first)} to {_text(last)}, including those that the gate dropped")]
@@ -241,7 +245,8 @@ class _Tally:
 def _tally(path: Path) -> tuple[_Tally | None, str | None]:
     if not recorded(path):
         return None, None
-    tally, reader = _Tally(), Reader(path)
+    tally = _Tally()
+    reader = Reader(path)
     for group in reader:
         for rollout in group.rollouts:
             tally.add(rollout)

@@ -85,7 +85,8 @@ class Timeline:
         ]
         thread = 0
         for (process, track), spans in sorted(by_track.items()):
-            pid, lines = processes[process], _lines(spans)
+            pid = processes[process]
+            lines = _lines(spans)
             names = [f"{track} {at}" if len(lines) > 1 else track for at in range(1, len(lines) + 1)]
             for name, line in zip(names, lines, strict=True):
                 thread += 1
@@ -129,11 +130,13 @@ def _seconds(line: Mapping[str, Any], name: str) -> float:
 
 def _step(line: Mapping[str, Any]) -> list[TimeSpan]:
     """The line is written at the end of the step: wait, train, publish (wait for the version before, pack)."""
-    end, step = _seconds(line, "time"), line.get("step")
+    end = _seconds(line, "time")
+    step = line.get("step")
     if not end:
         return []
     publish = _seconds(line, "publish_wait_s") + _seconds(line, "pack_s")
-    train, wait = _seconds(line, "train_s"), _seconds(line, "wait_s")
+    train = _seconds(line, "train_s")
+    wait = _seconds(line, "wait_s")
     shown = {name: line.get(name) for name in ("reward", "loss", "lag_mean", "tokens_trained", "guard_s")}
     begin = end - publish - train - wait
     return [
@@ -144,13 +147,16 @@ def _step(line: Mapping[str, Any]) -> list[TimeSpan]:
 
 
 def _swap(line: Mapping[str, Any]) -> list[TimeSpan]:
-    heard, version, process = _seconds(line, "time"), line.get("version"), str(line.get("generator"))
+    heard = _seconds(line, "time")
+    version = line.get("version")
+    process = str(line.get("generator"))
     if not heard:
         return []
     if line.get("event") != "committed":
         figures = {"reason": line.get("reason"), "phase": line.get("phase")}
         return [TimeSpan(process, "weights", f"version {version} {line.get('event')}", heard, 0.0, figures)]
-    commit, gap = _seconds(line, "commit_s"), _seconds(line, "gap_s")
+    commit = _seconds(line, "commit_s")
+    gap = _seconds(line, "gap_s")
     ready = heard - commit - _seconds(line, "pinned_s")
     sent = _seconds(line, "ready_s")
     names = ("transfer_s", "build_s", "ready_s", "commit_s", "gap_s", "pinned_s", "running")

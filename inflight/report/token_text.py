@@ -30,7 +30,8 @@ class TokenTexts:
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
         """[T] the text that each token adds; together they are the text of the sequence."""
-        stream, texts = DecodeStream(skip_special_tokens=False), list[str]()
+        stream = DecodeStream(skip_special_tokens=False)
+        texts = list[str]()
         try:
             for token_id in token_ids:
                 texts.append(stream.step(self._tokenizer, token_id) or "")

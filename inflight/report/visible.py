@@ -9,7 +9,8 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 control sequences, and the overrides of text direction), surrogates, private and unassigned ones, line separators."""
 _PICTURES = 0x2400
 """The Unicode block "Control Pictures": the picture of control character c is at 0x2400 + c."""
-OPEN, CLOSE = "⟦", "⟧"
+OPEN = "⟦"
+CLOSE = "⟧"
 """The brackets around a mark of ours: text never holds them, so that no text can imitate a mark."""
 
 

@@ -48,7 +48,8 @@ def make(config: RewardConfig, place: str) -> Reward:
         asynchronous = inspect.iscoroutinefunction(function.__call__)
         given: Mapping[str, Any] = {}
     else:
-        function, given = found, config.options
+        function = found
+        given = config.options
         parameters = _parameters(found, place)
         asynchronous = inspect.iscoroutinefunction(found)
         _check_options(parameters, given, place)

@@ -53,7 +53,8 @@ class Counts:
 
     def check(self) -> None:
         """Raises RuntimeError when a group was lost or counted twice."""
-        failed, dropped = sum(self.failed.values()), sum(self.dropped.values())
+        failed = sum(self.failed.values())
+        dropped = sum(self.dropped.values())
         if self.granted != self.in_flight + failed + self.produced:
             raise RuntimeError(f"granted is not in flight + failed + produced: {self}")
         if self.produced != self.trained + dropped + self.buffered:

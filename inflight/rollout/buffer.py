@@ -214,7 +214,8 @@ class Buffer:
             raise BufferClosed("the rollout buffer is closed: the run was finished")
 
     def _missing(self, usable: int, wanted: int, timeout_s: float) -> str:
-        now, counts = time.monotonic(), self._ledger.counts()
+        now = time.monotonic()
+        counts = self._ledger.counts()
         actors = ", ".join(
             f"{name} ({groups} in flight, heard {now - self._heard[name]:.0f} s ago)"
             for name, groups in sorted(self._ledger.in_flight.items())

@@ -85,10 +85,12 @@ def frame_after(file: BinaryIO, bad: int) -> int | None:
     become whole because a writer is active."""
     if is_frame(file, bad):
         return None
-    start, kept = bad + 1, b""
+    start = bad + 1
+    kept = b""
     file.seek(start)
     while chunk := file.read(_SEARCHED_BYTES):
-        searched, found = kept + chunk, -1
+        searched = kept + chunk
+        found = -1
         while (found := searched.find(_BODY_START, found + 1)) >= 0:
             at = start - len(kept) + found - HEAD.size
             if at > bad and is_frame(file, at):

@@ -55,7 +55,8 @@ def rules_of(config: GateConfig) -> list[Rule]:
 
 def gate_group(group: RolloutGroup, version: int, config: GateConfig) -> GatedGroup:
     """Applies all rules to one group at trainer version `version`. Raises ValueError when spans do not fit tokens."""
-    gated, blamed = _ungated(group, version), list[str]()
+    gated = _ungated(group, version)
+    blamed = list[str]()
     for name, rule in _chain(config):
         if gated.dropped is not None:
             break
@@ -83,7 +84,8 @@ def _ungated(group: RolloutGroup, version: int) -> GatedGroup:
 
 def _chain(config: GateConfig) -> list[tuple[str, Rule]]:
     """The rules in their order, each with the option that configures it."""
-    lag, share = config.max_token_lag, config.min_trained_share
+    lag = config.max_token_lag
+    share = config.min_trained_share
     own = [f"gate.rules[{index}] ({each['name']})" for index, each in enumerate(config.rules)]
     return [
         (f"gate.max_token_lag={lag}", lambda group: rules.token_lag(group, at_most=lag)),

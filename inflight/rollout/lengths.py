@@ -33,7 +33,8 @@ class Lengths:
 
     def values(self) -> dict[str, float]:
         """Mean lengths; 0 if there are no samples."""
-        asked, tokens = self.samples_lost + self.samples_finished, self.tokens_lost + self.tokens_finished
+        asked = self.samples_lost + self.samples_finished
+        tokens = self.tokens_lost + self.tokens_finished
         return {
             "length_asked": tokens / asked if asked else 0.0,
             "length_finished": self.tokens_finished / self.samples_finished if self.samples_finished else 0.0,

@@ -97,7 +97,8 @@ class Part:
             raise StreamError(f"{self.path} is {_what(start)}; this release reads streams of schema {SCHEMA}")
         if len(start) < START_BYTES:
             raise StreamError(f"{self.path} is damaged: {len(start)} of its first {START_BYTES} bytes")
-        found, number = bytes(start[len(MAGIC) : -4]), int.from_bytes(start[-4:], "little")
+        found = bytes(start[len(MAGIC) : -4])
+        number = int.from_bytes(start[-4:], "little")
         if stream is not None and found != stream:
             raise StreamError(f"{self.path} is of another stream ({found.hex()}) than the files before it")
         if number != self.number:

@@ -48,7 +48,8 @@ class _Sorting:
     def stored(self, group: RolloutGroup) -> StoredGroup | None:
         """The group as it stays in the file; None: it is removed."""
         name = group.group_id
-        index, attempt = index_of(name), attempt_of(name)
+        index = index_of(name)
+        attempt = attempt_of(name)
         if newest_version(group) > self._version or index is None or name in self._seen:
             return None
         newest = self._books.too_old.get(index, 0)

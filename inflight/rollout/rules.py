@@ -93,7 +93,8 @@ def mask_tokens(
     group: GatedGroup, keep: Callable[[GatedRollout], Sequence[bool] | NDArray[np.bool_]], reason: str
 ) -> GatedGroup:
     """Masks the tokens for which `keep` [T] is False, and counts those that were not masked before."""
-    members, masked = [], 0
+    members = []
+    masked = 0
     for member in group.rollouts:
         kept = Flags(keep(member))
         if len(kept) != len(member.mask):

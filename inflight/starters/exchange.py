@@ -42,7 +42,9 @@ class ExchangeHandle:
 
     def __init__(self, command: Command, calls: NodeCalls, lease_s: float) -> None:
         self.address = command.host
-        self._command, self._calls, self._lease_s = command, calls, lease_s
+        self._command = command
+        self._calls = calls
+        self._lease_s = lease_s
         self._answered: float | None = None
         """When the node has last answered; None: the process still waits for its node."""
         self._next = 0.0

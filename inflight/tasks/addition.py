@@ -24,7 +24,8 @@ class Addition:
 
     def __post_init__(self) -> None:
         require(1 <= self.digits <= 4, "task.options.digits", self.digits, "1 to 4")
-        held, space = self.held_out, 10 ** (2 * self.digits)
+        held = self.held_out
+        space = 10 ** (2 * self.digits)
         require(0 <= held < space, "task.options.held_out", held, f"0 to {space - 1}, of {space} questions")
 
     def item(self, index: int) -> Item:

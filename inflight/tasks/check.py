@@ -41,7 +41,8 @@ def require_held_out(task: Task, name: str) -> None:
 def require_columns(config: RunConfig, item: Item) -> None:
     """Raises ConfigError for a column that a reward needs and a question does not have, or that has the name of what
     every question has; or when a reward can't be made."""
-    columns, name = columns_of(item), config.task.name
+    columns = columns_of(item)
+    name = config.task.name
     for index, each in enumerate(config.rewards):
         place = f"rewards[{index}]"
         needs = frozenset[str]() if each.is_task else make(each, place).needs

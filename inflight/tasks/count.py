@@ -36,7 +36,8 @@ def left_out(
     except TypeError:
         return ""
     found: Counter[str] = Counter()
-    looked_at, until = 0, clock() + within_s
+    looked_at = 0
+    until = clock() + within_s
     while looked_at < size and clock() < until:
         try:
             found[LONG] += length_of(task.item(looked_at), tokens) > longest

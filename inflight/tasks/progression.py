@@ -57,7 +57,8 @@ class Progression:
             require(getattr(self, name) >= 1, f"task.options.{name}", getattr(self, name), "1 or more")
         require(self.shown >= 2, "task.options.shown", self.shown, "2 or more (one term shows no step)")
         require(self.style in STYLES, "task.options.style", self.style, ", ".join(STYLES))
-        held, space = self.held_out, self.max_start * self.max_step
+        held = self.held_out
+        space = self.max_start * self.max_step
         require(0 <= held < space, "task.options.held_out", held, f"0 to {space - 1}, of {space} questions")
         require(self.reward in REWARDS, "task.options.reward", self.reward, ", ".join(REWARDS))
 
@@ -80,7 +81,8 @@ class Progression:
 
     def _item(self, place: int) -> Item:
         number = self._order[place]
-        start, step = number // self.max_step + 1, number % self.max_step + 1
+        start = number // self.max_step + 1
+        step = number % self.max_step + 1
         shown = ", ".join(str(start + step * n) for n in range(self.shown))
         wanted = ", ".join(str(start + step * n) for n in range(self.shown, self.shown + self.terms))
         prompt = STYLES[self.style].format(start=start, step=step, shown=shown)

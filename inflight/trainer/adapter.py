@@ -26,7 +26,8 @@ from inflight.trainer.loading import attention_for, load_model
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.policy import Policy, Scorer
 
-WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
 
 
 class Adapter(nn.Module):
@@ -113,7 +114,8 @@ def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> 
     """
     settings = config.trainer.lora
     dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
-    trusted, packing = config.model.trust_remote_code, config.trainer.packing
+    trusted = config.model.trust_remote_code
+    packing = config.trainer.packing
     attention = attention_for(device, dtype, packing=packing)
     base = load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted)
     digest = base_digest(directory)

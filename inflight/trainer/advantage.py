@@ -61,7 +61,8 @@ def reinforce_pp(groups: Groups, *, baseline: bool = True, epsilon: float = STD_
     """
     raw = [list(_centred(group)) if baseline else _rewards(group) for group in groups]
     everything = [each for group in raw for each in group]
-    mean, std = statistics.fmean(everything), statistics.pstdev(everything)
+    mean = statistics.fmean(everything)
+    std = statistics.pstdev(everything)
     return [[(each - mean) / (std + epsilon) for each in group] for group in raw]
 
 

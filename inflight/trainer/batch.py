@@ -167,8 +167,10 @@ def scales(trained: Sequence[int], normalise: str, max_tokens: int) -> torch.Ten
 
 def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tuple[GatedRollout, Any]]]:
     """For each group, its members to train on, with their advantages. Raises ValueError when their numbers differ."""
-    found, worth = [], advantage([each.group.rollouts for each in groups])
-    given, wanted = [len(each) for each in worth], [len(each.group.rollouts) for each in groups]
+    found = []
+    worth = advantage([each.group.rollouts for each in groups])
+    given = [len(each) for each in worth]
+    wanted = [len(each.group.rollouts) for each in groups]
     if given != wanted:
         raise ValueError(f"trainer.advantage gives groups of {given} values where the groups have {wanted} members")
     for group, advantages in zip(groups, worth, strict=True):
@@ -178,17 +180,21 @@ def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tupl
 
 
 def _is_of_one_version(turn: Turn) -> bool:
-    tokens, prefills = turn.token_versions, turn.prefill_versions
+    tokens = turn.token_versions
+    prefills = turn.prefill_versions
     return len({span.version for span in tokens} | {span.version for span in prefills}) == 1
 
 
 def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float]) -> None:
-    prompt, turn = gated.rollout.prompt_ids, gated.rollout.turn
+    prompt = gated.rollout.prompt_ids
+    turn = gated.rollout.turn
     if not prompt:
         raise ValueError(f"{gated.rollout.rollout_id} has no prompt: its first token has no context")
-    start, end = len(prompt), len(prompt) + len(turn.token_ids)
+    start = len(prompt)
+    end = len(prompt) + len(turn.token_ids)
     ids = batch.input_ids.numpy()[row]
-    ids[:start], ids[start:end] = prompt.values, turn.token_ids.values
+    ids[:start] = prompt.values
+    ids[start:end] = turn.token_ids.values
     batch.completion_mask[row, start:end] = True
     batch.trained_mask.numpy()[row, start:end] = gated.mask.values
     batch.behaviour_logprobs.numpy()[row, start:end] = turn.logprobs.values

@@ -22,7 +22,8 @@ def alike(lengths: Sequence[int], tokens: int, ranks: int) -> list[list[int]]:
     multiple of `ranks` while there is one with two sequences to divide; the costliest ones come first, so that ranks
     that compute at the same time have about the same work.
     """
-    order, parts = sorted(range(len(lengths)), key=lambda index: -lengths[index]), list[list[int]]()
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    parts = list[list[int]]()
     while order:
         count = max(1, tokens // lengths[order[0]])
         parts.append(order[:count])

@@ -157,7 +157,8 @@ class Comparing:
         return self._starts.setdefault((name, route.incarnation), _Start())
 
     def _due(self, version: int) -> dict[str, Route]:
-        now, due = self._clock(), {}
+        now = self._clock()
+        due = {}
         for name, route in self._publisher.served.items():
             start = self._of(name, route)
             known = version in start.compared or len(start.compared) >= VERSIONS
@@ -225,7 +226,8 @@ def batch_of(asked: Sequence[Sampled]) -> Batch:
     ids = torch.zeros(len(asked), width, dtype=torch.int64)
     drawn = torch.zeros(len(asked), width, dtype=torch.bool)
     for row, each in enumerate(asked):
-        start, end = len(each.prompt_ids), len(each.prompt_ids) + len(each.token_ids)
+        start = len(each.prompt_ids)
+        end = len(each.prompt_ids) + len(each.token_ids)
         ids[row, :end] = torch.tensor([*each.prompt_ids, *each.token_ids])
         drawn[row, start:end] = True
     return to_score(ids, drawn)

@@ -23,7 +23,8 @@ class Draws:
 
     def recorded(self, draws: slice) -> Recorded:
         """The recorded data of these draws; `draws` is a slice of 0 to N."""
-        sequence, at = self.sequence[draws], self.at[draws]
+        sequence = self.sequence[draws]
+        at = self.at[draws]
         chosen = self._batch.input_ids[sequence, at]
         kept = None if self._batch.kept is None else self._batch.kept[sequence, at]
         if self._before is None:
@@ -36,7 +37,8 @@ class _Before:
     so it is computed for a few draws at a time: all rows together would be as large as tokens x vocabulary."""
 
     def __init__(self, batch: Batch) -> None:
-        ids, drawn = batch.input_ids, batch.completion_mask
+        ids = batch.input_ids
+        drawn = batch.completion_mask
         self._drawn = drawn
         self._different, self._number = _different(ids)
         positions = torch.arange(ids.shape[1], device=ids.device)

@@ -107,7 +107,8 @@ class Evaluations:
                 reason = f"the evaluation of version {self._current.step} is still under way"
                 self._note(step, {"eval/given_up": reason}, nominee)
                 return
-            routed, now = self._config.training_requests == "continue", self._clock()
+            routed = self._config.training_requests == "continue"
+            now = self._clock()
             pin = self._publisher.pin(step, self._config.timeout_s + 2 * GRACE_S, routed=routed)
             deadline = now + self._config.timeout_s
             self._current = _Evaluation(next(self._numbers), step, pin, nominee, now, deadline)

@@ -104,9 +104,14 @@ class TrainerMetrics:
 
     def _families(self) -> Iterator[Metric]:
         with self._lock:
-            last, seconds = dict(self._last), dict(self._seconds)
-            tokens, masked, lags = dict(self._tokens), dict(self._masked), dict(self._lags)
-            steps, swaps, missed = self._steps, dict(self._swaps), dict(self._missed)
+            last = dict(self._last)
+            seconds = dict(self._seconds)
+            tokens = dict(self._tokens)
+            masked = dict(self._masked)
+            lags = dict(self._lags)
+            steps = self._steps
+            swaps = dict(self._swaps)
+            missed = dict(self._missed)
         own = "inflight_trainer"
         yield from gauge(f"{own}_step", "The last step.", last.get("step"))
         yield from counter(f"{own}_steps", "Steps since this process began.", steps)

@@ -93,7 +93,8 @@ class Follower:
 
     def __init__(self, config: RunConfig, accelerator: Accelerator) -> None:
         """Loads and shards the model, together with the other ranks."""
-        device, revision = accelerator.device, config.model.revision
+        device = accelerator.device
+        revision = config.model.revision
         policy = policy_of(config, prepare(config.start_model, revision=revision), device)
         start = reference(config, prepare(config.model.name, revision=revision), device)
         self._learner = Learner(policy, config, accelerator, start, step=config.start_version)

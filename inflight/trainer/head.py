@@ -85,7 +85,8 @@ class _Chunked(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, by_chosen: torch.Tensor, by_entropy: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
-        head, (hidden, *parameters) = ctx.head, ctx.saved_tensors
+        head = ctx.head
+        hidden, *parameters = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
         leaves = [each.detach().requires_grad_(want) for each, want in zip(parameters, wanted, strict=True)]
         named = dict(zip(dict(head.layer.named_parameters()), leaves, strict=True))
@@ -96,9 +97,11 @@ class _Chunked(torch.autograd.Function):
             part = hidden[rows].detach().requires_grad_()
             with torch.enable_grad():
                 chosen, entropy = head.score(part, named, rows)
-            outputs, weights = [chosen], [by_chosen[rows]]
+            outputs = [chosen]
+            weights = [by_chosen[rows]]
             if head.entropy_gradient:
-                outputs, weights = [chosen, entropy], [by_chosen[rows], by_entropy[rows]]
+                outputs = [chosen, entropy]
+                weights = [by_chosen[rows], by_entropy[rows]]
             by_hidden[rows], *by_parameters = torch.autograd.grad(outputs, [part, *trained], weights)
             _add(sums, by_parameters)
         found = iter(sums)

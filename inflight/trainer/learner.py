@@ -141,7 +141,8 @@ class Learner:
     @property
     def _cut(self) -> dict[str, Any]:
         """How `split` is to cut a batch."""
-        by, ranks = self.settings, self.settings.processes
+        by = self.settings
+        ranks = self.settings.processes
         return {"size": by.micro_batch, "ranks": ranks, "mixed": by.packing, "tokens": by.micro_batch_tokens}
 
     def learn(self, batch: Batch) -> tuple[float, Stats]:

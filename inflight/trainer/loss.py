@@ -72,7 +72,8 @@ class Loss:
         """
         if batch.proximal_logprobs is not None:
             logprobs = batch.proximal_logprobs
-        mask, counts = batch.trained_mask, Counter[str]()
+        mask = batch.trained_mask
+        counts = Counter[str]()
         for name, rule in self.ratio_rules:
             log_ratio = (logprobs - batch.behaviour_logprobs).masked_fill(~mask, 0)
             kept = mask & rule(log_ratio, mask)

@@ -45,8 +45,10 @@ def packed(ids: torch.Tensor, lengths: torch.Tensor) -> PackedRows:
     columns = torch.arange(ids.shape[1], device=ids.device)
     sequence, at = (columns < lengths[:, None]).nonzero(as_tuple=True)
     there = row[sequence], start[sequence] + at
-    laid, positions = ids.new_zeros(shape), ids.new_zeros(shape)  # unused columns: sequences of one token each
-    laid[there], positions[there] = ids[sequence, at], at
+    laid = ids.new_zeros(shape)  # unused columns: sequences of one token each
+    positions = ids.new_zeros(shape)
+    laid[there] = ids[sequence, at]
+    positions[there] = at
     return PackedRows(laid, positions, row, start)
 
 
@@ -74,7 +76,8 @@ def packed_tokens(lengths: Sequence[int]) -> int:
 def _best_fit(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """(row, column) of each sequence: the longest first, each into the row with the least space left (Johnson 1973,
     "Near-optimal bin packing algorithms"); rows are as wide as the longest."""
-    width, free = max(lengths), list[int]()
+    width = max(lengths)
+    free = list[int]()
     places = [(0, 0)] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         fitting = [row for row, left in enumerate(free) if left >= lengths[index]]

@@ -54,7 +54,8 @@ class Assembly:
             self._number = piece.number
             self._total = piece.total
             self._parts = bytearray()
-        where, expected = (piece.number, piece.total, piece.offset), (self._number, self._total, len(self._parts))
+        where = (piece.number, piece.total, piece.offset)
+        expected = (self._number, self._total, len(self._parts))
         if where != expected:
             raise PieceError(f"piece (order, bytes in all, offset) {where} came in place of {expected}")
         if not piece.data or piece.offset + len(piece.data) > piece.total:

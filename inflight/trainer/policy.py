@@ -51,7 +51,8 @@ class Policy:
         self.master = master
         self.compute = master if twin is None else twin
         self.scorer = Scorer(self.compute)
-        ours, theirs = dict(master.named_parameters()), dict(self.compute.named_parameters())
+        ours = dict(master.named_parameters())
+        theirs = dict(self.compute.named_parameters())
         if ours.keys() != theirs.keys():
             raise ValueError(f"the twin differs in {sorted(ours.keys() ^ theirs.keys())[:5]}")
         self._pairs = [] if twin is None else [(ours[name], theirs[name]) for name in ours]
@@ -152,7 +153,12 @@ def _sharded(
     files = WeightFiles(directory, model)
     fill: Callable[[nn.Module], None] = files.fill
     if not files.cover():  # the files have other names for it, or lack a tensor: only transformers knows
-        model, fill = load_model(directory, dtype, torch.device("cpu"), **place), lambda _: None
+        model = load_model(directory, dtype, torch.device("cpu"), **place)
+        fill = _filled
     policy = Policy(model.requires_grad_(trained))
     shard(policy.scorer, model, fill, bfloat16=bfloat16, device=device)
     return policy
+
+
+def _filled(_: nn.Module) -> None:
+    """Fills nothing: transformers has read the weights already."""

@@ -25,7 +25,8 @@ def rate_factor(settings: TrainerConfig) -> Callable[[int], float]:
     from 1, where transformers counts from 0: at a learning rate of 0 a version would be published that equals the one
     before. Raises ConfigError for options that the schedule does not have or can't compute with.
     """
-    schedule, shift = settings.schedule, 1 if settings.warmup_steps else 0
+    schedule = settings.schedule
+    shift = 1 if settings.warmup_steps else 0
     name = "constant_with_warmup" if schedule.name == "constant" else schedule.name
     function = cast("Callable[..., object]", TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)])
     known = [] if schedule.constant else sorted(inspect.signature(function).parameters.keys() - _GIVEN)

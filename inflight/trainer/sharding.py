@@ -55,7 +55,8 @@ def assembled(config: RunConfig, device: torch.device) -> Iterator[Coordinator]:
         yield Coordinator(None, config)
         return
     with Listener(config.listening("ranks"), config.bus) as listener:
-        coordinator, store = Coordinator(listener, config), KeyValueStore("", settings.rank_timeout_s)
+        coordinator = Coordinator(listener, config)
+        store = KeyValueStore("", settings.rank_timeout_s)
         coordinator.wait_joined(config.publish.join_timeout_s, store.address)
         try:
             with coordinator.within_bound("meet"):

@@ -60,7 +60,8 @@ def attend(
         max_length_q = width
     groups = heads // key.shape[1]
     if not _GROUPS_HEADS:
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
     tokens = (each.transpose(1, 2).flatten(0, 1).contiguous() for each in (query, key, value))
     settings: dict[str, Any] = {"scale": scaling, "window_size": (sliding_window - 1 if sliding_window else -1, 0)}
     if _GROUPS_HEADS and groups > 1:

@@ -42,7 +42,8 @@ def _rewards(progress: Progress) -> Iterator[str]:
 
 def _gate(progress: Progress) -> Iterator[str]:
     dropped = progress.counted("dropped/", "groups_dropped")
-    lost, trained = sum(dropped.values()), (whole(progress.step) or 0) * progress.config.trainer.groups_per_step
+    lost = sum(dropped.values())
+    trained = (whole(progress.step) or 0) * progress.config.trainer.groups_per_step
     if lost > max(trained, 2 * progress.config.trainer.groups_per_step):
         reason, count = max(dropped.items(), key=lambda each: each[1])
         yield (
@@ -54,7 +55,8 @@ def _gate(progress: Progress) -> Iterator[str]:
 def _generators(progress: Progress) -> Iterator[str]:
     trainer = progress.of("trainer")
     for name in progress.config.generator_names():
-        behind, state = whole(trainer.get(f"behind_{name}")), str(trainer.get(f"state_{name}", ""))
+        behind = whole(trainer.get(f"behind_{name}"))
+        state = str(trainer.get(f"state_{name}", ""))
         if state == "POISONED":
             yield f"{name} may hold parts of two versions and gets no requests. End it: the launcher starts another."
         elif state == "INCOMPATIBLE":
@@ -76,7 +78,8 @@ def _buffer(progress: Progress) -> Iterator[str]:
             f"The buffer is empty too often: the trainer waits for rollouts {share:.0%} of its time. More generators, "
             "shorter answers or a larger gate.max_lag keep it busy."
         )
-    capacity, buffered = progress.config.capacity, whole(progress.of("trainer").get("buffer"))
+    capacity = progress.config.capacity
+    buffered = whole(progress.of("trainer").get("buffer"))
     if len(rows) == STEPS and buffered is not None and buffered >= capacity and not progress.config.trainer.synchronous:
         yield (
             f"The buffer is full ({buffered} of {capacity} groups): generators wait for the trainer. Fewer generators "

@@ -16,7 +16,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     shown = values[-width:]
     if not shown:
         return ""
-    low, high = min(shown), max(shown)
+    low = min(shown)
+    high = max(shown)
     if high == low:
         return BLOCKS[0] * len(shown)
     return "".join(BLOCKS[int((value - low) / (high - low) * (len(BLOCKS) - 1))] for value in shown)

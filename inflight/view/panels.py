@@ -16,7 +16,8 @@ from inflight.view.progress import Progress
 
 LABEL = 9
 """Columns of the labels at the left."""
-LEAST_CURVE, MOST_CURVE = 8, 60
+LEAST_CURVE = 8
+MOST_CURVE = 60
 BAR = 20
 """Columns of the buffer's bar."""
 NEXT = {
@@ -43,7 +44,8 @@ def labelled(rows: Iterable[tuple[str, Text]]) -> Table:
 
 def head(progress: Progress, width: int) -> Group:
     """The name of the run, time spent and left, and the progress bar."""
-    steps, done = progress.config.trainer.steps, whole(progress.step)
+    steps = progress.config.trainer.steps
+    done = whole(progress.step)
     left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
     title = Text.assemble(("inflight ", "bold"), visible(progress.config.path.name))
     times = Text(f"{duration(progress.elapsed_s)}{left}")
@@ -111,12 +113,14 @@ def generators(progress: Progress, most: int) -> Table:
 
 
 def _next(progress: Progress, name: str) -> Text:
-    trainer, values = progress.of("trainer"), progress.of(name)
+    trainer = progress.of("trainer")
+    values = progress.of(name)
     state = str(trainer.get(f"state_{name}", ""))
     if state in OUT:
         here = state == "ABSENT" and "version" not in values
         return Text(str(values.get("phase", "starting")) if here else OUT[state], style="yellow")
-    behind, committed = whole(trainer.get(f"behind_{name}")), whole(trainer.get(f"committed_{name}"))
+    behind = whole(trainer.get(f"behind_{name}"))
+    committed = whole(trainer.get(f"committed_{name}"))
     if behind is None or committed is None:
         return Text(str(values.get("phase", "–" if "version" in values else "starting")))
     if not behind or (whole(values.get("version")) or 0) >= committed + behind:  # the trainer's status may be older
@@ -133,7 +137,8 @@ def flow(progress: Progress) -> Table:
     trainer = progress.of("trainer")
     rows = []
     if (buffered := whole(trainer.get("buffer"))) is not None:
-        in_flight, capacity = whole(trainer.get("in_flight")) or 0, max(progress.config.capacity, 1)
+        in_flight = whole(trainer.get("in_flight")) or 0
+        capacity = max(progress.config.capacity, 1)
         full = min(round(BAR * buffered / capacity), BAR)
         under_way = min(round(BAR * in_flight / capacity), BAR - full)
         bar = ("█" * full, "green"), ("▒" * under_way, "green"), ("░" * (BAR - full - under_way), "dim")

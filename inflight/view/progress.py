@@ -73,7 +73,8 @@ class Progress:
     def counted(self, prefix: str, figure: str) -> dict[str, int]:
         """Counts by reason: `figure` of the last step's line, and newer ones of the trainer's status, whose names begin
         with `prefix`."""
-        recorded, named = self.record.last.get(figure), self.of("trainer").items()
+        recorded = self.record.last.get(figure)
+        named = self.of("trainer").items()
         reported = {name.removeprefix(prefix): whole(value) for name, value in named if name.startswith(prefix)}
         counts = {str(reason): int(count) for reason, count in recorded.items()} if isinstance(recorded, dict) else {}
         return counts | {reason: count for reason, count in reported.items() if count}

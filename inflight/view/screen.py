@@ -15,7 +15,8 @@ WIDE = 140
 """Columns from which on two parts stand side by side."""
 FIXED = 17
 """Lines of a narrow view beside the generators' own."""
-SWAPS, WARNINGS = 3, 4
+SWAPS = 3
+WARNINGS = 4
 """Most swaps and warnings that are shown."""
 
 
@@ -39,7 +40,8 @@ class Screen:
             yield panels.flow(progress)
             yield panels.swaps(progress, SWAPS)
         else:
-            left, right = Table.grid(), Table.grid()
+            left = Table.grid()
+            right = Table.grid()
             left.add_row(panels.learning(progress, width // 2))
             left.add_row(panels.flow(progress))
             if not progress.over:

@@ -37,7 +37,8 @@ def stage(what: str, console: Console | None = None) -> Iterator[None]:
 
 
 def _tell(what: str, over: threading.Event) -> None:
-    began, pause = time.monotonic(), QUIET_S
+    began = time.monotonic()
+    pause = QUIET_S
     while not over.wait(pause):
         print(f"{duration(time.monotonic() - began)} · {what} …", flush=True)
         pause = EVERY_S

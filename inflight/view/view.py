@@ -99,7 +99,8 @@ class View:
 
     def _print_news(self) -> None:
         """Skips a line that equals the last one, but not for long: no output would look like a hang."""
-        news, now = self.progress.news(), time.monotonic()
+        news = self.progress.news()
+        now = time.monotonic()
         if news != self._last_line or now - self._same_since > SAME_LINE_S:
             self._last_line = news
             self._same_since = now

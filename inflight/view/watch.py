@@ -52,7 +52,8 @@ def watch(run_dir: Path, *, once: bool = False) -> int:
     snapshot."""
     config = load(run_dir)
     progress = Progress(config)
-    file, told = config.snapshot_file, False
+    file = config.snapshot_file
+    told = False
     with View(progress, line_every_s=config.launch.line_every_s) as view:
         while True:
             running = is_running(run_dir)

@@ -27,14 +27,16 @@ def whole(tensors: Iterable[tuple[torch.Tensor, torch.dtype]]) -> Iterator[torch
     for tensor, dtype in tensors:
         if not by_rows(tensor):
             yield from _gather(bucket)
-            bucket, size = [], 0
+            bucket = []
+            size = 0
             yield tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
             continue
         bucket.append((tensor, dtype))
         size += tensor.numel() * dtype.itemsize
         if size >= BUCKET_BYTES:
             yield from _gather(bucket)
-            bucket, size = [], 0
+            bucket = []
+            size = 0
     yield from _gather(bucket)
 
 
@@ -53,7 +55,8 @@ def sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return placed
     from torch.distributed.tensor import distribute_tensor
 
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    placements = parameter.placements  # type: ignore[attr-defined]
     return distribute_tensor(placed, mesh, placements, src_data_rank=None)
 
 

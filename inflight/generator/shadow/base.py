@@ -91,7 +91,8 @@ class CudaShadow:
         if self._plan is None or manifest != self._manifest:
             cuda.bind(self.device)
             self.settle()
-            regions, base = self._layout.regions, self.live.data_ptr()
+            regions = self._layout.regions
+            base = self.live.data_ptr()
             plan = make_plan(manifest, self._load_weights, regions, base, self.device, whole=self._whole)
             with torch.cuda.stream(self._stream):  # on the engine's own stream its steps would wait for this
                 self._check_against_loader(manifest, plan)

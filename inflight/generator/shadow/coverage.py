@@ -92,7 +92,8 @@ class _Writes(LoaderTrace):
         source.expand(target.shape)  # raises where a copy would
         if slot is None:
             return
-        name, origin = self._targets[storage_of(target)], slot.meta.name
+        name = self._targets[storage_of(target)]
+        origin = slot.meta.name
         self.written[name] += target.numel()
         self._read[origin] = self._read.get(origin, 0) + source.numel()
         self._into[origin] = name

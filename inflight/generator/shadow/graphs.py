@@ -68,7 +68,8 @@ class GraphSetsShadow(ArenaShadow):
         Memory planning is given twice the result of `profile_cudagraph_memory`: the second capture runs on another
         stream, which cannot reuse free blocks of the pool that both share. The V2 runner of vLLM 0.26 reports 0.
         """
-        profile, capture = runner.profile_cudagraph_memory, runner.capture_model
+        profile = runner.profile_cudagraph_memory
+        capture = runner.capture_model
         runner.profile_cudagraph_memory = lambda: 2 * profile() or GRAPHS_BYTES
         self._capture_twice = partial(self._capture_both, runner)
 

@@ -31,7 +31,8 @@ class Layout:
 
 def lay_out(model: torch.nn.Module) -> Layout:
     """The layout of a loaded model's parameters. Raises PlanError for a parameter that can't lie in an arena."""
-    layout, at = Layout([], []), 0
+    layout = Layout([], [])
+    at = 0
     seen: dict[int, int] = {}
     for name, parameter in model.named_parameters(remove_duplicate=True):
         if parameter.numel() == 0:

@@ -48,7 +48,8 @@ def _has_fixed_scales(dtype: object) -> bool:
 
 def _offloads_weights(config: Any) -> bool:
     offload = getattr(config, "offload_config", None)
-    uva, prefetch = getattr(offload, "uva", None), getattr(offload, "prefetch", None)
+    uva = getattr(offload, "uva", None)
+    prefetch = getattr(offload, "prefetch", None)
     return bool(getattr(uva, "cpu_offload_gb", 0) or getattr(prefetch, "offload_group_size", 0))
 
 

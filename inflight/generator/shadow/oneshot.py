@@ -81,7 +81,8 @@ class OneShot:
 
         `event` is a CUevent that was recorded after the last use of the range; 0 waits for all of the current context.
         """
-        step, seconds = ctypes.c_int(), (ctypes.c_double * 4)()
+        step = ctypes.c_int()
+        seconds = (ctypes.c_double * 4)()
         status = self._call(self._driver, event or None, address, nbytes, handle, device, step, seconds)
         if status != 0:
             call = _STEPS[step.value]

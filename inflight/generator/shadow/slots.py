@@ -133,7 +133,8 @@ class SlotShadow:
         if not self._built:
             raise RuntimeError("swap without build")
         started = time.perf_counter()
-        table, (live, shadow) = self._manager.lora_index_to_id, self.slots
+        table = self._manager.lora_index_to_id
+        live, shadow = self.slots
         before = tuple(table)
         table[live], table[shadow] = table[shadow], table[live]
         if self._numbers is not None:
@@ -224,7 +225,8 @@ def _rank_of(manifest: Manifest) -> int:
     """The largest rank of an adapter's pairs. Raises AdapterUnfit for what is no pair of LoRA matrices."""
     pairs: dict[str, dict[str, tuple[int, ...]]] = defaultdict(dict)
     for slot in manifest.slots:
-        name, shape = slot.meta.name, slot.meta.shape
+        name = slot.meta.name
+        shape = slot.meta.shape
         if (found := _NAME.fullmatch(name)) is None or len(shape) != 2:
             raise AdapterUnfit(f"{name} {list(shape)} is no matrix of a LoRA adapter, which the engine waits for")
         pairs[found[1]][found[2]] = shape
@@ -263,7 +265,8 @@ class _SlotTrace(LoaderTrace):
         kind, stack = self._stacks[storage_of(target)]
         fills = target.shape[1] == stack.shape[3] if kind == "A" else target.shape[0] == stack.shape[2]
         if source.shape != target.shape or not fills:
-            given, held = list(slot.meta.shape), list(stack.shape)
+            given = list(slot.meta.shape)
+            held = list(stack.shape)
             raise AdapterUnfit(f"{name} {given} is not of the engine's shape, which has slots of {held}")
         if source.dtype != target.dtype:
             raise AdapterUnfit(f"{name} is {source.dtype}, the engine's slots are {target.dtype}")

@@ -66,7 +66,8 @@ class AdapterWorkerMixin(InflightWorkerMixin):
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM's, which clears all slots at its end; then the adapters take theirs and the receiver starts."""
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
-        settings, manager = Settings.of(self.vllm_config), self.model_runner.lora_manager._adapter_manager
+        settings = Settings.of(self.vllm_config)
+        manager = self.model_runner.lora_manager._adapter_manager
         if self._spare:
             hold(manager, BASE, manager.lora_slots - 1)
         base = None if self._base is None else self._base.result()
@@ -126,7 +127,8 @@ def with_slots(vllm_config: VllmConfig, spare: int = 0) -> VllmConfig:
 
     Raises UnsupportedModel when vLLM is to have no adapters, or no adapter is named.
     """
-    trained, lora = len(Settings.of(vllm_config).adapters), vllm_config.lora_config
+    trained = len(Settings.of(vllm_config).adapters)
+    lora = vllm_config.lora_config
     if lora is None or not trained:
         raise UnsupportedModel("a worker of adapters needs enable_lora, and their names in its settings")
     if trained > lora.max_loras:

@@ -93,7 +93,8 @@ def chosen(sizes: Sequence[int], most: int = MOST_SEQUENCES) -> list[list[int]]:
 
 def bands(path: Path, counted: GroupIndex, training: Training, texts: Texts | None) -> dict[str, Any]:
     """The chosen sequences for the page; those that a limit on tokens or text leaves out are not counted as shown."""
-    picked, note = chosen(counted.sizes), ""
+    picked = chosen(counted.sizes)
+    note = ""
     rows: list[dict[str, Any]] = []
     for stretch, indices in enumerate(picked):
         budget = _Budget(len(picked))
@@ -141,7 +142,8 @@ def _rows(group: ShownGroup, stretch: int, budget: _Budget) -> list[dict[str, An
 
 
 def _row(group: ShownGroup, answer: ShownRollout, count: int, stretch: int) -> dict[str, Any]:
-    rollout, turn = answer.rollout, answer.rollout.turn
+    rollout = answer.rollout
+    turn = answer.rollout.turn
     return {
         "id": rollout.rollout_id,
         "stretch": stretch,
@@ -172,7 +174,8 @@ def busy(counted: GroupIndex, points: int = 400) -> dict[str, Any]:
     every = [each for spans in counted.generators.values() for each in spans]
     if not every:
         return {"start": 0.0, "end": 0.0, "generators": []}
-    start, end = min(began for began, _ in every), max(ended for _, ended in every)
+    start = min(began for began, _ in every)
+    end = max(ended for _, ended in every)
     width = (end - start) / points
     found = []
     for name, spans in sorted(counted.generators.items()):
@@ -185,7 +188,8 @@ def _mean_running(spans: Sequence[tuple[float, float]], start: float, width: flo
     """[points] mean number of sequences in each interval of `width` seconds."""
     if width <= 0:
         return [float(len(spans))] * points
-    seconds, changes = [0.0] * points, [0] * (points + 1)
+    seconds = [0.0] * points
+    changes = [0] * (points + 1)
     for began, ended in spans:
         first, last = (min(int((at - start) / width), points - 1) for at in (began, ended))
         if first == last:
@@ -195,7 +199,8 @@ def _mean_running(spans: Sequence[tuple[float, float]], start: float, width: flo
         seconds[last] += ended - (start + last * width)
         changes[first + 1] += 1
         changes[last] -= 1
-    whole, mean = 0, []
+    whole = 0
+    mean = []
     for at in range(points):
         whole += changes[at]
         mean.append(round(max(seconds[at] / width, 0.0) + whole, 2))
@@ -204,7 +209,8 @@ def _mean_running(spans: Sequence[tuple[float, float]], start: float, width: flo
 
 def _idle(spans: Sequence[tuple[float, float]], start: float, end: float) -> float:
     """Seconds between `start` and `end` in which none of the spans was."""
-    idle, reached = 0.0, start
+    idle = 0.0
+    reached = start
     for began, ended in sorted(spans):
         idle += max(began - reached, 0.0)
         reached = max(reached, ended)

@@ -57,9 +57,11 @@ def write(run_dirs: Sequence[Path], target: Path, ended: str = "") -> None:
 
 def rendered(runs: Sequence[dict[str, Any]]) -> str:
     """The page. Its policy lets the browser run and apply the parts below alone, and load nothing."""
-    style, script = _part("style.css"), "\n".join(map(_part, SCRIPTS))
+    style = _part("style.css")
+    script = "\n".join(map(_part, SCRIPTS))
     policy = f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; base-uri 'none'"
-    page, rest = "", _part("page.html")
+    page = ""
+    rest = _part("page.html")
     data = {"inflight": __version__, "runs": list(runs)}
     for mark, part in zip(_MARKS, (policy, style, as_json(data), script), strict=True):
         before, _, rest = rest.partition(mark)  # not replaced: what was filled in may hold the next mark

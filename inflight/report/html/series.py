@@ -50,7 +50,8 @@ def number(value: Any) -> float | int | None:
 
 def of_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Column → its value at each step that is shown; `tokens` are those of all batches up to the step."""
-    tokens, totals = 0.0, []
+    tokens = 0.0
+    totals = []
     for line in lines:
         tokens += (number(line.get("tokens_trained")) or 0) + (number(line.get("tokens_masked")) or 0)
         totals.append(tokens)

@@ -17,7 +17,8 @@ PIECES = 32
 
 def of_files(files: Sequence[Path]) -> str:
     """Number of files, if several, bytes and a hash. Raises OSError."""
-    total, hashed = 0, blake2b(digest_size=12)
+    total = 0
+    hashed = blake2b(digest_size=12)
     part = max(LEAST, READ // len(files))
     for file in files:
         size = file.stat().st_size

@@ -13,7 +13,8 @@ import numpy as np
 
 from inflight.config import ConfigError
 
-_SPLIT, _EPOCH = 1, 2
+_SPLIT = 1
+_EPOCH = 2
 """What random numbers are for: each purpose has its own."""
 
 

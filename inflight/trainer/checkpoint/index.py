@@ -64,7 +64,8 @@ def newest(run_dir: Path) -> Path | None:
 
 def read(folder: Path) -> Saved:
     """Raises CheckpointError when the folder holds no checkpoint of this schema, so that a run can't resume from it."""
-    path, remark = folder / STATE_FILE, release.remark(folder.parent.parent)
+    path = folder / STATE_FILE
+    remark = release.remark(folder.parent.parent)
     try:
         state = path.read_bytes()
         schema = msgspec.json.decode(state, type=_Schema).schema

@@ -247,7 +247,8 @@ def _versions(turn: Turn) -> set[int]:
 
 def _scored(score: Score, asked: Sequence[Sampled]) -> list[list[float]]:
     scored = [[float(value) for value in values] for values in score(asked)]
-    given, wanted = [len(values) for values in scored], [len(each.token_ids) for each in asked]
+    given = [len(values) for values in scored]
+    wanted = [len(each.token_ids) for each in asked]
     if given != wanted:
         raise ValueError(f"score returns {given} log-probabilities for sequences of {wanted} tokens")
     return scored
@@ -266,7 +267,8 @@ def _judge(
     A window or rope scaling shows only beyond a length, and a wrong CUDA graph only for one batch size, where there may
     be few tokens; for these the median is judged, for which a few are enough.
     """
-    ours, theirs = np.concatenate(scored), np.concatenate(recorded)
+    ours = np.concatenate(scored)
+    theirs = np.concatenate(recorded)
     lengths = np.repeat([len(each.prompt_ids) for each in asked], [len(each.token_ids) for each in asked])
     prompt = np.repeat(np.arange(len(asked)), [len(each.token_ids) for each in asked])
 

@@ -130,7 +130,8 @@ class Membership:
         This is how a disconnected member rejoins, also if its hello was lost. A generator whose engine is present but
         not its ranks is broken; its engine is refused, and ends, after the time of a transfer.
         """
-        members, since = replica.members, self._session.clock() - replica.since
+        members = replica.members
+        since = self._session.clock() - replica.since
         connected = self._session.outbox.peers()
         gone = [peer for peer in members.ranks if peer not in connected]
         if gone and members.engine in connected and since > self._session.config.transfer_timeout_s:

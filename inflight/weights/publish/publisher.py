@@ -140,7 +140,8 @@ class Publisher(Observed, Served):
         """
 
         def joined(_: PublishProtocol) -> bool:
-            held, needed = self.committed.values(), at_least or len(self.states)
+            held = self.committed.values()
+            needed = at_least or len(self.states)
             if len(self.states) - len(self.incompatible) < needed:
                 raise PublishError(self._says_who_can_not())
             return sum(version == self.version for version in held) >= needed
@@ -213,7 +214,8 @@ class Publisher(Observed, Served):
         self._wait(PublishProtocol.settled, timeout_s, f"version {self.version} has no outcome")
         self._require_taker()
         with self._loop.changed:
-            committed, states = self.committed, self.states
+            committed = self.committed
+            states = self.states
         missed = [name for name in states if committed.get(name) != self.version]
         return {name: f"{states[name][0].name}: {states[name][1]}" for name in missed}
 

@@ -98,7 +98,8 @@ class Replica(Presence):
 
     def _answer(self, peer: str, answer: Ready | Failed | Aborted) -> None:
         """A rank's answer to Prepare or Abort."""
-        attempt, ending = self.attempt, self.state in (ReplicaState.ABORTING, ReplicaState.STALLED)
+        attempt = self.attempt
+        ending = self.state in (ReplicaState.ABORTING, ReplicaState.STALLED)
         number = attempt.number if attempt is not None else None
         if attempt is None or answer.attempt != number or not (ending or self.state is ReplicaState.SENDING):
             self._session.outbox.ignore(peer, answer, f"{self.state.name}, attempt {number}")
@@ -141,13 +142,15 @@ class Replica(Presence):
         """Detects a channel that has ended, and carries out what is due; to be called often."""
         if self.channel is not None and self.channel.error is not None:
             self._channel_ended(str(self.channel.error))
-        now, attempt = self._session.clock(), self.attempt
+        now = self._session.clock()
+        attempt = self.attempt
         if self.pin is not None and now >= self.pin.due:
             self.unpin("it was not released in time")
         if attempt is None or self.due is None or now < self.due:
             return  # Membership handles generators that are not present
         if self.state is ReplicaState.SENDING:
-            silent, limit_s = ", ".join(attempt.silent(ending=False)), self._session.config.transfer_timeout_s
+            silent = ", ".join(attempt.silent(ending=False))
+            limit_s = self._session.config.transfer_timeout_s
             self._fail("receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
         elif self.state in (ReplicaState.ABORTING, ReplicaState.STALLED):
             self._repeat_abort(attempt, now)
@@ -199,7 +202,8 @@ class Replica(Presence):
     def _fail(self, phase: str, reason: str, *, broken: bool) -> None:
         """The current attempt failed: it is aborted, and retried after a delay."""
         assert self.attempt is not None
-        version, first_s = self.attempt.version, self._session.config.retry_after_s
+        version = self.attempt.version
+        first_s = self._session.config.retry_after_s
         self.standing.fail(version, phase, reason)
         self.retry.failed(self._session.clock(), first_s, f"version {version} failed ({phase}): {reason}")
         self._abort(reason, broken=broken)

@@ -46,7 +46,8 @@ class Session:
 
         Raises TransportError when the transport can't be opened.
         """
-        kind, ranks = self.choice.of(list(places.values())), list(places)
+        kind = self.choice.of(list(places.values()))
+        ranks = list(places)
         channel = self.channels.open(generator, len(ranks), kind)
         for number, rank in enumerate(ranks, start=1):
             welcome = Welcome(

@@ -46,7 +46,8 @@ class TransportChoice:
         """Why a rank can't be sent this trainer's versions, whose manifest has `checksum`; empty when it can."""
         if place is None:
             return ""
-        kind, own = self.of([place]), self._here
+        kind = self.of([place])
+        own = self._here
         differs = _series(place.torch) != _series(own.torch)
         self._vllm = self._vllm or place.vllm
         if place.inflight != own.inflight:

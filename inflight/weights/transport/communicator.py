@@ -107,7 +107,8 @@ class Communicator:
             self._opened(phase)
         group = _made(dist.PrefixStore("nccl", self._store.tcp), self._rank, self._size)
         self._keep(group, phase)
-        stream, first = torch.cuda.Stream(device), torch.cuda.Event(blocking=True)
+        stream = torch.cuda.Stream(device)
+        first = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(stream):
             one = torch.zeros(1, device=device)
             group.broadcast([one], from_trainer()).block_current_stream()
@@ -130,7 +131,8 @@ class Communicator:
         """Waits for the work queued before `done`. Raises TransportError after aborting the communicator when that is
         late or failed, or when the sender is lost or this side was closed meanwhile: aborted work looks done."""
         now = time.monotonic()
-        deadline, look = now + self._store.timeout_s, now + _LOOK_S
+        deadline = now + self._store.timeout_s
+        look = now + _LOOK_S
         try:
             while not done.query():
                 now = time.monotonic()

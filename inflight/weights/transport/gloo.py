@@ -34,7 +34,8 @@ from inflight.weights.transport.timeout import within
 _BACKSTOP_S = 5.0
 """Seconds beyond gloo's own timeout of each operation; should never be reached."""
 _POLL_S = 0.002
-_CLOSED, _GO = "closed", "go"
+_CLOSED = "closed"
+_GO = "go"
 """Keys by which the trainer announces that a group will not, or will now, be formed."""
 
 
@@ -133,7 +134,8 @@ class GlooSender:
 
     def __init__(self, size: int, timeout_s: float, network: NetworkConfig = HERE) -> None:
         """Raises TransportError when this process can't host a store."""
-        place, token = _store_of_this_process(network)[0], secrets.token_hex(8)
+        place = _store_of_this_process(network)[0]
+        token = secrets.token_hex(8)
         self.rendezvous = f"{place}/{token}"
         """Address of the store, and the prefix of this group's keys in it."""
         # A connection of its own: a group that waits blocks its connection, which must not block the others.

@@ -97,7 +97,8 @@ class NcclReceiver:
             self._sums.begin(kept, scatter.device)
         landed: list[torch.cuda.Event] = []
         for i, bucket in enumerate(buckets):
-            stream, staging = self._streams[i % 2], self._staging[i % 2]
+            stream = self._streams[i % 2]
+            staging = self._staging[i % 2]
             with torch.cuda.stream(stream):
                 work = self._group.broadcast(staging[: bucket.nbytes])
                 work.block_current_stream()

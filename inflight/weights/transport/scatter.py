@@ -56,9 +56,11 @@ class CopyRegion:
 def clip(strip: CopyRegion, start: int, stop: int) -> list[CopyRegion]:
     """The parts of a strip whose source lies in `[start, stop)`: a piece of a row, whole rows, a piece of a row."""
     if strip.rows == 1:
-        left, right = max(start, strip.source), min(stop, strip.source + strip.width)
+        left = max(start, strip.source)
+        right = min(stop, strip.source + strip.width)
         return [strip.part_of_row(0, left - strip.source, right - left)] if left < right else []
-    pitch, width = strip.source_pitch, strip.width
+    pitch = strip.source_pitch
+    width = strip.width
     first = max(0, (start - strip.source - width) // pitch + 1)
     last = min(strip.rows - 1, -((strip.source - stop) // pitch) - 1)
     if first > last:

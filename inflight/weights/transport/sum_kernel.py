@@ -46,8 +46,12 @@ def add_blocks(base, run_of_block, runs, out, first, stop):
     for block in range(first + tl.program_id(0), stop, tl.num_programs(0)):
         run = tl.load(run_of_block + block)
         entry = runs + run * _COLUMNS
-        address, pitch, columns = base + tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        count, word, begin = tl.load(entry + 3), tl.load(entry + 4), (block - tl.load(entry + 5)) * BLOCK
+        address = base + tl.load(entry)
+        pitch = tl.load(entry + 1)
+        columns = tl.load(entry + 2)
+        count = tl.load(entry + 3)
+        word = tl.load(entry + 4)
+        begin = (block - tl.load(entry + 5)) * BLOCK
         index = begin.to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)
         row = begin // columns
         column = (begin - row * columns).to(tl.uint32) + tl.arange(0, BLOCK).to(tl.uint32)

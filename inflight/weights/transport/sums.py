@@ -104,7 +104,8 @@ def row_of(run: Run) -> tuple[int, int, int, int, int]:
 
 def sum_on_host(memory: torch.Tensor, run: Run) -> torch.Tensor:
     """int64 `[]`: the sum of a run of flat uint8 `memory`, both on the CPU."""
-    total, index = torch.zeros((), dtype=torch.int64), 0
+    total = torch.zeros((), dtype=torch.int64)
+    index = 0
     for part in split(CopyRegion(run.at, 0, run.width, run.rows, run.pitch), HOST_BYTES):
         nbytes = (part.rows - 1) * part.source_pitch + part.width
         words = memory[part.source : part.source + nbytes].view(_WORDS[run.word])

@@ -20,11 +20,13 @@ from inflight.trainer.checkpoint.index import FOLDER, SCHEMA, Saved, name_of
 from inflight.trainer.checkpoint.io import drop_checkpoints, keep_version, replace_books, save_checkpoint
 from inflight.trainer.checkpoint.snapshot import Snapshot, take
 from inflight.trainer.checkpoint.writer import CheckpointWriter
+from inflight.trainer.clock import Clock
 from inflight.trainer.comparison import Comparing
 from inflight.trainer.coordinator import CoordinatorError
 from inflight.trainer.evaluations import Evaluations
 from inflight.trainer.learner import Learner, Stopped
-from inflight.trainer.report import Clock, Reporter, delivery, learning, rewards_and_lags
+from inflight.trainer.lines import delivery, learning, rewards_and_lags
+from inflight.trainer.report import Reporter
 from inflight.trainer.skips import LearnError, Skips
 from inflight.trainer.stop import StopFlag
 from inflight.trainer.updates import train

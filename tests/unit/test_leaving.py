@@ -14,7 +14,7 @@ from inflight.bus import Listener
 from inflight.config import PublishConfig
 from inflight.metrics import SWAPS_FILE, JsonLines
 from inflight.report.summary import summarize
-from inflight.trainer.report import swap_line
+from inflight.trainer.lines import swap_line
 from inflight.weights.publish.events import Event, Failure, Left, Swap
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.publish.states import ReplicaState

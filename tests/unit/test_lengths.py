@@ -15,7 +15,7 @@ from inflight.rollout.gate import gate_group
 from inflight.rollout.ledger import Ledger
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate
-from inflight.trainer.report import rewards_and_lags
+from inflight.trainer.lines import rewards_and_lags
 
 
 def test_lost_samples_count_as_far_as_they_came(tmp_path):

@@ -25,7 +25,7 @@ from inflight.launcher.compose import compose
 from inflight.prompts import Chat
 from inflight.rollout.gate import gate_group
 from inflight.tasks.check import require_columns, usable_task
-from inflight.trainer.report import rewards_and_lags
+from inflight.trainer.lines import rewards_and_lags
 from inflight.types import PrefillSpan, Turn, VersionSpan
 
 HERE = Path(__file__).parent

@@ -17,9 +17,9 @@ from inflight.sampling import Sampling
 from inflight.trainer import updates
 from inflight.trainer.batch import Batch, scales
 from inflight.trainer.learner import Learner, Stopped
+from inflight.trainer.lines import learning
 from inflight.trainer.loss import make_loss
 from inflight.trainer.policy import load_policy
-from inflight.trainer.report import learning
 from inflight.trainer.skips import LearnError, Skips
 from inflight.trainer.split import mini_batches
 

@@ -160,7 +160,7 @@ BELONGS_TO = {
     "huggingface_hub": r"hub",
     "ray": r"starters\.ray",
     "hydra": r"launcher\.(compose|chosen)",
-    "prometheus_client": r"prometheus\..*|[a-z]+\.exported|generator\.server",
+    "prometheus_client": r"prometheus\..*|[a-z]+\.exported|generator\.status",
     "psutil": r"processes|descendants|listening|launcher\.run_lock|generator\..*",
 }
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}

@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(config: RunConfig, name: str) -> int:
     from inflight.bus import BusError
     from inflight.generator import server
+    from inflight.generator.patched import require_patched
 
-    server.require_patched()
+    require_patched()
     try:
         over = asyncio.run(server.serve(config, name))
     except (SystemExit, KeyboardInterrupt):

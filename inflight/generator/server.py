@@ -1,7 +1,7 @@
 """vLLM's OpenAI-compatible server that commits new weights between the steps of running requests.
 
 AsyncLLM lives in this process; the engine core and the workers are its children. The EngineAgent (see agent.py) and the
-status reports run beside the HTTP server. Whichever of them ends first ends the generator.
+status reports (status.py) run beside the HTTP server. Whichever of them ends first ends the generator.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import importlib
-import importlib.util
 import os
 import secrets
 import signal
@@ -22,12 +21,12 @@ from typing import Any
 
 import psutil
 
-from inflight.bus import BusError, Link
+from inflight.bus import Link
 from inflight.config import ConfigError, RunConfig
 from inflight.config.network import joined
 from inflight.generator import hooks
 from inflight.generator.accepting import AcceptErrors
-from inflight.generator.agent import EngineAgent, GeneratorEnded, running
+from inflight.generator.agent import EngineAgent, GeneratorEnded
 from inflight.generator.api_key import OPEN, OPEN_TO_HOSTS, ApiKey
 from inflight.generator.engine_args import engine_values, server_arguments, worker_of
 from inflight.generator.exported import export
@@ -37,42 +36,21 @@ from inflight.generator.served_adapters import add_adapters
 from inflight.generator.server_args import check_parsers
 from inflight.generator.settings import Settings
 from inflight.generator.shadow.limits import refuse
+from inflight.generator.status import report
 from inflight.generator.warmup import warm_up
 from inflight.generator.worker.adapters import require_patch
 from inflight.listening import listen
-from inflight.messages import EngineHello, Status
+from inflight.messages import EngineHello
 from inflight.processes import is_tracker
 from inflight.prometheus.endpoint import announce
 from inflight.vocabulary import decode_every_id
 
-NEEDS_PATCH = 3
-"""Version of vLLM's patch from which on its answers have packed log-probabilities."""
-STATUS_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 60.0
 STOP_HTTP_S = 1
 STOP_ENGINE_S = 1.5
 STOP_CHILDREN_S = 1.0
 """Timeouts of the three phases of a stop, in seconds; their sum is below the launcher's grace period. A worker needs
 several CPU seconds to finalise its interpreter, for no benefit: children that remain after the timeout are killed."""
-
-
-def require_patched() -> None:
-    """Raises ConfigError unless the installed vLLM carries inflight's patch."""
-    if importlib.util.find_spec("vllm") is None:
-        raise ConfigError("vLLM is not installed: pip install 'inflight[cpu]' or 'inflight[gpu]'")
-    if importlib.util.find_spec("vllm.inflight_patch") is None:
-        raise ConfigError("this vLLM can't tag tokens with weight versions yet, run: inflight patch apply")
-    from vllm.inflight_patch import PATCH_VERSION
-
-    if PATCH_VERSION < NEEDS_PATCH:
-        raise ConfigError(
-            f"this vLLM has version {PATCH_VERSION} of inflight's patch, and {NEEDS_PATCH} is needed: revert it with "
-            "the release of inflight that applied it, or install vLLM anew, then run: inflight patch apply"
-        )
-    try:
-        hooks.require("server")
-    except hooks.HookChanged as error:
-        raise ConfigError(str(error)) from None
 
 
 async def serve(config: RunConfig, name: str) -> bool:
@@ -213,7 +191,7 @@ async def _work(
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tasks = {
         asyncio.create_task(agent.run(), name="agent"),
-        asyncio.create_task(_report(status, name, agent), name="status"),
+        asyncio.create_task(report(status, name, agent), name="status"),
         asyncio.create_task(_watch(engine), name="engine"),
         asyncio.create_task(stop.wait(), name="signal"),
     }
@@ -239,34 +217,6 @@ async def _watch(engine: Any) -> None:
     raise GeneratorEnded(f"the engine died: {engine.dead_error}")
 
 
-async def _report(status: Link, name: str, agent: EngineAgent) -> None:
-    """Sends a Status about once per second. A launcher that does not listen is no reason to stop.
-
-    Not at once: the launcher restarts processes that have reported, and a generator that the trainer refuses at its
-    hello would be refused again.
-    """
-    tokens = _own_figure("vllm:generation_tokens_total")
-    at = time.monotonic()
-    while True:
-        await asyncio.sleep(STATUS_EVERY_S)
-        tokens_now = _own_figure("vllm:generation_tokens_total")
-        now = time.monotonic()
-        commits = agent.commits
-        values: dict[str, float | int | str] = {
-            **({"version": commits.version} if commits.version is not None else {}),
-            "swaps": commits.swaps,
-            "running": running(agent.engine),
-            "waiting": int(_own_figure("vllm:num_requests_waiting")),
-            "gap_ms": round(commits.gap_s * 1e3, 3),
-            "max_gap_ms": round(commits.max_gap_s * 1e3, 3),
-            "tokens_per_s": round((tokens_now - tokens) / (now - at), 1),
-        }
-        tokens = tokens_now
-        at = now
-        with contextlib.suppress(BusError):
-            status.send(Status(source=name, values=values))
-
-
 def _export(config: RunConfig, name: str, url: str, agent: EngineAgent) -> None:
     """Adds inflight's metrics to vLLM's, and announces where they are served."""
     if not config.launch.metrics:
@@ -274,14 +224,6 @@ def _export(config: RunConfig, name: str, url: str, agent: EngineAgent) -> None:
     export(agent.commits, config.generator.swap)
     with contextlib.suppress(OSError):  # a full disk, or a run folder without bus: Prometheus does not find it then
         announce(config, name, url.removeprefix("http://"))
-
-
-def _own_figure(name: str) -> float:
-    """A figure of this server's engine, from vLLM's own metrics; 0 when they are off."""
-    from prometheus_client import REGISTRY
-
-    found = REGISTRY.restricted_registry([name]).collect()
-    return sum(sample.value for metric in found for sample in metric.samples)
 
 
 def end_children() -> None:

@@ -17,7 +17,7 @@ import pytest
 from inflight import config as configuration
 from inflight.config import ConfigError, GeneratorConfig, ModelConfig, RunConfig, TaskConfig
 from inflight.config.lora import LoraConfig
-from inflight.generator import engine_args, hooks, server
+from inflight.generator import engine_args, hooks, patched
 from inflight.generator.engine_args import (
     CPU_ADAPTER_WORKER,
     CPU_WORKER,
@@ -126,10 +126,10 @@ def test_a_vllm_without_the_patch_is_refused_with_the_command(monkeypatch: pytes
     absent = {"vllm.inflight_patch"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in absent else object())
     with pytest.raises(ConfigError, match="run: inflight patch apply"):
-        server.require_patched()
+        patched.require_patched()
     absent.add("vllm")
     with pytest.raises(ConfigError, match="vLLM is not installed"):
-        server.require_patched()
+        patched.require_patched()
 
 
 @pytest.mark.parametrize(("version", "refused"), [(1, True), (2, True), (3, False)])
@@ -141,7 +141,7 @@ def test_a_vllm_of_an_older_patch_is_refused(monkeypatch: pytest.MonkeyPatch, ve
     monkeypatch.setattr(hooks, "require", lambda side: None)
     reason = rf"has version {version} of inflight's patch, and 3 is needed: .*patch apply"
     with pytest.raises(ConfigError, match=reason) if refused else nullcontext():
-        server.require_patched()
+        patched.require_patched()
 
 
 def test_bad_input_ends_with_one_line(tmp_path: Path, model: str) -> None:

@@ -15,6 +15,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from inflight.actor.deliveries import Deliveries
 from inflight.actor.foreign import ForeignError, GroupLost
 from inflight.actor.routing import Routing
 from inflight.actor.sampler import Sampler
@@ -34,7 +35,6 @@ from inflight.messages import (
     Refused,
     Routed,
     RoutesWanted,
-    WireError,
 )
 from inflight.messages.reasons import ACTOR_STOPPED, DATA_ENDED, RUN_FINISHED
 from inflight.tasks.course import NoMoreQuestions
@@ -88,14 +88,11 @@ class Actor:
         self._concurrency = concurrency
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._running: dict[str, asyncio.Task[None]] = {}
-        self._unacked: dict[str, tuple[GroupDone | GroupFailed, float]] = {}
-        """Group id → delivery, and when it was last sent (monotonic seconds)."""
+        self._deliveries = Deliveries(link)
         self._waiting: dict[str, int] = {}
         """Granted groups that are not started, in order: name → index of the question."""
         self.started = self.done = self.failed = 0
         self._streak = Streak(give_up_after_s)
-        self._accepted: collections.Counter[str] = collections.Counter()
-        """Generator → tokens of its groups that the buffer has accepted."""
         self._last_rewards: collections.deque[float] = collections.deque(maxlen=16)
         self._logged: set[str] = set()
 
@@ -146,15 +143,15 @@ class Actor:
             "done": self.done,
             "failed": self.failed,
             "in_flight": self.in_flight,
-            "unacknowledged": len(self._unacked),
+            "unacknowledged": len(self._deliveries),
             "aborted": self._sampler.answers.aborted,
             "retries": self._sampler.answers.retries,
             "continued": self._sampler.answers.continued,
             "tokens": self._sampler.answers.tokens,
             "scores": self._sampler.scores,
             "score_s": self._sampler.score_s,
-            "accepted": self._accepted.total(),
-            **{f"accepted.{name}": tokens for name, tokens in self._accepted.items()},
+            "accepted": self._deliveries.accepted.total(),
+            **{f"accepted.{name}": tokens for name, tokens in self._deliveries.accepted.items()},
             "reward": statistics.fmean(self._last_rewards) if self._last_rewards else 0.0,
         }
 
@@ -165,7 +162,7 @@ class Actor:
             granted = {group_id(index, event.attempts.get(index, 0)): index for index in event.questions}
             self._waiting |= {name: index for name, index in granted.items() if not self._has(name)}
         elif isinstance(event, GroupAck):
-            self._acknowledged(event.group_id)
+            self._deliveries.acknowledged(event.group_id)
         elif isinstance(event, Routed):
             self._routing.routes = event.routes
         elif isinstance(event, Refused):
@@ -180,7 +177,7 @@ class Actor:
 
     def _has(self, name: str) -> bool:
         """Whether it has the group already: one that was presumed lost may be granted again."""
-        return name in self._running or name in self._unacked or name in self._waiting
+        return name in self._running or name in self._deliveries or name in self._waiting
 
     def _start_groups(self) -> None:
         while self._waiting and self.in_flight < self._streak.room(time.monotonic(), self._concurrency):
@@ -195,7 +192,7 @@ class Actor:
         except GroupLost as lost:
             self._lost(name, lost)
         except NoMoreQuestions as end:
-            self._deliver(GroupFailed(group_id=name, reason=DATA_ENDED, again=False, questions=end.questions), name)
+            self._deliveries.add(GroupFailed(group_id=name, reason=DATA_ENDED, again=False, questions=end.questions))
         except Exception as error:  # noqa: BLE001 - ends the actor through its queue
             self._events.put_nowait(error)
             return  # still in flight for the buffer: `_end` reports it as failed
@@ -203,7 +200,7 @@ class Actor:
             self._streak.succeeded()
             self.done += 1
             self._last_rewards.append(statistics.fmean(rollout.reward for rollout in group.rollouts))
-            self._deliver(GroupDone(group=group), name)
+            self._deliveries.add(GroupDone(group=group))
         self._running.pop(name, None)
         self._events.put_nowait(_Tick())
 
@@ -215,32 +212,19 @@ class Actor:
             log.warning("group %s failed: %s (logged once per reason)", name, lost)
         reason = lost.reason[:128]
         lengths = lost.lengths
-        self._deliver(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths), name)
+        self._deliveries.add(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths))
         pause = self._streak.failed(time.monotonic(), outage=lost.again)
         asyncio.get_running_loop().call_later(pause, self._events.put_nowait, _Tick())
         if self._streak.hopeless(time.monotonic()):
             limit = f"no group was finished within {self._streak.give_up_after_s:g} s (rollout.give_up_after_s)"
             self._events.put_nowait(ActorError(f"{limit}, the last one failed: {lost}"))
 
-    # --- delivery --------------------------------------------------------------------------------------------------
-
-    def _deliver(self, message: GroupDone | GroupFailed, name: str) -> None:
-        self._unacked[name] = (message, time.monotonic())
-        self._send(message, name)
-
-    def _acknowledged(self, name: str) -> None:
-        message, _ = self._unacked.pop(name, (None, 0.0))
-        if isinstance(message, GroupDone):
-            for rollout in message.group.rollouts:
-                self._accepted[rollout.generator] += len(rollout.turn.token_ids)
+    # --- repeated until answered -----------------------------------------------------------------------------------
 
     def _repeat(self) -> None:
-        now = time.monotonic()
-        for name, (message, sent) in list(self._unacked.items()):
-            if now - sent > REPEAT_AFTER_S:
-                self._unacked[name] = (message, now)
-                self._send(message, name)
-        if not self._joined or now - self._hello_sent > REPEAT_AFTER_S:  # lets an actor that was presumed dead rejoin
+        self._deliveries.repeat(REPEAT_AFTER_S)
+        # Lets an actor that was presumed dead rejoin.
+        if not self._joined or time.monotonic() - self._hello_sent > REPEAT_AFTER_S:
             self._say_hello()
 
     def _say_hello(self) -> None:
@@ -248,16 +232,6 @@ class Actor:
         self._hello_sent = time.monotonic()
         with contextlib.suppress(BusError):
             self._link.send(self._hello if self._joined else RoutesWanted())
-
-    def _send(self, message: GroupDone | GroupFailed, name: str) -> None:
-        """A link that can't queue it now loses nothing: unacknowledged deliveries are repeated."""
-        try:
-            self._link.send(message)
-        except BusError:
-            pass
-        except WireError as error:  # larger than a frame may be
-            log.warning("group %s can't be sent: %s", name, error)
-            self._deliver(GroupFailed(group_id=name, reason="too large for a message", again=False), name)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
@@ -269,14 +243,14 @@ class Actor:
         self._waiting.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_TIMEOUT_S):
-                while self._unacked:
+                while self._deliveries:
                     event = await self._events.get()
                     if isinstance(event, GroupAck):
-                        self._acknowledged(event.group_id)
+                        self._deliveries.acknowledged(event.group_id)
                     elif isinstance(event, BusError):
                         break
-        if self._unacked:
-            log.warning("%d deliveries were not acknowledged before the end", len(self._unacked))
+        if self._deliveries:
+            log.warning("%d deliveries were not acknowledged before the end", len(self._deliveries))
         with contextlib.suppress(BusError):
             self._link.send(ActorBye(reason=reason))
 

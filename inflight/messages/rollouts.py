@@ -46,6 +46,11 @@ class GroupDone(Message, tag=True):
 
     group: RolloutGroup
 
+    @property
+    def group_id(self) -> str:
+        """The group's, as in GroupFailed."""
+        return self.group.group_id
+
 
 class GroupFailed(Message, tag=True):
     """A group that was started and will not be delivered, with the reason by which it is counted.

@@ -140,7 +140,7 @@ class Ledger:
         Accepts a complete group from any actor, even one presumed dead, unless another actor delivered it first. A
         failure counts only from the actor that the question is granted to now.
         """
-        name = message.group.group_id if isinstance(message, GroupDone) else message.group_id
+        name = message.group_id
         index = index_of(name)
         if index is None:
             self.ignore("not granted")

@@ -507,7 +507,7 @@ def test_a_delivery_is_repeated_until_it_is_acknowledged(scripted, monkeypatch):
         assert isinstance(first, GroupDone)
         assert all(message == first for message in again)
         link.incoming.append(GroupAck(group_id=first.group.group_id))
-        await room.until(lambda: not room.actor._unacked)
+        await room.until(lambda: not room.actor._deliveries)
         count = len(deliveries())
         await asyncio.sleep(0.2)
         assert len(deliveries()) == count

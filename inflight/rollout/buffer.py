@@ -10,35 +10,23 @@
                           buffer --take--> trainer      gated now, first in first out, slots freed
 
 A slot is held from its grant until the trainer takes the group, the gate drops it or it fails, so that generation
-waits when the trainer is behind. ledger.py does the accounting; this file has the thread, the lock and the bus.
+waits when the trainer is behind. actors.py speaks with the actors and ledger.py does the accounting; this file has the
+thread, the lock, and what the trainer takes.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from inflight.bus import BusError, Listener, Lost, Received
+from inflight.bus import Listener, Lost, Received
 from inflight.config import RunConfig
 from inflight.groups import MAX_VOCABULARY
-from inflight.messages import (
-    ActorBye,
-    ActorHello,
-    AnyMessage,
-    Finish,
-    Grant,
-    GroupAck,
-    GroupDone,
-    GroupFailed,
-    Routed,
-    RoutesWanted,
-)
-from inflight.messages.reasons import ACTOR_LOST
-from inflight.rollout.actor_routes import NOWHERE, ActorRoutes
+from inflight.rollout.actor_routes import NOWHERE
+from inflight.rollout.actors import Actors
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
 from inflight.rollout.ledger import Ledger
@@ -97,9 +85,7 @@ class Buffer:
         self._taking = threading.Lock()
         self._synchronous = self._held_back = config.trainer.synchronous
         """No group is started until the trainer waits for some."""
-        self._heard: dict[str, float] = {}
-        self._routes = ActorRoutes(routes)
-        self._finish: Finish | None = None
+        self._actors = Actors(listener, self._ledger, self._writer, routes)
         self._broken: BaseException | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollout buffer", daemon=True)
@@ -146,9 +132,7 @@ class Buffer:
     def finish(self, reason: str, timeout_s: float = 10.0) -> bool:
         """Sends Finish to all actors and waits until nothing is in flight; False when some did not answer in time."""
         with self._changed:
-            self._finish = Finish(reason=reason)
-            for actor in self._ledger.in_flight:
-                self._send(actor, self._finish)
+            self._actors.finish(reason)
             self._changed.notify_all()
             return self._changed.wait_for(
                 lambda: not any(self._ledger.in_flight.values()) or self._broken is not None, timeout_s
@@ -210,32 +194,21 @@ class Buffer:
     def _check_open(self) -> None:
         if self._broken is not None:
             raise BufferClosed(f"the rollout buffer has stopped: {self._broken}") from self._broken
-        if self._closing.is_set() or self._finish is not None:
+        if self._closing.is_set() or self._actors.finished:
             raise BufferClosed("the rollout buffer is closed: the run was finished")
 
     def _missing(self, usable: int, wanted: int, timeout_s: float) -> str:
-        now = time.monotonic()
         counts = self._ledger.counts()
-        actors = ", ".join(
-            f"{name} ({groups} in flight, heard {now - self._heard[name]:.0f} s ago)"
-            for name, groups in sorted(self._ledger.in_flight.items())
-        )
         drought = f"; {self._ledger.drought}" if self._ledger.drought.groups else ""
         return (
             f"no batch within {timeout_s:.0f} s: {usable} of {wanted} groups buffered, {counts.in_flight} in flight; "
-            f"actors alive: {actors or 'none'}; failed: {counts.failed or 'none'}; dropped: {counts.dropped or 'none'}"
+            f"actors alive: {self._actors}; failed: {counts.failed or 'none'}; dropped: {counts.dropped or 'none'}"
             f"{drought}"
         )
 
     def _grant(self) -> None:
-        if self._finish is None and not self._held_back:
-            for actor, questions in sorted(self._ledger.grants().items()):
-                self._send(actor, Grant(questions=questions, attempts=self._ledger.attempts(questions)))
-
-    def _send(self, peer: str, message: AnyMessage) -> None:
-        """A lost peer is no error here: the bus reports it as Lost, where it is counted."""
-        with contextlib.suppress(BusError):
-            self._listener.send(peer, message)
+        if not self._held_back:
+            self._actors.grant()
 
     def _run(self) -> None:
         try:
@@ -243,54 +216,20 @@ class Buffer:
                 event = self._listener.receive(_POLL_S)
                 if event is not None:
                     self._step(event)
-                self._tell_routes()
+                self._actors.send_routes()
         except BaseException as error:  # noqa: BLE001 - stored, and raised by `take`
             with self._changed:
                 self._broken = self._broken or error
                 self._changed.notify_all()
 
-    def _tell_routes(self) -> None:
-        """To actors that were sent other ones. Without the lock: the routes are under one of the publisher's."""
-        for actor, routes in self._routes.unsent():
-            self._send(actor, Routed(routes=routes))
-
     def _step(self, event: Received | Lost) -> None:
         """Handles one event under the lock; an error in the middle is stored before the lock is released."""
         with self._changed:
             try:
-                if isinstance(event, Lost):
-                    self._routes.forget(event.peer)
-                    self._ledger.leave(event.peer, ACTOR_LOST)
-                else:
-                    self._handle(event.peer, event.message)
+                self._actors.hear(event)
                 self._grant()
             except BaseException as error:
                 self._broken = error
                 raise
             finally:
                 self._changed.notify_all()
-
-    def _handle(self, peer: str, message: AnyMessage) -> None:
-        self._heard[peer] = time.monotonic()
-        if isinstance(message, RoutesWanted | ActorHello):
-            self._routes.want(peer)  # with each hello, should a message have been lost
-        if isinstance(message, RoutesWanted):
-            return
-        if isinstance(message, ActorHello):
-            self._ledger.hello(peer, message.incarnation)
-            if self._finish is not None:
-                self._send(peer, self._finish)
-        elif isinstance(message, ActorBye):
-            self._ledger.leave(peer, message.reason)
-        elif isinstance(message, GroupDone | GroupFailed):
-            self._settle(peer, message)
-        else:
-            self._ledger.ignore(f"unexpected {type(message).__name__}")
-
-    def _settle(self, peer: str, message: GroupDone | GroupFailed) -> None:
-        """Written before it is acknowledged; repeats are acknowledged too."""
-        stored = self._ledger.settle(peer, message)
-        if stored is not None and self._writer is not None:
-            self._writer.append_frame(stored.frame)
-        group_id = message.group.group_id if isinstance(message, GroupDone) else message.group_id
-        self._send(peer, GroupAck(group_id=group_id))

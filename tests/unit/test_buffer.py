@@ -335,7 +335,7 @@ def test_a_gate_that_drops_everything_is_reported_after_a_bounded_number_of_grou
     assert warned == [f"the gate drops everything: 16 groups dropped in a row ({says}"]
     room.buffer.finish("enough", 0.0)
     takers[0].join(20)
-    room.buffer._finish = None
+    room.buffer._actors._finish = None
     with pytest.raises(TimeoutError, match=r"30 groups dropped in a row \("):
         room.buffer.take(8, version, timeout_s=0.0)
 

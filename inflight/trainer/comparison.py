@@ -23,7 +23,8 @@ from inflight.trainer.baseline import coarser
 from inflight.trainer.batch import Batch, to_score
 from inflight.trainer.learner import Learner
 from inflight.types import Route
-from inflight.weights.publish.comparison import ANSWER_S, REQUESTS, TOKENS, Comparison, NumbersDiffer, Sampled, compare
+from inflight.weights.publish.asking import ANSWER_S, TOKENS
+from inflight.weights.publish.comparison import REQUESTS, Comparison, NumbersDiffer, Sampled, compare
 from inflight.weights.publish.publisher import Publisher, PublishError
 
 VERSIONS = 2

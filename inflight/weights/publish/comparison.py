@@ -14,23 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import aiohttp
 import numpy as np
 
 from inflight import agreement
 from inflight.agreement import Agreement
-from inflight.completions import NOT_FINITE, Rejected, RetryableFailure, Unpatched, complete
 from inflight.config import Sampling
-from inflight.types import Route, Turn, versions_of_tokens
+from inflight.types import Route
+from inflight.weights.publish.asking import ANSWER_S, NoNumber, ask_all, of_version, request_of, sent_alone
 
 REQUESTS = 16
 """Most prompts of a comparison."""
-TOKENS = 8
-"""Tokens by which each prompt is continued."""
-ANSWER_S = 120.0
-"""Seconds for all answers of a generator, beside its other requests: a busy CPU takes a minute."""
 SUSPECTS = "rope scaling, sliding window, logit soft cap, dtype, temperature, vocabulary"
-_POLL_S = 0.2
 
 
 class Sampled(NamedTuple):
@@ -38,12 +32,6 @@ class Sampled(NamedTuple):
 
     prompt_ids: list[int]
     token_ids: list[int]
-
-
-class _NoNumber(str):
-    """An answer was refused because a log-probability would be NaN or infinite; the text says which."""
-
-    __slots__ = ()
 
 
 Score = Callable[[Sequence[Sampled]], Sequence[Sequence[float]]]
@@ -116,12 +104,12 @@ def compare(
     if sampling.cuts:
         raise ValueError("numbers are compared without top-p, top-k and min-p")
     named = {"model": model} if model else {}
-    requests = [_request(list(map(int, prompt)), sampling, seed) | named for seed, prompt in enumerate(prompts)]
+    requests = [request_of(list(map(int, prompt)), sampling, seed) | named for seed, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(1, "comparison") as pool:  # the caller may have an event loop of its own
-        answers = pool.submit(asyncio.run, _ask_all(served, requests, timeout_s, api_key, stop)).result()
+        answers = pool.submit(asyncio.run, ask_all(served, requests, timeout_s, api_key, stop)).result()
     found = []
     for name, route in served.items():
-        whole, unanswered = _of_version(answers[name], route.version)
+        whole, unanswered = of_version(answers[name], route.version)
         asked = [
             Sampled(request["prompt"], turn.token_ids.tolist())
             for request, turn in zip(requests, whole, strict=True)
@@ -130,13 +118,11 @@ def compare(
         recorded = [turn.logprobs for turn in whole if turn]
         result = Comparison(name, route.incarnation, route.version, unanswered=unanswered)
         if asked:
-            alone = [number in _alone(requests) for number, turn in enumerate(whole) if turn]
+            alone = [number in sent_alone(requests) for number, turn in enumerate(whole) if turn]
             scored = _scored(score, asked)
             verdict, problem = _judge(asked, recorded, scored, dtype, sampling.temperature, alone)
             result = dataclasses.replace(result, agreement=verdict, problem=problem)
-        wrong = [
-            each["prompt"] for each, got in zip(requests, answers[name], strict=True) if isinstance(got, _NoNumber)
-        ]
+        wrong = [each["prompt"] for each, got in zip(requests, answers[name], strict=True) if isinstance(got, NoNumber)]
         if wrong:
             problem = f"after a prompt of {len(wrong[0])} tokens, a log-probability is no number"
             result = dataclasses.replace(result, problem=problem)
@@ -149,100 +135,6 @@ def require(found: Sequence[Comparison]) -> None:
     wrong = [each for each in found if not each.shown]
     if wrong or not found:
         raise NumbersDiffer("; ".join(map(str, wrong)) or "no generator holds the trainer's version: none was compared")
-
-    """A request like an actor's (completions.py); end-of-sequence is ignored, so that there are tokens to compare."""
-
-
-def _request(prompt: list[int], sampling: Sampling, seed: int) -> dict[str, Any]:
-    """As the actor asks (completions.py); an end of sequence does not end it, so that there is something to compare."""
-    return {
-        **dataclasses.asdict(Sampling.of(sampling)),
-        "n": 1,
-        "stream": False,
-        "prompt": prompt,
-        "seed": seed,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "return_packed_logprobs": True,
-    }
-
-
-async def _ask_all(
-    served: Mapping[str, Route],
-    requests: Sequence[dict[str, Any]],
-    timeout_s: float,
-    api_key: str,
-    stop: Callable[[], bool],
-) -> dict[str, list[Turn | str]]:
-    """For each generator its answers, or the reasons why they are missing, in the order of the requests."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
-        deadline = asyncio.get_running_loop().time() + timeout_s
-
-        async def ask(name: str, url: str, request: dict[str, Any]) -> Turn | str:
-            left = deadline - asyncio.get_running_loop().time()
-            if left <= 0:
-                return f"{name}: no answer within {timeout_s:g} s"
-            try:
-                return await complete(session, name, url, request, left)
-            except Rejected as error:
-                return _NoNumber(error) if error.reason == NOT_FINITE else str(error)
-            except (RetryableFailure, Unpatched) as error:
-                return str(error)
-
-        async def ask_one(name: str, url: str) -> list[Turn | str]:
-            """In the order of the requests, which is not the order of sending."""
-            answers: list[Turn | str] = ["given up"] * len(requests)
-            first = _alone(requests)
-            for number in first:
-                answers[number] = await ask(name, url, requests[number])
-            rest = [number for number in range(len(requests)) if number not in first]
-            for number, answer in zip(
-                rest, await asyncio.gather(*(ask(name, url, requests[each]) for each in rest)), strict=True
-            ):
-                answers[number] = answer
-            return answers
-
-        asking = {name: asyncio.create_task(ask_one(name, route.url)) for name, route in served.items()}
-        pending = set(asking.values())
-        while pending and not stop():
-            _, pending = await asyncio.wait(pending, timeout=_POLL_S)
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-        return {
-            name: ["given up"] * len(requests) if task.cancelled() else task.result() for name, task in asking.items()
-        }
-
-
-def _alone(requests: Sequence[dict[str, Any]]) -> list[int]:
-    """The first request of each length of prompt."""
-    lengths = [len(request["prompt"]) for request in requests]
-    return [lengths.index(length) for length in sorted(set(lengths))]
-
-
-def _of_version(answers: Sequence[Turn | str], version: int) -> tuple[list[Turn | None], str]:
-    """The answers computed under `version` from the first to the last token, None for the others, and the reasons."""
-    whole: list[Turn | None] = []
-    reasons = list[str]()
-    for answer in answers:
-        if isinstance(answer, str):
-            reasons.append(answer)
-        elif not answer.token_ids:
-            reasons.append("an answer of no tokens")
-        elif others := _versions(answer) - {version}:
-            reasons.append(f"an answer of version {others.pop()}, not {version}")
-        else:
-            whole.append(answer)
-            continue
-        whole.append(None)
-    return whole, f"{len(reasons)} of {len(answers)} requests: {reasons[0]}" if reasons else ""
-
-
-def _versions(turn: Turn) -> set[int]:
-    tokens = versions_of_tokens(turn.token_versions, len(turn.token_ids))
-    return {*tokens, *(span.version for span in turn.prefill_versions)}
 
 
 def _scored(score: Score, asked: Sequence[Sampled]) -> list[list[float]]:

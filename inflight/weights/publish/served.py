@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from inflight.config import Sampling
 from inflight.messages import Manifest
 from inflight.types import Route, Routes
-from inflight.weights.publish.comparison import ANSWER_S, Comparison, Score, compare, require
+from inflight.weights.publish.asking import ANSWER_S
+from inflight.weights.publish.comparison import Comparison, Score, compare, require
 from inflight.weights.publish.loop import PublisherLoop
 from inflight.weights.publish.pin import Pin
 

@@ -79,12 +79,12 @@ def report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
 
 def _summarize(config: RunConfig) -> None:
     """Reports a failure in one line: a failed run may have damaged files, and its own error must still be shown."""
-    from inflight.report import summary
+    from inflight.report import summary, summary_text
 
     try:
         result = summary.summarize(config.path)
         summary.write(config.path, result)
-        print(summary.table(result), flush=True)
+        print(summary_text.table(result), flush=True)
     except (ValueError, OSError) as error:
         print(f"inflight launch: no summary: {error}", file=sys.stderr)
 

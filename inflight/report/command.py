@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.metrics import METRICS_FILE, read_lines
-from inflight.report import staleness, summary
+from inflight.report import staleness, summary, summary_text
 from inflight.report.html import page
 
 EXAMPLES = """examples:
@@ -67,4 +67,4 @@ def _text(run_dir: Path) -> str:
         raise ValueError(f"{run_dir} has no {METRICS_FILE}, or nothing is in it yet")
     with summary.damage_named(run_dir):
         versions = staleness.table(staleness.by_version(lines), "version")
-    return f"{summary.table(summary.summarize(run_dir))}\n{versions}"
+    return f"{summary_text.table(summary.summarize(run_dir))}\n{versions}"

@@ -1,4 +1,4 @@
-"""The results of a run, computed from its folder alone: the figures of summary.json and the table at the end of a run.
+"""The results of a run, computed from its folder alone: the figures of summary.json.
 
 It reads metrics.jsonl (one line per step), swaps.jsonl (one line per version and generator) and the rollout stream.
 """
@@ -18,7 +18,6 @@ import msgspec
 
 from inflight.config import release
 from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
-from inflight.report import staleness
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, recorded
@@ -154,58 +153,6 @@ def read(run_dir: Path) -> Summary:
     return msgspec.json.decode((run_dir / SUMMARY_FILE).read_bytes(), type=Summary)
 
 
-def table(summary: Summary) -> str:
-    """The summary as text, one figure per line."""
-    lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
-    first = _text(summary.reward_first)
-    last = _text(summary.reward_last)
-    reward = f"{first} (first {EDGE_STEPS} steps) to {last} (last {EDGE_STEPS})"
-    swaps = (
-        f"{summary.swaps}, {summary.swaps_while_running} of them while sequences ran, "
-        f"{summary.swaps_failed} failed, {summary.swaps_superseded} superseded"
-    )
-    judged = f"{summary.tokens_trained} tokens trained, {summary.tokens_masked} masked"
-    rows = [
-        ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
-        ("reward", reward),
-        *_of_all(summary),
-        ("swaps", swaps),
-        ("gap of a swap", _spread_text(summary.gap_ms)),
-        ("trainer delayed", f"{_spread_text(summary.publish_wait_ms)} per publish"),
-        *_recorded(summary),
-        ("gate", f"{judged}, groups dropped: {_counts(summary.groups_dropped)}"),
-        ("lag of tokens", lag or "–"),
-    ]
-    if summary.rollouts_dropped:
-        rows.append(("left out", f"of groups: {_counts(summary.rollouts_dropped)}"))
-    if summary.torn_tail:
-        rows.append(("rollout file", summary.torn_tail))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
-
-
-def _of_all(summary: Summary) -> list[tuple[str, str]]:
-    """Rewards of all groups: if the gate dropped some, the reward of those trained on is not the success rate."""
-    first = summary.reward_all_first
-    last = summary.reward_all_last
-    if (first, last) in ((None, None), (summary.reward_first, summary.reward_last)):
-        return []
-    return [("of all groups", f"{_text(first)} to {_text(last)}, including those that the gate dropped")]
-
-
-def _recorded(summary: Summary) -> list[tuple[str, str]]:
-    failed = f"groups failed: {_counts(summary.groups_failed)}"
-    if summary.rollouts is None:
-        return [("rollouts", f"none recorded, {failed}")]
-    share = f"{(summary.mixed_rollouts or 0) / summary.rollouts:.0%}" if summary.rollouts else "–"
-    return [
-        ("rollouts", f"{summary.rollouts}, {summary.aborted} aborted, {summary.retried} retried, {failed}"),
-        ("versions", f"{share} of the rollouts hold 2 or more, at most {summary.max_versions}"),
-        ("tokens", f"{summary.tokens} sampled, {_text(summary.tokens_per_s)} per second"),
-    ]
-
-
 @dataclass
 class _Tally:
     """Counts over the rollouts, which are read one by one: together they may not fit into memory."""
@@ -279,15 +226,3 @@ def _spread(values: Iterable[float]) -> Spread | None:
 
 def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
-
-
-def _text(value: float | None, unit: str = "") -> str:
-    return "–" if value is None else f"{value:.3g}{' ' + unit if unit else ''}"
-
-
-def _spread_text(spread: Spread | None) -> str:
-    return "–" if spread is None else f"{spread.median:.3g} ms median, {spread.max:.3g} ms at most"
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items())) or "none"

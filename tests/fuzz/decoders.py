@@ -44,7 +44,7 @@ from inflight.messages import (
 )
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.packed_logprobs import unpack
-from inflight.report import summary
+from inflight.report import summary, summary_text
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.part import start_of
 from inflight.rollout.stream import Reader, StreamError, encode_frame
@@ -137,7 +137,7 @@ def _summary(data: bytes) -> None:
     steps, _, swaps = data.partition(HALVES)
     (folder / METRICS_FILE).write_bytes(steps)
     (folder / SWAPS_FILE).write_bytes(swaps)
-    assert summary.table(summary.summarize(folder))
+    assert summary_text.table(summary.summarize(folder))
 
 
 def _api_key(data: bytes) -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines, read_lines
-from inflight.report import summary
+from inflight.report import summary, summary_text
 from inflight.report.summary import Spread, summarize
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
@@ -86,7 +86,7 @@ def test_it_survives_its_file(run):
 
 
 def test_the_reward_of_all_groups_stands_beside_that_of_the_trained_ones(run):
-    assert (summarize(run).reward_all_last, "of all groups" in summary.table(summarize(run))) == (None, False)
+    assert (summarize(run).reward_all_last, "of all groups" in summary_text.table(summarize(run))) == (None, False)
     lines = [line | {"reward_all": line["reward"] / 2} for line in read_lines(run / METRICS_FILE)]
     (run / METRICS_FILE).unlink()
     with JsonLines(run / METRICS_FILE) as metrics:
@@ -94,12 +94,12 @@ def test_the_reward_of_all_groups_stands_beside_that_of_the_trained_ones(run):
             metrics.write(line)
     got = summarize(run)
     assert (got.reward_all_first, got.reward_all_last) == (pytest.approx(0.15), pytest.approx(0.25))
-    assert "of all groups" in summary.table(got)
-    assert "0.15 to 0.25, including those that the gate dropped" in summary.table(got)
+    assert "of all groups" in summary_text.table(got)
+    assert "0.15 to 0.25, including those that the gate dropped" in summary_text.table(got)
 
 
 def test_the_table_shows_the_figures(run):
-    text = summary.table(summarize(run))
+    text = summary_text.table(summarize(run))
     assert "3, 2 of them while sequences ran, 1 failed, 1 superseded" in text
     assert "2 ms median, 4 ms at most" in text
     assert "50% of the rollouts hold 2 or more, at most 3" in text
@@ -110,14 +110,14 @@ def test_the_table_shows_the_figures(run):
 def test_an_empty_run_has_no_figures_but_no_error(tmp_path):
     got = summarize(tmp_path)
     assert (got.steps, got.swaps, got.rollouts, got.gap_ms, got.reward_last) == (0, 0, None, None, None)
-    assert "–" in summary.table(got)
+    assert "–" in summary_text.table(got)
 
 
 def test_rollouts_that_were_not_recorded_are_not_counted_as_none(run):
     (run / ROLLOUTS_FILE).unlink()
     got = summarize(run)
     assert (got.rollouts, got.aborted, got.retried, got.tokens, got.mixed_rollouts, got.max_versions) == (None,) * 6
-    text = summary.table(got)
+    text = summary_text.table(got)
     assert "rollouts         none recorded, groups failed: 1 actor lost" in text
     assert "0 aborted" not in text
     assert "sampled" not in text
@@ -129,7 +129,7 @@ def test_a_torn_rollout_stream_is_reported(run):
     got = summarize(run)
     assert got.rollouts == 4
     assert got.torn_tail is not None
-    assert got.torn_tail in summary.table(got)
+    assert got.torn_tail in summary_text.table(got)
 
 
 def test_a_reward_that_is_not_a_number_does_not_hide_the_others(tmp_path):

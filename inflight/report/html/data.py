@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from inflight.config import CONFIG_FILE
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
-from inflight.report import staleness, summary
+from inflight.report import staleness, summary, summary_text
 from inflight.report.answers import Texts, Training
 from inflight.report.html import bands, series
 from inflight.report.html.redact import flat, redacted, text
@@ -101,7 +101,7 @@ def _texts(config: dict[str, Any]) -> Texts | None:
 
 def _summary(run_dir: Path) -> list[list[str]]:
     """Label and text, as in the table at the end of a run."""
-    lines = summary.table(summary.summarize(run_dir)).splitlines()
+    lines = summary_text.table(summary.summarize(run_dir)).splitlines()
     rows = [line.split("  ", 1) for line in lines if line[:1].isalpha()]
     return [[row[0].strip(), row[1].strip()] for row in rows if len(row) == 2 and row[0].strip() != "lag"]
 

@@ -30,8 +30,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """Two nodes of 4 cores in Ray's books; the launcher is on the head."""
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="make test-ray installs Ray")
     for name, value in {
-        "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-    }.items():  # fmt: skip
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     made = cluster_utils.Cluster(initialize_head=True, head_node_args=HEAD)
     try:
@@ -48,11 +51,23 @@ class Run(OneHost):
         super().__init__(folder)
         self._cluster = cluster
         self._launcher = subprocess.Popen(
-            [sys.executable, str(LAUNCHER), *ALWAYS, f"run_dir={folder}", "network.bind=127.0.0.1",
-             f"bus.port={free_port()}", "generator.count=2", "hosts.starter=ray", f"hosts.ray={cluster.address}",
-             f"hosts.python='{THERE}'", *overrides],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(LAUNCHER),
+                *ALWAYS,
+                f"run_dir={folder}",
+                "network.bind=127.0.0.1",
+                f"bus.port={free_port()}",
+                "generator.count=2",
+                "hosts.starter=ray",
+                f"hosts.ray={cluster.address}",
+                f"hosts.python='{THERE}'",
+                *overrides,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
 
     def placed(self) -> dict[str, str]:
         """Name of each living actor of Ray's, without its number → the id of its node."""

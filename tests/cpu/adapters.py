@@ -24,9 +24,14 @@ def write_adapter(model: Path, folder: Path, seed: int, rank: int = 8, alpha: in
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {
-        "q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q),
-        "gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner),
-    }  # fmt: skip
+        "q_proj": (q, hidden),
+        "k_proj": (kv, hidden),
+        "v_proj": (kv, hidden),
+        "o_proj": (hidden, q),
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
     noise, tensors = torch.Generator().manual_seed(seed), {}
     for layer in range(config["num_hidden_layers"]):
         for module in modules:
@@ -37,9 +42,15 @@ def write_adapter(model: Path, folder: Path, seed: int, rank: int = 8, alpha: in
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     described = {
-        "peft_type": "LORA", "r": rank, "lora_alpha": alpha, "use_rslora": True, "target_modules": list(modules),
-        "bias": "none", "base_model_name_or_path": str(model), "task_type": "CAUSAL_LM",
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": alpha,
+        "use_rslora": True,
+        "target_modules": list(modules),
+        "bias": "none",
+        "base_model_name_or_path": str(model),
+        "task_type": "CAUSAL_LM",
+    }
     (folder / "adapter_config.json").write_text(json.dumps(described))
     scaled = {
         name: tensor * (alpha / math.sqrt(rank)) if ".lora_B." in name else tensor for name, tensor in tensors.items()

@@ -63,10 +63,14 @@ def matrices_of(model: Path) -> Callable[[int], dict[str, torch.Tensor]]:
     hidden, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {
-        "self_attn.q_proj": (q, hidden), "self_attn.k_proj": (kv, hidden), "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
+    }
 
     def matrices(seed: int) -> dict[str, torch.Tensor]:
         noise, made = torch.Generator().manual_seed(seed), {}
@@ -108,10 +112,15 @@ def start(folder: Path, model: Path, dtype: str, arguments: dict[str, Any]) -> F
         return {name: tensor.to(wire) for name, tensor in made(seed).items()}
 
     common = {
-        "model": str(model), "dtype": dtype, "max_model_len": BLOCK * 4, "max_num_seqs": 6,
-        "max_num_batched_tokens": 64, "enable_prefix_caching": True, "logprobs_mode": "processed_logprobs",
+        "model": str(model),
+        "dtype": dtype,
+        "max_model_len": BLOCK * 4,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 64,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
-    }  # fmt: skip
+    }
     own = [saved(matrices((1 << 30) + n), folder / f"own{n}") for n in range(1, 5)]
     return FaultyAdapters(config, {**common, **arguments}, matrices, own)
 
@@ -119,9 +128,14 @@ def start(folder: Path, model: Path, dtype: str, arguments: dict[str, Any]) -> F
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp1", "tp2"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyAdapters]:
     arguments = {
-        "worker_cls": WORKER, "enforce_eager": True, "block_size": BLOCK, "num_gpu_blocks_override": BLOCKS,
-        "kv_cache_memory_bytes": 64 << 20, "gpu_memory_utilization": 0.05, "tensor_parallel_size": request.param,
-    }  # fmt: skip
+        "worker_cls": WORKER,
+        "enforce_eager": True,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": BLOCKS,
+        "kv_cache_memory_bytes": 64 << 20,
+        "gpu_memory_utilization": 0.05,
+        "tensor_parallel_size": request.param,
+    }
     engine = start(tmp_path_factory.mktemp("engine"), prepare("tiny"), "float32", arguments)
     yield engine
     engine.close()

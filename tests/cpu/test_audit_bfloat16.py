@@ -45,12 +45,14 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         task=TaskConfig(name="addition"),
         run_dir=str(tmp_path_factory.mktemp("engine") / "run"),
         generator=GeneratorConfig(
-            max_model_len=128, max_num_seqs=8, kv_cache_gib=0.0625,
+            max_model_len=128,
+            max_num_seqs=8,
+            kv_cache_gib=0.0625,
             extra={"block_size": BLOCK, "gpu_memory_utilization": 0.05},
         ),
         rollout=RolloutConfig(),
         audit=AuditConfig(keep_versions=True),
-    )  # fmt: skip
+    )
     base = load_file(weights_file(tiny_model))
 
     def weights(version: int) -> dict[str, torch.Tensor]:

@@ -54,9 +54,11 @@ def compare(run, *lengths, temperature=1.0, score_at=None):
             return [reference(run.policy, prompt, tokens).tolist() for prompt, tokens in asked]
 
     return run.publisher.compare(
-        score, prompts(*lengths), sampling=Sampling(temperature=temperature),
+        score,
+        prompts(*lengths),
+        sampling=Sampling(temperature=temperature),
         api_key=KEY,
-    )  # fmt: skip
+    )
 
 
 def test_short_prompts_agree_before_and_after_a_swap_and_ids_without_a_piece_are_sampled(run):

@@ -32,9 +32,16 @@ AUDIT_TOLERANCE = 1e-4
 
 
 SHELL = {
-    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16", "SLURM_PROCID": "1", "VLLM_PORT": "29500",
-}  # fmt: skip
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_MIXED_PRECISION": "fp16",
+    "SLURM_PROCID": "1",
+    "VLLM_PORT": "29500",
+}
 """What torchrun, accelerate and Slurm leave in an environment: a run would wait for ranks that nobody starts."""
 
 
@@ -42,10 +49,21 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
     # As a user would, from a shell on a cluster: tests that run an engine in this process have set vLLM's variables.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")} | SHELL
     return subprocess.Popen(
-        [sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}", *SLOW_MACHINE,
-         *overrides],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**environment, "HF_HUB_OFFLINE": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "inflight.launcher",
+            "--config-name",
+            "tiny",
+            f"run_dir={run_dir}",
+            *SLOW_MACHINE,
+            *overrides,
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
+    )
 
 
 def logs(run_dir: Path) -> str:
@@ -180,8 +198,11 @@ def test_every_group_is_accounted_for(run):
 def test_the_audit_finds_every_tag_right(run):
     done = subprocess.run(
         [sys.executable, "-m", "inflight.cli", "audit", str(run[0])],
-        capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

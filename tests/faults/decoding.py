@@ -30,9 +30,14 @@ stopped = threading.Event()
 async def decode(session: aiohttp.ClientSession, url: str, number: int, many: int, tokens: int) -> None:
     """One sequence after another."""
     body = {
-        "prompt": [3 + number % 10, 4, 5], "max_tokens": tokens, "temperature": 1.0, "seed": number,
-        "ignore_eos": True, "stream": True, "return_token_ids": True,
-    }  # fmt: skip
+        "prompt": [3 + number % 10, 4, 5],
+        "max_tokens": tokens,
+        "temperature": 1.0,
+        "seed": number,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
     while not stopped.is_set():
         last = 0.0
         try:

@@ -95,11 +95,13 @@ class Trainer:
         self._hold(version)
         listener = Listener(config.endpoint("weights"), config.bus)
         self._publisher = Publisher(
-            WeightSource(self._model, config.model.dtype), listener,
-            dataclasses.replace(config.publish, transport=transport), version=version,
+            WeightSource(self._model, config.model.dtype),
+            listener,
+            dataclasses.replace(config.publish, transport=transport),
+            version=version,
             ranks=dict.fromkeys(config.generator_names(), config.generator.tensor_parallel_size),
             routes_file=config.routes_file,
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def _hold(self, version: int) -> None:
@@ -127,8 +129,11 @@ class Trainer:
         events = [[type(event).__name__, dataclasses.asdict(event)] for event in self._publisher.events]
         states = {name: [state.name, why] for name, (state, why) in self._publisher.states.items()}
         return {
-            "committed": self._publisher.committed, "events": events, "states": states, "spans": Halting.spans,
-        }  # fmt: skip
+            "committed": self._publisher.committed,
+            "events": events,
+            "states": states,
+            "spans": Halting.spans,
+        }
 
 
 def main(run: str, version: str, transport: str) -> None:

@@ -213,8 +213,9 @@ class Serving:
             return spread([])
         _, ended, sequences = max(steps)
         return spread([step[0] for step in steps]) | {
-            "longest_ended_s": round(ended - begin, 3), "longest_sequences": sequences,
-        }  # fmt: skip
+            "longest_ended_s": round(ended - begin, 3),
+            "longest_sequences": sequences,
+        }
 
     def says(self, url: str) -> list[Any]:
         """Greedy tokens and log-probabilities, one prompt at a time: equal when all bytes of the weights are."""
@@ -224,9 +225,10 @@ class Serving:
     def _ask(url: str, prompt: list[int]) -> list[Any]:
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 0, "ignore_eos": True}
         request = urllib.request.Request(
-            f"{url}/v1/completions", json.dumps({**body, "return_token_ids": True}).encode(),
+            f"{url}/v1/completions",
+            json.dumps({**body, "return_token_ids": True}).encode(),
             {"Content-Type": "application/json"},
-        )  # fmt: skip
+        )
         with urllib.request.urlopen(request, timeout=ANSWER_S) as reply:
             choice = json.load(reply)["choices"][0]
         return [choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["token_versions"]]
@@ -251,8 +253,10 @@ class Streams:
         self.finished: list[str] = []
         self._process = subprocess.Popen(
             [sys.executable, DECODING, url, str(many), str(tokens)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         assert self._process.stdout is not None
         begun = select.select([self._process.stdout], [], [], ANSWER_S)[0] and self._process.stdout.readline()
         if begun != "decoding\n":

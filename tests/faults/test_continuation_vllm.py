@@ -107,7 +107,15 @@ def test_a_killed_generators_sequence_is_the_one_that_it_would_have_been(tmp_pat
     known = torch.tensor(turn.logprobs) - replayed(second.policy, [*PROMPT, *turn.token_ids])
     assert known.abs().max() < TOLERANCE
     rollout = Rollout(
-        rollout_id="q0/0", group_id="q0", prompt_ids=PROMPT, turn=turn, reward=0.0, generator=answer.generator,
-        started=0.0, finished=1.0, first_token_s=0.0, pieces=answer.pieces,
-    )  # fmt: skip
+        rollout_id="q0/0",
+        group_id="q0",
+        prompt_ids=PROMPT,
+        turn=turn,
+        reward=0.0,
+        generator=answer.generator,
+        started=0.0,
+        finished=1.0,
+        first_token_s=0.0,
+        pieces=answer.pieces,
+    )
     assert segments(rollout)[-1].version == 1

@@ -36,8 +36,11 @@ def chat(text, role="user"):
 def write(folder):
     """Twelve chats, a line that is no JSON, a chat that the template refuses, and one that is too long."""
     rows = [{"messages": chat(f"{n % 10}+{n // 10}"), "answer": f"{n % 10 + n // 10:02}"} for n in range(ROWS)]
-    odd = ['{"messages": [', json.dumps({"messages": chat("1", "system"), "answer": "1"}),
-           json.dumps({"messages": chat("1" * 300), "answer": "1"})]  # fmt: skip
+    odd = [
+        '{"messages": [',
+        json.dumps({"messages": chat("1", "system"), "answer": "1"}),
+        json.dumps({"messages": chat("1" * 300), "answer": "1"}),
+    ]
     lines = [*map(json.dumps, rows[:5]), odd[0], *map(json.dumps, rows[5:9]), *odd[1:], *map(json.dumps, rows[9:])]
     (folder / "data.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "t.jinja").write_text(TEMPLATE)
@@ -71,11 +74,17 @@ def test_a_run_on_chats_ends_with_its_second_epoch_in_the_order_that_it_began_wi
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     write(tmp_path)
     run = make_run(
-        "task.name=dataset", f"task.epochs={EPOCHS}", f"+task.options.path={tmp_path}/data.jsonl",
-        "+task.options.messages=messages", f"+task.options.chat_template={tmp_path}/t.jinja",
-        f"rewards=[{{name: '{tmp_path}/own_reward.py:digits'}}]", "rollout.max_tokens=4", "trainer.steps=50",
-        "gate.max_token_lag=1000", "rollout.file_mib=0.005",
-    )  # fmt: skip
+        "task.name=dataset",
+        f"task.epochs={EPOCHS}",
+        f"+task.options.path={tmp_path}/data.jsonl",
+        "+task.options.messages=messages",
+        f"+task.options.chat_template={tmp_path}/t.jinja",
+        f"rewards=[{{name: '{tmp_path}/own_reward.py:digits'}}]",
+        "rollout.max_tokens=4",
+        "trainer.steps=50",
+        "gate.max_token_lag=1000",
+        "rollout.file_mib=0.005",
+    )
     run.start()
     run.until(lambda: run.steps() >= 5, alive=True)
     run.kill("launcher")
@@ -92,8 +101,10 @@ def test_a_run_on_chats_ends_with_its_second_epoch_in_the_order_that_it_began_wi
     assert keys[:ROWS] != keys[ROWS:], "another order in the second epoch"
     failed = run.saved().books.failed
     assert {reason: count for reason, count in failed.items() if not reason.startswith("actor")} == {
-        "task error: NotJson": 2, "template error: TemplateError": 2, "prompt too long": 2,
-    }  # fmt: skip
+        "task error: NotJson": 2,
+        "template error: TemplateError": 2,
+        "prompt too long": 2,
+    }
     assert "data.jsonl, line 6: it is not JSON" in (run.folder / "logs" / "a0.log").read_text()
 
     lines = (tmp_path / "data.jsonl").read_text().replace("1+0", "1+1")

@@ -189,8 +189,13 @@ def test_strangers_on_the_sockets_change_nothing(make_run):
         raw = context.socket(zmq.DEALER)
         raw.setsockopt(zmq.IDENTITY, b"a7")
         raw.connect(config.endpoint(service))
-        for frame in (os.urandom(100), b"\x07" + encode(GroupAck(group_id="q0"))[1:], encode(ActorBye(reason="x")),
-                      encode(GroupFailed(group_id="q3", reason="x", again=False)), encode(repeated)):  # fmt: skip
+        for frame in (
+            os.urandom(100),
+            b"\x07" + encode(GroupAck(group_id="q0"))[1:],
+            encode(ActorBye(reason="x")),
+            encode(GroupFailed(group_id="q3", reason="x", again=False)),
+            encode(repeated),
+        ):
             raw.send(frame)
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as scanner:
             scanner.connect(config.endpoint(service).removeprefix("ipc://"))

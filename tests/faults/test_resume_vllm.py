@@ -21,8 +21,14 @@ GROUPS = 8
 
 def test_engines_resume_with_the_checkpoints_weights_and_its_version(make_run):
     """The trainer is killed between checkpoints: steps are undone, their tags leave the record, the rest is true."""
-    run = make_run(f"trainer.steps={STEPS}", "trainer.checkpoint_every=3", "rollout.max_tokens=48",
-                   "publish.join_timeout_s=240", "bus.dead_after_s=30", vllm=True).start()  # fmt: skip
+    run = make_run(
+        f"trainer.steps={STEPS}",
+        "trainer.checkpoint_every=3",
+        "rollout.max_tokens=48",
+        "publish.join_timeout_s=240",
+        "bus.dead_after_s=30",
+        vllm=True,
+    ).start()
     run.until(lambda: run.steps() >= 4)
     assert run.kill("trainer")
     assert run.wait() == 1, run.logs()
@@ -40,6 +46,11 @@ def test_engines_resume_with_the_checkpoints_weights_and_its_version(make_run):
     assert begun in {turn.token_versions[0].version for turn in new}, "the checkpoint's version has answered"
     swaps = [line["version"] for line in read_lines(run.folder / SWAPS_FILE) if line["event"] == "committed"]
     assert len(set(swaps)) == len(swaps), "no version is told twice"
-    audit = subprocess.run([sys.executable, "-m", "inflight.cli", "audit", str(run.folder)],
-                           capture_output=True, text=True, check=False, timeout=300)  # fmt: skip
+    audit = subprocess.run(
+        [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
     assert audit.returncode == 0, audit.stdout + audit.stderr

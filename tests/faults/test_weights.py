@@ -264,9 +264,12 @@ def harm_buckets(harmed, kind) -> list[str]:
 
 
 HARMS = {
-    "corrupt": "verify", "duplicate": "verify", "reorder": "verify", "truncate": "verify",
+    "corrupt": "verify",
+    "duplicate": "verify",
+    "reorder": "verify",
+    "truncate": "verify",
     "drop": "receive",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", HARMS)

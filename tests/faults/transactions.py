@@ -202,12 +202,19 @@ def generator_killed(serving: Serving, version: int, transport: str, many: int) 
     mine = [event["version"] for kind, event in state["events"] if kind == "Swap" and event["generator"] == "g0"]
     assert mine == list(range(begun, version + 4)), "the survivor got every version"
     return {
-        "transport": transport, "survivor_committed_after_s": round(committed - killed, 2),
+        "transport": transport,
+        "survivor_committed_after_s": round(committed - killed, 2),
         "killed_s": round(killed - quiet, 3),
         "forming_steps_ms": serving.steps("g0", forming, quiet),
-        "senders_s": [[name, what, round(began - quiet, 3), round(ended - quiet, 3)]
-                      for name, what, began, ended in state["spans"] if quiet <= ended <= end],
-        "missed": [[event["generator"], event["version"], event.get("phase", "superseded"), event["reason"][:200]]
-                   for kind, event in state["events"] if kind in ("Failure", "Superseded")],
+        "senders_s": [
+            [name, what, round(began - quiet, 3), round(ended - quiet, 3)]
+            for name, what, began, ended in state["spans"]
+            if quiet <= ended <= end
+        ],
+        "missed": [
+            [event["generator"], event["version"], event.get("phase", "superseded"), event["reason"][:200]]
+            for kind, event in state["events"]
+            if kind in ("Failure", "Superseded")
+        ],
         **gaps(serving, streams, quiet, end),
-    }  # fmt: skip
+    }

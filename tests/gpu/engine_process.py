@@ -102,10 +102,11 @@ class Actions:
         swaps = self.llm.collective_rpc("take_swaps")
         return {
             "tokens": [made[str(i)] for i in range(batch)],
-            "quiet_ms": _spread(quiet[25:]), "swapped_ms": _spread(swapped),
+            "quiet_ms": _spread(quiet[25:]),
+            "swapped_ms": _spread(swapped),
             "waited_ms": _spread([1e3 * swap[0] for swap in swaps[0]]),
             "remap_ms": _spread([1e3 * swap[1] for swap in swaps[0]]),
-        }  # fmt: skip
+        }
 
     def memory(self) -> str:
         import subprocess

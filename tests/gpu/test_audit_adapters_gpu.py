@@ -44,9 +44,11 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip(f"needs {request.param} GPUs")
     arguments = {
         "worker_cls": "inflight.generator.worker.adapter_cuda.InflightCUDAAdapterWorker",
-        "num_gpu_blocks_override": BLOCKS, "kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.1,
+        "num_gpu_blocks_override": BLOCKS,
+        "kv_cache_memory_bytes": 1 << 28,
+        "gpu_memory_utilization": 0.1,
         "tensor_parallel_size": request.param,
-    }  # fmt: skip
+    }
     engine = start(tmp_path_factory.mktemp("engine"), prepare("tiny"), "bfloat16", arguments)
     yield engine
     engine.close()

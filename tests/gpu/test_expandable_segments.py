@@ -51,7 +51,11 @@ def understands(variable: str) -> bool:
     code += "print(s['expandable_segments'])"
     own = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True,
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
         env=own | {variable: "expandable_segments:True"},
-    )  # fmt: skip
+    )
     return done.stdout.splitlines()[-1] == "True"

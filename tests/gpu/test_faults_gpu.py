@@ -60,9 +60,12 @@ class Sending:
         # NCCL takes two processes on one GPU on different hosts only.
         alone = {"NCCL_HOSTID": "sender"} if torch.cuda.device_count() == 1 else {}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu(0), **alone},
-        )  # fmt: skip
+        )
         self.rendezvous = self.answer()
 
     def answer(self) -> str:

@@ -66,8 +66,11 @@ def start(folder: Path, rank: int) -> subprocess.Popen[str]:
     visible = {"CUDA_VISIBLE_DEVICES": str(rank)} if torch.cuda.is_available() else {}
     return subprocess.Popen(
         [sys.executable, "-m", *module],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **visible},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **visible},
+    )
 
 
 def train(folder: Path, model: Path, processes: int, *, dtype: str, steps: int = 4) -> dict[str, list[float]]:

@@ -24,8 +24,12 @@ def run(spec: dict[str, Any], timeout_s: float = 400) -> list[Any]:
     """The results of the actions; fails with the process's log when one failed."""
     process = subprocess.run(
         [sys.executable, "-m", "tests.gpu.engine_process", json.dumps(spec)],
-        capture_output=True, text=True, timeout=timeout_s, check=False, env={**os.environ, **spec.get("env", {})},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, **spec.get("env", {})},
+    )
     results = [json.loads(line[len(PREFIX) :]) for line in process.stdout.splitlines() if line.startswith(PREFIX)]
     errors = [result["error"] for result in results if "error" in result]
     log = (process.stdout + process.stderr)[-6000:]

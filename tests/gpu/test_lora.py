@@ -37,9 +37,9 @@ def test_swapped_adapters_equal_fresh_engines(tmp_path: Path, options: dict[str,
     model = str(write_config("tiny", tmp_path / "model"))
     # Of two ranks: what the larger one has left in a slot must not be seen under the smaller.
     folders = {
-        name: save_adapter("tiny", rank, tmp_path / name, "cpu", seed) for seed, (name, rank) in enumerate(
-            (("a", 16), ("b", 8)), start=1)
-    }  # fmt: skip
+        name: save_adapter("tiny", rank, tmp_path / name, "cpu", seed)
+        for seed, (name, rank) in enumerate((("a", 16), ("b", 8)), start=1)
+    }
     common: dict[str, Any] = {"model": model, "engine": {**ENGINE, **LORA, **options}, "env": env}
     fresh = [
         {"do": do, "lora": [number, str(folder)]}

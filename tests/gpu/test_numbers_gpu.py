@@ -36,10 +36,20 @@ def make_mistral(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = MistralConfig(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048, sliding_window=32, initializer_range=0.1,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        sliding_window=32,
+        initializer_range=0.1,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
     MistralForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for file in prepare("tiny").glob("*token*"):
         shutil.copy(file, folder)
@@ -70,9 +80,13 @@ class Served:
         self.policy.cuda().eval()
         self.listener = Listener(self.config.endpoint("weights"), self.config.bus)
         self.publisher = Publisher(
-            WeightSource(self.policy, "bfloat16"), self.listener, self.config.publish, version=0, ranks={"g0": 1},
+            WeightSource(self.policy, "bfloat16"),
+            self.listener,
+            self.config.publish,
+            version=0,
+            ranks={"g0": 1},
             routes_file=self.config.routes_file,
-        )  # fmt: skip
+        )
         command = [sys.executable, "-m", "inflight.generator", "--run-dir", self.config.run_dir, "--name", "g0"]
         self.log = folder / "g0.log"
         with self.log.open("w") as log:

@@ -18,9 +18,15 @@ from inflight.trainer.varlen import VARLEN
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 SHAPE = {
-    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "vocab_size": 1024,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+}
 CONFIGS = {"full": LlamaConfig(**SHAPE), "sliding": MistralConfig(**SHAPE, sliding_window=100)}
 LENGTHS = (700, 31, 412, 2, 256, 699)
 
@@ -53,8 +59,11 @@ def test_variable_length_attention_is_as_near_to_float32_as_sdpa_with_a_row_each
     batch = sequences(LENGTHS, SHAPE["vocab_size"])
     found = {}
     start = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[name]), dtype=torch.bfloat16).state_dict()
-    ways = {"exact": ("sdpa", torch.float32, False), "sdpa": ("sdpa", torch.bfloat16, False),
-            "varlen": (VARLEN, torch.bfloat16, True)}  # fmt: skip
+    ways = {
+        "exact": ("sdpa", torch.float32, False),
+        "sdpa": ("sdpa", torch.bfloat16, False),
+        "varlen": (VARLEN, torch.bfloat16, True),
+    }
     for way, (attention, dtype, packing) in ways.items():
         model = AutoModelForCausalLM.from_config(
             copy.deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=attention

@@ -59,8 +59,10 @@ def main(run_dir: str) -> None:
         settings = config.trainer
         policy = load_policy(
             Path(config.model.name),
-            bfloat16=settings.autocast, device=accelerator.device, sharded=settings.processes > 1,
-        )  # fmt: skip
+            bfloat16=settings.autocast,
+            device=accelerator.device,
+            sharded=settings.processes > 1,
+        )
         learner = Learner(policy, config, accelerator, None, team)
         source = CoordinatedSource(policy.master, config.model.dtype, team)
         print(json.dumps(train(config, learner, source)), flush=True)

@@ -128,9 +128,11 @@ class Hosts:
     def python(self) -> str:
         """The command of Python there: this tree, and a cache of models of each host's own."""
         settings = {
-            "PYTHONPATH": str(ROOT), "INFLIGHT_CACHE": "/dev/shm/models", "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "INFLIGHT_CACHE": "/dev/shm/models",
+            "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
+        }
         return " ".join(["env", *(f"{name}={value}" for name, value in settings.items()), sys.executable])
 
     def _pids(self, number: int) -> list[int]:
@@ -145,10 +147,16 @@ class Hosts:
             subprocess.run(made, check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
         self._settings = [
-            f"HostKey={self.folder}/host", f"AuthorizedKeysFile={self.folder}/key.pub", "PermitRootLogin=yes",
-            "StrictModes=no", "UsePAM=no", "PidFile=none", "ClientAliveInterval=5", "ClientAliveCountMax=3",
+            f"HostKey={self.folder}/host",
+            f"AuthorizedKeysFile={self.folder}/key.pub",
+            "PermitRootLogin=yes",
+            "StrictModes=no",
+            "UsePAM=no",
+            "PidFile=none",
+            "ClientAliveInterval=5",
+            "ClientAliveCountMax=3",
             "MaxStartups=100",
-        ]  # fmt: skip
+        ]
 
     def _hold(self, number: int) -> subprocess.Popen[bytes]:
         """A process that has the host's namespaces: sshd or, on the first one, `sleep`."""
@@ -164,10 +172,21 @@ class Hosts:
         log = (self.folder / f"host{number}.log").open("ab")
         with log:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.names[number], "unshare", "-m", "-i", "sh", "-c",
-                 f"{prepare} && exec {stay}"],
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                [
+                    "ip",
+                    "netns",
+                    "exec",
+                    self.names[number],
+                    "unshare",
+                    "-m",
+                    "-i",
+                    "sh",
+                    "-c",
+                    f"{prepare} && exec {stay}",
+                ],
+                stdout=log,
+                stderr=log,
+            )
 
     def _await_sshd(self, number: int) -> None:
         deadline = time.monotonic() + LIMIT_S

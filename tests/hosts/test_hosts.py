@@ -44,24 +44,39 @@ class Run(OneHost):
         stand_in = f"env STAND_IN_SLOWEST_S={slowest_s} {hosts.python} {ROOT}/tests/hosts/hosted.py"
         self.python = hosts.python if vllm else stand_in
         self._launcher = hosts.within(
-            0, sys.executable, *program, f"run_dir={self.folder}", f"network.bind={hosts.address(0)}",
-            "network.ports=21000-21999", "generator.count=2", *(self._by_ssh() if ssh else JOINED), *overrides,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=SETTINGS,
-        )  # fmt: skip
+            0,
+            sys.executable,
+            *program,
+            f"run_dir={self.folder}",
+            f"network.bind={hosts.address(0)}",
+            "network.ports=21000-21999",
+            "generator.count=2",
+            *(self._by_ssh() if ssh else JOINED),
+            *overrides,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=SETTINGS,
+        )
         self.joined = [] if ssh else [self.join(1), self.join(2), self.join(2, "--kind", "actor")]
 
     def _by_ssh(self) -> list[str]:
         there = [self.hosts.address(1), self.hosts.address(2)]
         return [
-            "hosts.starter=ssh", f"hosts.names=[{','.join(there)}]", f"hosts.actors=[{there[1]}]",
-            f"hosts.python='{self.python}'", f"hosts.ssh='{' '.join(self.hosts.ssh)}'", "hosts.lease_s=15",
-        ]  # fmt: skip
+            "hosts.starter=ssh",
+            f"hosts.names=[{','.join(there)}]",
+            f"hosts.actors=[{there[1]}]",
+            f"hosts.python='{self.python}'",
+            f"hosts.ssh='{' '.join(self.hosts.ssh)}'",
+            "hosts.lease_s=15",
+        ]
 
     def join(self, number: int, *arguments: str) -> subprocess.Popen[str]:
         """`inflight join` on a host."""
-        program = [*self.python.split(), "join"] if "hosted.py" in self.python else [
-            *self.python.split(), "-m", "inflight.cli", "join"
-        ]  # fmt: skip
+        program = (
+            [*self.python.split(), "join"]
+            if "hosted.py" in self.python
+            else [*self.python.split(), "-m", "inflight.cli", "join"]
+        )
         return self.hosts.within(number, *program, self.hosts.address(0), *arguments, env=SETTINGS)
 
     def finish(self) -> str:

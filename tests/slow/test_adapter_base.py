@@ -52,11 +52,18 @@ def started(model: Path, endpoint: str) -> Any:
 
     settings = Settings(adapters=["policy"], endpoint=endpoint, heartbeat_s=0.2, dead_after_s=60.0)
     return LLM(
-        str(model), dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4,
-        kv_cache_memory_bytes=64 << 20, enable_lora=True, max_loras=1, max_lora_rank=16,
+        str(model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_seqs=4,
+        kv_cache_memory_bytes=64 << 20,
+        enable_lora=True,
+        max_loras=1,
+        max_lora_rank=16,
         worker_cls="inflight.generator.worker.adapter_cpu.InflightCPUAdapterWorker",
         additional_config=settings.as_additional_config(),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("same", [True, False], ids=["same base", "another base"])

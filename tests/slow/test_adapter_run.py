@@ -23,10 +23,20 @@ pytestmark = [
 
 def launch(run_dir: Path, *overrides: str) -> str:
     command = [
-        sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}",
-        "publish.join_timeout_s=400", "generator.start_timeout_s=400", "trainer.lora.rank=8", "trainer.lora.alpha=20",
-        "trainer.learning_rate=0.003", "trainer.objective.kl=0.01", *overrides,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "inflight.launcher",
+        "--config-name",
+        "tiny",
+        f"run_dir={run_dir}",
+        "publish.join_timeout_s=400",
+        "generator.start_timeout_s=400",
+        "trainer.lora.rank=8",
+        "trainer.lora.alpha=20",
+        "trainer.learning_rate=0.003",
+        "trainer.objective.kl=0.01",
+        *overrides,
+    ]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     run = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]

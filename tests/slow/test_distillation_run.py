@@ -23,9 +23,12 @@ NEARER = 0.75
 """What must be left of the divergence at the most; about a half is, and without a teacher's word all of it."""
 TIMEOUT_S = 600
 COMMON = (
-    f"trainer.steps={STEPS}", "task.name=distillation", "task.options={teacher: tiny-untied, task: addition}",
-    "gate.max_lag=0", "audit.keep_versions=false",
-)  # fmt: skip
+    f"trainer.steps={STEPS}",
+    "task.name=distillation",
+    "task.options={teacher: tiny-untied, task: addition}",
+    "gate.max_lag=0",
+    "audit.keep_versions=false",
+)
 ROUTES = {
     "reward": ("trainer.advantage.name=distillation",),
     # k2, since its gradient is that of the divergence itself on the student's own tokens
@@ -54,9 +57,13 @@ def launch(run_dir: Path, *overrides: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
     command = [sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}", *overrides]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT_S, env={**environment, "HF_HUB_OFFLINE": "1"},
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**environment, "HF_HUB_OFFLINE": "1"},
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
 
 

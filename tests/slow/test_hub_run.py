@@ -104,6 +104,10 @@ def launch(url: str, home: Path, run_dir: Path, *overrides: str) -> None:
     command = [sys.executable, "-m", "inflight.launcher", "--config-name", "tiny", f"run_dir={run_dir}"]
     done = subprocess.run(
         [*command, f"model.name={MODEL}", *overrides],
-        capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

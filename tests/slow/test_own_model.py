@@ -50,10 +50,18 @@ EVERY = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 """For the tiny model, which has none of its own."""
 SMALL = (
-    "machine=cpu", "launch.needs_gpu=false", "generator.max_model_len=96", "generator.max_num_seqs=16",
-    "generator.kv_cache_gib=0.25", "rollout.group_size=2", f"trainer.groups_per_step={STEP}", "trainer.micro_batch=19",
-    "publish.join_timeout_s=400", "generator.start_timeout_s=400", "rollout.file_mib=0.1",
-)  # fmt: skip
+    "machine=cpu",
+    "launch.needs_gpu=false",
+    "generator.max_model_len=96",
+    "generator.max_num_seqs=16",
+    "generator.kv_cache_gib=0.25",
+    "rollout.group_size=2",
+    f"trainer.groups_per_step={STEP}",
+    "trainer.micro_batch=19",
+    "publish.join_timeout_s=400",
+    "generator.start_timeout_s=400",
+    "rollout.file_mib=0.1",
+)
 MODELS = {
     "tiny": ("model.dtype=float32", "trainer.autocast=false", "rollout.max_tokens=4"),
     "smollm2": ("rollout.max_tokens=8",),
@@ -113,9 +121,13 @@ class Commands:
         if asked[0] == "inflight":  # this tree's, whichever is installed
             asked[:1] = [sys.executable, "-m", "inflight.cli"]
         return subprocess.Popen(
-            asked, cwd=self._folder, env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            asked,
+            cwd=self._folder,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
 
     def run(self, command: str) -> subprocess.CompletedProcess[str]:
         process = self.start(command)

@@ -19,9 +19,14 @@ ARMS = ["inflight", "abort_resume", "synchronous"]
 
 def test_every_arm_trains_and_delivers_the_trainers_weights(tmp_path):
     command = [
-        sys.executable, "-m", "bench.peers", "--config-name", "peers_cpu", f"out={tmp_path}",
+        sys.executable,
+        "-m",
+        "bench.peers",
+        "--config-name",
+        "peers_cpu",
+        f"out={tmp_path}",
         f"arms=[{','.join(ARMS)}]",
-    ]  # fmt: skip
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     arms = {arm["arm"]: arm for arm in json.loads((tmp_path / "results.json").read_text())["arms"]}
@@ -54,11 +59,17 @@ class Rollouts:
             tokens = np.concatenate([[3, 4, 5], random.integers(3, 16, 20)])
             self.rollout_buffer.put(
                 RolloutSample(
-                    prompt=[], completion=[], input_ids=tokens, completion_mask=np.array([0] * 3 + [1] * 20),
-                    old_log_probs=np.array([0.0] * 3 + [-2.8] * 20), advantage=number % 4 - 1.5, model_version=1 << 20,
-                    group_id=number // 4, metrics={"reward": 0.5},
+                    prompt=[],
+                    completion=[],
+                    input_ids=tokens,
+                    completion_mask=np.array([0] * 3 + [1] * 20),
+                    old_log_probs=np.array([0.0] * 3 + [-2.8] * 20),
+                    advantage=number % 4 - 1.5,
+                    model_version=1 << 20,
+                    group_id=number // 4,
+                    metrics={"reward": 0.5},
                 )
-            )  # fmt: skip
+            )
 
     def start(self): ...
     def stop(self): ...

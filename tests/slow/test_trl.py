@@ -50,28 +50,48 @@ def theirs(
     now, entropies = given.now.clone().requires_grad_(), given.entropy.clone().requires_grad_()
     mask = given.batch.trained_mask.long()
     trainer = MagicMock(  # what it logs is of no interest
-        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
-        importance_sampling_level=level, beta=beta, epsilon_low=low, epsilon_high=high, loss_type=loss_type,
+        aux_loss_enabled=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        importance_sampling_level=level,
+        beta=beta,
+        epsilon_low=low,
+        epsilon_high=high,
+        loss_type=loss_type,
         use_vllm=weight is not None,
-        vllm_importance_sampling_correction=weight is not None, current_gradient_accumulation_steps=parts,
-        max_completion_length=limit, model=SimpleNamespace(training=True),
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=weigh_kl, sapo_temperature_pos=1.0,
-                             sapo_temperature_neg=1.05, steps_per_generation=parts),
-        accelerator=SimpleNamespace(num_processes=1, sync_gradients=False, gather=lambda tensor: tensor,
-                                    reduce=lambda tensor, reduction: tensor),
-        _entropy_bonus_enabled=entropy > 0, entropy_coef=entropy, use_adaptive_entropy=False,
+        vllm_importance_sampling_correction=weight is not None,
+        current_gradient_accumulation_steps=parts,
+        max_completion_length=limit,
+        model=SimpleNamespace(training=True),
+        args=SimpleNamespace(
+            delta=None,
+            use_bias_correction_kl=weigh_kl,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+            steps_per_generation=parts,
+        ),
+        accelerator=SimpleNamespace(
+            num_processes=1, sync_gradients=False, gather=lambda tensor: tensor, reduce=lambda tensor, reduction: tensor
+        ),
+        _entropy_bonus_enabled=entropy > 0,
+        entropy_coef=entropy,
+        use_adaptive_entropy=False,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-    )  # fmt: skip
+    )
     total = 0.0
     for rows in torch.arange(len(now)).chunk(parts):
         trainer._get_per_token_logps_and_entropies = lambda *a, at=rows, **k: (now[at], entropies[at], None)
         inputs = {
-            "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.int64), "prompt_mask": torch.ones(len(rows), 1),
-            "completion_ids": given.batch.input_ids[rows], "completion_mask": mask[rows],
-            "advantages": given.batch.advantages[rows], "old_per_token_logps": old[rows],
-            "num_items_in_batch": mask.sum(), "ref_per_token_logps": given.reference[rows],
+            "prompt_ids": torch.zeros(len(rows), 1, dtype=torch.int64),
+            "prompt_mask": torch.ones(len(rows), 1),
+            "completion_ids": given.batch.input_ids[rows],
+            "completion_mask": mask[rows],
+            "advantages": given.batch.advantages[rows],
+            "old_per_token_logps": old[rows],
+            "num_items_in_batch": mask.sum(),
+            "ref_per_token_logps": given.reference[rows],
             "importance_sampling_ratio": None if weight is None else weight[rows],
-        }  # fmt: skip
+        }
         loss = GRPOTrainer._compute_loss(trainer, None, inputs)
         loss.backward()
         total += float(loss.detach())
@@ -100,14 +120,18 @@ CASES = {
     "cispo": (("cispo", "token"), lambda g: {"loss_type": "cispo", "high": 5.0}),
     "sapo": (("sapo", "sequence"), lambda g: {"loss_type": "sapo"}),
     "tis": (("tis", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0)}),
-    "tis_sequence": (("tis_sequence", "token"),
-                     lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0, sequence=True)}),
+    "tis_sequence": (
+        ("tis_sequence", "token"),
+        lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=2.0, sequence=True)},
+    ),
     "decoupled_ppo": (("decoupled_ppo", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, cap=1e9)}),
     "masked_is": (("masked_is", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0))}),
     "icepop": (("icepop", "token"), lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.5, 5.0))}),
-    "sequence_mask": (("sequence_mask", "token"),
-                      lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0), sequence=True)}),
-}  # fmt: skip
+    "sequence_mask": (
+        ("sequence_mask", "token"),
+        lambda g: {"loss_type": "dapo", "weight": truncated(g, masked=(0.0, 2.0), sequence=True)},
+    ),
+}
 SEQUENCE_RATIO = ("gspo",)
 OF_ITS_OWN_TOKENS = ("ppo",)
 """trl divides each micro-batch by its own tokens there, so that the sum depends on the cut."""

@@ -95,9 +95,15 @@ class Generator:
             logprobs.append(float(distribution[token]))
             kept.append(distribution.isfinite().nonzero()[:, 0].tolist())
         return make_rollout(
-            "g", name, spans=spans_of(swaps), length=length, token_ids=tokens[len(prompt) :],
-            logprobs=logprobs, prefill_versions=events, kept=kept if self.top_k else None,
-        ), prompt  # fmt: skip
+            "g",
+            name,
+            spans=spans_of(swaps),
+            length=length,
+            token_ids=tokens[len(prompt) :],
+            logprobs=logprobs,
+            prefill_versions=events,
+            kept=kept if self.top_k else None,
+        ), prompt
 
 
 def at(*starts):

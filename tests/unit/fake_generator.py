@@ -69,9 +69,17 @@ class FakeGenerator:
     """Ranks with fake shadows and an engine, over the real bus."""
 
     def __init__(
-        self, endpoint, name="g0", world_size=1, version=None, publisher="", connect=make_receiver, bus=BUS,
-        url="http://127.0.0.1:1", place=None,
-    ):  # fmt: skip
+        self,
+        endpoint,
+        name="g0",
+        world_size=1,
+        version=None,
+        publisher="",
+        connect=make_receiver,
+        bus=BUS,
+        url="http://127.0.0.1:1",
+        place=None,
+    ):
         """`version` of `publisher` is what it holds; None: none of anyone's."""
         self.url = url
         self.name, self.endpoint, self.bus = name, endpoint, bus
@@ -79,15 +87,21 @@ class FakeGenerator:
         self.shadows = [FakeShadow() for _ in range(world_size)]
         self.receivers = [
             WeightReceiver(
-                Link(endpoint, f"{name}.r{rank}", bus), shadow,
+                Link(endpoint, f"{name}.r{rank}", bus),
+                shadow,
                 RankHello(
-                    generator=name, rank=rank, world_size=world_size, version=version, publisher=publisher,
-                    incarnation=incarnation, place=place,
+                    generator=name,
+                    rank=rank,
+                    world_size=world_size,
+                    version=version,
+                    publisher=publisher,
+                    incarnation=incarnation,
+                    place=place,
                 ),
                 connect=connect,
             )
             for rank, shadow in enumerate(self.shadows)
-        ]  # fmt: skip
+        ]
         self.version, self.publisher, self.world_size = version, publisher, world_size
         self.heard = []
         """What the engine was told, in order."""
@@ -113,9 +127,13 @@ class FakeGenerator:
 
     def _hello(self):
         hello = EngineHello(
-            generator=self.name, world_size=self.world_size, version=self.version, publisher=self.publisher,
-            url=self.url, incarnation=self.incarnation,
-        )  # fmt: skip
+            generator=self.name,
+            world_size=self.world_size,
+            version=self.version,
+            publisher=self.publisher,
+            url=self.url,
+            incarnation=self.incarnation,
+        )
         self.engine.send(hello)
 
     def _run(self):

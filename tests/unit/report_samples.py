@@ -16,16 +16,42 @@ from inflight.rollout.stream import Writer
 from inflight.types import RolloutGroup
 
 HOSTILE = [
-    "</script><script>window.hurt=1</script>", "<img src=x onerror=window.hurt=2>", "<!--", "]]>", "&lt;", "\u2028",
-    "\u202e", "\x1b[31m", "'\"`", "%%SCRIPT%%", "a", "b", "\n",
-]  # fmt: skip
+    "</script><script>window.hurt=1</script>",
+    "<img src=x onerror=window.hurt=2>",
+    "<!--",
+    "]]>",
+    "&lt;",
+    "\u2028",
+    "\u202e",
+    "\x1b[31m",
+    "'\"`",
+    "%%SCRIPT%%",
+    "a",
+    "b",
+    "\n",
+]
 STEP = {
-    "reward": 0.5, "reward_all": 0.4, "loss": 0.1, "wait_s": 1.0, "train_s": 2.0, "publish_wait_s": 0.25,
-    "pack_s": 0.05, "guard_s": 0.1, "tokens_trained": 100, "tokens_masked": 10, "lag_mean": 1.0, "lag_max": 2,
-    "lag_counts": {"0": 60, "2": 40}, "buffer": 1, "groups_in_flight": 2, "tokens_per_s": 50.0,
-    "groups_dropped": {"too old": 3}, "groups_failed": {},
-    "rollouts_dropped": {}, "tokens_masked_by_rule": {"too old": 10},
-}  # fmt: skip
+    "reward": 0.5,
+    "reward_all": 0.4,
+    "loss": 0.1,
+    "wait_s": 1.0,
+    "train_s": 2.0,
+    "publish_wait_s": 0.25,
+    "pack_s": 0.05,
+    "guard_s": 0.1,
+    "tokens_trained": 100,
+    "tokens_masked": 10,
+    "lag_mean": 1.0,
+    "lag_max": 2,
+    "lag_counts": {"0": 60, "2": 40},
+    "buffer": 1,
+    "groups_in_flight": 2,
+    "tokens_per_s": 50.0,
+    "groups_dropped": {"too old": 3},
+    "groups_failed": {},
+    "rollouts_dropped": {},
+    "tokens_masked_by_rule": {"too old": 10},
+}
 
 
 def make_model(folder: Path) -> Path:
@@ -46,10 +72,16 @@ def make_run(
     made = make_config(folder, steps=of_steps)
     options = {"api_key": "s3cret-value", "url": "https://user:pa55@host/x", "note": "</script>"}
     task = configuration.TaskConfig(name="addition", options=options)
-    configuration.save(configuration.RunConfig(
-        model=ModelConfig(name=str(model)), task=task, run_dir=str(folder), trainer=made.trainer, gate=made.gate,
-        rollout=made.rollout,
-    ))  # fmt: skip
+    configuration.save(
+        configuration.RunConfig(
+            model=ModelConfig(name=str(model)),
+            task=task,
+            run_dir=str(folder),
+            trainer=made.trainer,
+            gate=made.gate,
+            rollout=made.rollout,
+        )
+    )
     with JsonLines(folder / METRICS_FILE) as metrics:
         for step in range(1, steps + 1):
             metrics.write(STEP | {"step": step, "version": step, "time_s": 10.0 * step, "questions": [step - 1]})

@@ -55,11 +55,16 @@ def test_their_bytes_come_back_as_they_were() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([1 << 31], "beyond int32"), ([-1], "-1 is no token id"), ([0.5], "not int32 values: float64"),
-        ([True], "not int32 values: bool"), (["a"], "ids: "), ([[1]], r"shape \(1, 1\)"), ([None], "not int32 values"),
+        ([1 << 31], "beyond int32"),
+        ([-1], "-1 is no token id"),
+        ([0.5], "not int32 values: float64"),
+        ([True], "not int32 values: bool"),
+        (["a"], "ids: "),
+        ([[1]], r"shape \(1, 1\)"),
+        ([None], "not int32 values"),
         (range((1 << 20) + 1), "up to 1048576 elements"),
     ],
-)  # fmt: skip
+)
 def test_values_that_do_not_fit_are_refused(values: list, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Record(ids=values)
@@ -68,11 +73,19 @@ def test_values_that_do_not_fit_are_refused(values: list, words: str) -> None:
 @pytest.mark.parametrize(
     "wire",
     [
-        {"ids": [1, 2]}, {"ids": b"123"}, {"ids": "1234"}, {"ids": b"\xff" * 4}, {"ids": bytes(4 * (1 << 20) + 4)},
-        {"ids": b"", "numbers": b"12345"}, {"ids": b"", "sets": b""}, {"ids": b"", "sets": [b"\1", b""]},
-        {"ids": b"", "sets": [b"\1\0", b""]}, {"ids": b"", "sets": [b"\1\0", b"\xff" * 4]}, {"ids": b"", "sets": [b""]},
+        {"ids": [1, 2]},
+        {"ids": b"123"},
+        {"ids": "1234"},
+        {"ids": b"\xff" * 4},
+        {"ids": bytes(4 * (1 << 20) + 4)},
+        {"ids": b"", "numbers": b"12345"},
+        {"ids": b"", "sets": b""},
+        {"ids": b"", "sets": [b"\1", b""]},
+        {"ids": b"", "sets": [b"\1\0", b""]},
+        {"ids": b"", "sets": [b"\1\0", b"\xff" * 4]},
+        {"ids": b"", "sets": [b""]},
     ],
-)  # fmt: skip
+)
 def test_what_no_array_has_made_is_refused(wire: dict) -> None:
     with pytest.raises(msgspec.ValidationError):
         decoded(msgspec.msgpack.encode(wire))

@@ -24,7 +24,7 @@ from audit_samples import (
     generate,
     retag,
     write,
-)  # fmt: skip
+)
 from rollout_samples import make_config, make_rollout
 from safetensors.torch import save_file
 from transformers import AutoConfig

@@ -28,10 +28,17 @@ def line(step):
     """Of a step that was trained on two groups; one rollout of the first was left out."""
     questions = [2 * step - 2, 2 * step - 1]
     return {
-        "step": step, "version": step, "questions": questions, "left_out": [f"q{questions[0]}/0"],
-        "tokens_trained": 5 + questions[0], "tokens_masked": 2 * (5 + questions[1]), "swaps": step,
-        "groups_granted": 2 * step, "groups_in_flight": 0, "groups_failed": {},
-    }  # fmt: skip
+        "step": step,
+        "version": step,
+        "questions": questions,
+        "left_out": [f"q{questions[0]}/0"],
+        "tokens_trained": 5 + questions[0],
+        "tokens_masked": 2 * (5 + questions[1]),
+        "swaps": step,
+        "groups_granted": 2 * step,
+        "groups_in_flight": 0,
+        "groups_failed": {},
+    }
 
 
 class Folder:
@@ -116,12 +123,13 @@ def test_tokens_lost_of_a_rollout_that_was_trained_on(folder):
 
 def test_a_copy_under_other_names(folder):
     folder.groups[1] = msgspec.structs.replace(
-        folder.groups[0], group_id="q1",
+        folder.groups[0],
+        group_id="q1",
         rollouts=[
             msgspec.structs.replace(each, group_id="q1", rollout_id=f"q1/{number}")
             for number, each in enumerate(folder.groups[0].rollouts)
         ],
-    )  # fmt: skip
+    )
     assert "2 rollouts are copies of others, under other names" in folder.found()[0]
 
 
@@ -133,10 +141,13 @@ def test_the_start_version_needs_an_acknowledgement_too(folder):
 
 def test_files_that_are_lost_or_torn_leave_it_unknown(folder, tmp_path):
     folder.swaps, folder.tail = None, '{"step": 5, "ver'
-    assert folder.found() == ([], [
-        "the last line of metrics.jsonl is torn",
-        "there is no swaps.jsonl to say which versions were sent to which generator",
-    ])  # fmt: skip
+    assert folder.found() == (
+        [],
+        [
+            "the last line of metrics.jsonl is torn",
+            "there is no swaps.jsonl to say which versions were sent to which generator",
+        ],
+    )
     (tmp_path / "metrics.jsonl").unlink()
     folder.lines = None
     assert folder.found()[1] == ["there is no metrics.jsonl to say how many groups the run had recorded"]

@@ -8,9 +8,12 @@ from inflight.sampling import Recorded, Sampling, processed_logprobs
 
 SLACK = 1e-4
 OPTIONS = [
-    {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_k": 8, "top_p": 0.7, "temperature": 1.4},
+    {"top_k": 5},
+    {"top_p": 0.9},
+    {"min_p": 0.05},
+    {"top_k": 8, "top_p": 0.7, "temperature": 1.4},
     {"min_p": 0.02, "top_k": 20, "top_p": 0.95, "temperature": 0.6},
-]  # fmt: skip
+]
 
 
 def draws(sampling, many=300, vocabulary=50, seed=0):

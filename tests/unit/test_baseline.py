@@ -33,13 +33,17 @@ def batch_of(first, count=PROMPTS, spans=((0, 4),), **turn):
     members = [
         msgspec.structs.replace(
             make_rollout(
-                "g", index, spans, LENGTH,
-                logprobs=(-4 * torch.rand(LENGTH, generator=source) - 0.05).tolist(), **turn,
+                "g",
+                index,
+                spans,
+                LENGTH,
+                logprobs=(-4 * torch.rand(LENGTH, generator=source) - 0.05).tolist(),
+                **turn,
             ),
             prompt_ids=[5, 6, first + index],
         )
         for index in range(count)
-    ]  # fmt: skip
+    ]
     group = RolloutGroup(group_id="g", prompt_key="k", rollouts=members)
     gated = gate_group(group, 4, GateConfig())
     return collate([gated], advantage=find("group_mean", ADVANTAGES, "a"), normalise="token", max_tokens=8)

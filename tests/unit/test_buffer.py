@@ -312,13 +312,14 @@ def test_more_than_the_capacity_can_never_come(party):
     [
         ({"rules": [{"name": "uniform_rewards"}]}, 0, "all rewards equal: 16), by gate.rules[0] (uniform_rewards): 16"),
         (
-            {"max_token_lag": 0, "min_trained_share": 1.0, "on_stale": "drop"}, 3,
+            {"max_token_lag": 0, "min_trained_share": 1.0, "on_stale": "drop"},
+            3,
             "fewer than 2 usable rollouts: 16), by gate.max_token_lag=0: 16, gate.min_trained_share=1: 16, "
             "at least 2 rollouts: 16; rollouts excluded from them: too few fresh tokens: 32",
         ),
         ({}, -1, "version not published: 16)"),
     ],
-)  # fmt: skip
+)
 def test_a_gate_that_drops_everything_is_reported_after_a_bounded_number_of_groups(party, gate, version, says):
     """Once, not once a group; what ends the run in the end says it too."""
     warned = []

@@ -52,9 +52,12 @@ def written(folder: Path, model_dir: Path, **settings) -> tuple[Path, dict[str, 
 
 def resumed(checkpoint: Path, model_dir: Path, *, bfloat16: bool = True):
     config = RunConfig(
-        model=ModelConfig(name=str(model_dir)), task=TaskConfig("addition"), run_dir="run",
-        checkpoint=str(checkpoint), trainer=TrainerConfig(autocast=bfloat16),
-    )  # fmt: skip
+        model=ModelConfig(name=str(model_dir)),
+        task=TaskConfig("addition"),
+        run_dir="run",
+        checkpoint=str(checkpoint),
+        trainer=TrainerConfig(autocast=bfloat16),
+    )
     return policy_of(config, checkpoint, torch.device("cpu"))
 
 

@@ -151,10 +151,15 @@ def test_options_that_bound_an_update_need_more_than_one(tiny, name):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"temperature": 0.6}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"repetition_penalty": 1.1},
-        {"presence_penalty": 0.1}, {"frequency_penalty": 0.1},
+        {"temperature": 0.6},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
     ],
-)  # fmt: skip
+)
 def test_a_teacher_is_refused_where_it_would_differ_from_a_student_that_is_the_same(tiny, changes):
     ((name, value),) = changes.items()
     asked = {"advantage": AdvantageConfig(name="distillation")}
@@ -233,8 +238,10 @@ def test_values_that_are_set_again_are_used_and_shown(tmp_path):
     assert now.gate.rules == [{"name": "uniform_rewards"}]
     assert now.trainer.objective.options == {"cap": 3.0}
     assert set(set_anew(now)) == {
-        "trainer.steps=12", "gate.rules=[{'name': 'uniform_rewards'}]", "trainer.objective.options.cap=3.0",
-    }  # fmt: skip
+        "trainer.steps=12",
+        "gate.rules=[{'name': 'uniform_rewards'}]",
+        "trainer.objective.options.cap=3.0",
+    }
     configuration.save(now)
     again = resumed_config(compose("tiny", [f"run_dir={tmp_path}/run", "resume=true", "trainer.objective.options={}"]))
     assert (again.trainer.steps, again.trainer.objective.options) == (12, {}), "kept; an option can be taken back"

@@ -351,9 +351,10 @@ def test_prompts_reach_beyond_what_the_model_draws_a_line_at():
     lengths = {len(each) for each in prompts_for(MistralConfig(sliding_window=32, vocab_size=50), 512, 0)}
     assert lengths == {4, 24, 64, 504}
     dynamic = LlamaConfig(
-        max_position_embeddings=64, vocab_size=50,
+        max_position_embeddings=64,
+        vocab_size=50,
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-    )  # fmt: skip
+    )
     found = prompts_for(dynamic, 256, 0)
     assert {len(each) for each in found} == {4, 24, 128, 248}
     assert len(found) == REQUESTS

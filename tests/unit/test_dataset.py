@@ -70,9 +70,14 @@ def test_chats_get_tools_a_system_message_and_the_templates_arguments(tmp_path):
     rows = [{"talk": asked, "tools": tools} for tools in ([tool], json.dumps([tool]), None)]
     (tmp_path / "t.jinja").write_text("{{ messages }}")
     task = dataset(
-        lines(tmp_path / "a.jsonl", rows), messages="talk", tools="tools", system="Be brief.", shuffle=False,
-        template={"enable_thinking": False}, chat_template=str(tmp_path / "t.jinja"),
-    )  # fmt: skip
+        lines(tmp_path / "a.jsonl", rows),
+        messages="talk",
+        tools="tools",
+        system="Be brief.",
+        shuffle=False,
+        template={"enable_thinking": False},
+        chat_template=str(tmp_path / "t.jinja"),
+    )
     arguments = {"enable_thinking": False, "chat_template": "{{ messages }}"}
     begun = [{"role": "system", "content": "Be brief."}, *asked]
     for index, tools in enumerate(([tool], [tool], None)):
@@ -99,9 +104,18 @@ def test_a_table_is_read_as_lines_are_and_rows_do_not_get_each_others_fields(tmp
 
 def test_a_row_that_is_none_costs_itself_and_is_named_with_its_line(tmp_path, caplog):
     rows = [
-        {"prompt": "fine"}, '{"prompt": "cut', "", "[1]", '{"prompt": NaN}', {"promt": "typo"}, {"prompt": None},
-        {"prompt": []}, {"prompt": [1, True]}, {"prompt": [{"role": "user", "content": "x"}]}, {"prompt": "fine"},
-    ]  # fmt: skip
+        {"prompt": "fine"},
+        '{"prompt": "cut',
+        "",
+        "[1]",
+        '{"prompt": NaN}',
+        {"promt": "typo"},
+        {"prompt": None},
+        {"prompt": []},
+        {"prompt": [1, True]},
+        {"prompt": [{"role": "user", "content": "x"}]},
+        {"prompt": "fine"},
+    ]
     file = lines(tmp_path / "a.jsonl", rows)
     task = dataset(file, prompt="prompt", shuffle=False)
     wanted = [None, NotJson, NotJson, NotJson, NotJson, NoColumn, BadPrompt, BadPrompt, BadPrompt, BadPrompt, None]

@@ -46,10 +46,16 @@ def run(folder, *more, rows=None, **options):
     if rows is not None:
         lines(file, rows)
     given = {"path": file, "messages": "messages", "chat_template": template(folder)} | options
-    return compose("tiny", [
-        "task.name=dataset", "rewards=[{name: exact_match}]", f"run_dir={folder}/run", *more,
-        *(f"+task.options.{name}={value}" for name, value in given.items() if value is not None),
-    ])  # fmt: skip
+    return compose(
+        "tiny",
+        [
+            "task.name=dataset",
+            "rewards=[{name: exact_match}]",
+            f"run_dir={folder}/run",
+            *more,
+            *(f"+task.options.{name}={value}" for name, value in given.items() if value is not None),
+        ],
+    )
 
 
 def chats(count, **more):

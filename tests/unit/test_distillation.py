@@ -24,9 +24,12 @@ from inflight.types import PrefillSpan, StepReward, Turn, VersionSpan
 
 PROMPT, COMPLETION = [3, 4, 13], [5, 6, 7, 8]
 TURN = Turn(
-    token_ids=COMPLETION, logprobs=[-1.0] * 4, token_versions=[VersionSpan(0, 0)],
-    prefill_versions=[PrefillSpan(0, 0, 0)], finish_reason="stop",
-)  # fmt: skip
+    token_ids=COMPLETION,
+    logprobs=[-1.0] * 4,
+    token_versions=[VersionSpan(0, 0)],
+    prefill_versions=[PrefillSpan(0, 0, 0)],
+    finish_reason="stop",
+)
 
 
 def distillation(**options):
@@ -106,9 +109,12 @@ def test_no_server_at_the_address():
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"teacher": "/nowhere"}, "can't be loaded"), ({"teacher": "tiny", "task": "x"}, "not known"),
-     ({}, "teacher is missing")],
-)  # fmt: skip
+    [
+        ({"teacher": "/nowhere"}, "can't be loaded"),
+        ({"teacher": "tiny", "task": "x"}, "not known"),
+        ({}, "teacher is missing"),
+    ],
+)
 def test_bad_options_are_one_line(options, words):
     with pytest.raises(ConfigError, match=words):
         distillation(**options)

@@ -272,9 +272,12 @@ def test_gpus_peer_access_and_ipc(monkeypatch):
     }
     monkeypatch.setattr(gpus, "ask", lambda name, **_: answers[name])
     assert states(gpus.checked()) == [
-        (Severity.OK, "GPU 0"), (Severity.WARN, "GPU 1"), (Severity.FAIL, "GPU 2"), (Severity.WARN, "peer access"),
+        (Severity.OK, "GPU 0"),
+        (Severity.WARN, "GPU 1"),
+        (Severity.FAIL, "GPU 2"),
+        (Severity.WARN, "peer access"),
         (Severity.WARN, "CUDA IPC"),
-    ]  # fmt: skip
+    ]
     answers["cuda"] = {"devices": [device(139, [])]}
     assert states(gpus.checked()) == [(Severity.OK, "GPU 0"), (Severity.FAIL, "CUDA IPC")], "one GPU has no other way"
     answers["cuda"] = {"devices": [device(139, [1]), device(139, [0])]}

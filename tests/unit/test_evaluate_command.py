@@ -89,6 +89,9 @@ def test_a_run_whose_task_holds_nothing_out_is_refused(run_dir, capsys):
 def test_the_table_has_a_line_for_each_figure():
     result = {"checkpoint": "x", "version": 3, "eval/reward": 0.123456, "eval/failed_by": {"mixed versions": 2}}
     assert table(result).splitlines() == [
-        "checkpoint  x", "version     3", "reward      0.1235", "failed_by   mixed versions: 2"
-    ]  # fmt: skip
+        "checkpoint  x",
+        "version     3",
+        "reward      0.1235",
+        "failed_by   mixed versions: 2",
+    ]
     assert json.loads(json.dumps(result)) == result

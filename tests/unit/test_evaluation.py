@@ -90,9 +90,17 @@ def test_figures_are_means_over_questions_and_leave_out_what_does_not_count():
     ]
     found = figures(answered, [1, 2], 1.0)
     assert found == {
-        "questions": 3, "answers": 3, "mixed": 1, "failed": 2, "reward": 0.75, "reward_stderr": 0.25,
-        "pass@1": 0.75, "pass@2": 1.0, "tokens": 20.0, "truncated": pytest.approx(1 / 3),
-    }  # fmt: skip
+        "questions": 3,
+        "answers": 3,
+        "mixed": 1,
+        "failed": 2,
+        "reward": 0.75,
+        "reward_stderr": 0.25,
+        "pass@1": 0.75,
+        "pass@2": 1.0,
+        "tokens": 20.0,
+        "truncated": pytest.approx(1 / 3),
+    }
     assert reasons(answered) == {MIXED: 1, "reward timeout": 2}
 
 
@@ -222,8 +230,11 @@ def test_questions_and_scores_that_fail_cost_their_answers(tmp_path):
 
     answered, requests, _ = asked(tmp_path, task=Odd(seed=0, held_out=3), concurrency=1)
     assert [each.failed for each in answered] == [
-        *["task error: RuntimeError"] * 2, *["reward error: KeyError"] * 2, "", ""
-    ]  # fmt: skip
+        *["task error: RuntimeError"] * 2,
+        *["reward error: KeyError"] * 2,
+        "",
+        "",
+    ]
     assert [each.reward for each in answered[4:]] == [0.5, 0.5]
     assert len(requests) == 4
 

@@ -54,9 +54,15 @@ class Scene:
         self.lines, self.warnings = [], []
         self.best = Best(folder, "reward")
         self.evaluations = Evaluations(
-            EvalConfig(every=3, timeout_s=60.0, **settings), self.listener, self.publisher, self.best,
-            written_s=200.0, tell=self.lines.append, warn=self.warnings.append, clock=lambda: self.now,
-        )  # fmt: skip
+            EvalConfig(every=3, timeout_s=60.0, **settings),
+            self.listener,
+            self.publisher,
+            self.best,
+            written_s=200.0,
+            tell=self.lines.append,
+            warn=self.warnings.append,
+            clock=lambda: self.now,
+        )
         self.link = None
 
     def join(self, incarnation="0" * 16):
@@ -124,9 +130,14 @@ def test_a_version_is_pinned_asked_for_and_released_and_its_figures_are_told(sce
     scene.now += 5
     scene.answer()
     assert scene.done() == {
-        "step": 3, "version": 3, "generator": "g0", "eval/seconds": 5.0, "eval/failed_by": {}, "eval/best": True,
+        "step": 3,
+        "version": 3,
+        "generator": "g0",
+        "eval/seconds": 5.0,
+        "eval/failed_by": {},
+        "eval/best": True,
         **{f"eval/{name}": value for name, value in FIGURES.items()},
-    }  # fmt: skip
+    }
     assert scene.publisher.unpinned == ["its evaluation is done"]
     assert not scene.evaluations.busy
     assert scene.warnings == []
@@ -212,9 +223,14 @@ def test_what_came_of_an_evaluation_that_was_not_done_is_counted_and_not_average
     line = scene.done()
     assert line["eval/given_up"] == "2 of 3 answers came within 60 s"
     assert {name for name in line if name.startswith("eval/")} == {
-        "eval/given_up", "eval/questions", "eval/answers", "eval/mixed", "eval/failed", "eval/failed_by",
+        "eval/given_up",
+        "eval/questions",
+        "eval/answers",
+        "eval/mixed",
+        "eval/failed",
+        "eval/failed_by",
         "eval/seconds",
-    }  # fmt: skip
+    }
     assert scene.best.path is None
 
 
@@ -284,9 +300,7 @@ def test_one_evaluation_is_under_way_at_a_time(scene):
     scene.join()
     scene.begin()
     scene.evaluations.begin(6, None)
-    assert scene.done() == {
-        "step": 6, "version": 6, "eval/given_up": "the evaluation of version 3 is still under way"
-    }  # fmt: skip
+    assert scene.done() == {"step": 6, "version": 6, "eval/given_up": "the evaluation of version 3 is still under way"}
     assert len(scene.publisher.pins) == 1
     scene.hear(Evaluate)
     scene.answer()

@@ -31,14 +31,40 @@ from inflight.weights.publish.events import Failure, Swap
 
 DOCS = Path(__file__).parents[2] / "docs"
 LINE = {
-    "step": 3, "reward": 0.5, "reward_all": 0.25, "loss": 0.125, "entropy": 2.0, "kl": 0.01,
-    "ess": 0.9, "grad_norm": 1.0, "learning_rate": 1e-3, "tokens_per_s": 50.0, "wait_s": 1.5, "train_s": 2.0,
-    "tokens_trained": 100, "tokens_masked": 8,
-    "lag_counts": {"0": 60, "3": 40}, "tokens_masked_by_rule": {"too old": 8},
-}  # fmt: skip
-VALUES = {"in_flight": 4, "done": 9, "tokens": 120, "accepted.g0": 70, "accepted.g1": 50, "phase": "sampling",
-          "scores": 18, "score_s": 4.5, "reward": 0.5, "started": 13, "failed": 0, "unacknowledged": 0,
-          "aborted": 0, "retries": 0, "continued": 0}  # fmt: skip
+    "step": 3,
+    "reward": 0.5,
+    "reward_all": 0.25,
+    "loss": 0.125,
+    "entropy": 2.0,
+    "kl": 0.01,
+    "ess": 0.9,
+    "grad_norm": 1.0,
+    "learning_rate": 1e-3,
+    "tokens_per_s": 50.0,
+    "wait_s": 1.5,
+    "train_s": 2.0,
+    "tokens_trained": 100,
+    "tokens_masked": 8,
+    "lag_counts": {"0": 60, "3": 40},
+    "tokens_masked_by_rule": {"too old": 8},
+}
+VALUES = {
+    "in_flight": 4,
+    "done": 9,
+    "tokens": 120,
+    "accepted.g0": 70,
+    "accepted.g1": 50,
+    "phase": "sampling",
+    "scores": 18,
+    "score_s": 4.5,
+    "reward": 0.5,
+    "started": 13,
+    "failed": 0,
+    "unacknowledged": 0,
+    "aborted": 0,
+    "retries": 0,
+    "continued": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +91,16 @@ def samples(registry: CollectorRegistry) -> dict[str, float]:
 
 def trainer(config: RunConfig) -> TrainerMetrics:
     counts = Counts(
-        granted=20, in_flight=4, produced=16, buffered=2, trained=12, dropped={"too old": 2},
-        failed={"reward timeout": 1}, rollouts_dropped={}, ignored={},
-    )  # fmt: skip
+        granted=20,
+        in_flight=4,
+        produced=16,
+        buffered=2,
+        trained=12,
+        dropped={"too old": 2},
+        failed={"reward timeout": 1},
+        rollouts_dropped={},
+        ignored={},
+    )
     metrics = TrainerMetrics(config)
     publisher = SimpleNamespace(version=3, committed={"g0": 3, "g1": 1}, behind={"g0": 0, "g1": 2})
     metrics.follow(publisher, SimpleNamespace(counts=lambda: counts, ages=lambda version: {version - 2: 2}))
@@ -83,21 +116,43 @@ def trainer(config: RunConfig) -> TrainerMetrics:
 def test_the_trainer_counts_what_it_reports(config):
     found, own = samples(trainer(config).registry), "inflight_trainer_"
     expected = {
-        "step": 3, "steps_total": 3, "version": 3, "reward": 0.5, "reward_judged": 0.25, "loss": 0.125,
-        "held_out_reward": 0.75, "held_out_version": 2, "step_seconds_total{phase=wait}": 4.5,
-        "tokens_total{use=trained}": 300, "tokens_masked_total{rule=too old}": 24,
-        "token_lag_versions_bucket{le=0.0}": 180, "token_lag_versions_bucket{le=2.0}": 180,
-        "token_lag_versions_bucket{le=4.0}": 300, "token_lag_versions_count": 300, "token_lag_versions_sum": 360,
-        "swap_gap_seconds_bucket{generator=g0,le=0.0001}": 0, "swap_gap_seconds_bucket{generator=g0,le=0.0003}": 1,
-        "swap_gap_seconds_bucket{generator=g0,le=0.001}": 2, "swap_gap_seconds_bucket{generator=g0,le=+Inf}": 3,
-        "swap_gap_seconds_count{generator=g0}": 3, "swap_gap_seconds_sum{generator=g0}": 2.0006,
-        "publish_seconds_count{phase=transfer}": 3, "publish_seconds_sum{phase=ready}": 2.1,
-        "swaps_total{generator=g0}": 3, "versions_missed_total{outcome=failure}": 1,
-        "generator_version{generator=g1}": 1, "generator_behind_versions{generator=g1}": 2,
-        "buffer_groups": 2, "buffer_groups_by_age{age=1}": 2, "buffer_capacity_groups": config.capacity,
-        "groups_in_flight": 4, "groups_granted_total": 20, "groups_trained_total": 12,
-        "groups_dropped_total{reason=too old}": 2, "groups_failed_total{reason=reward timeout}": 1,
-    }  # fmt: skip
+        "step": 3,
+        "steps_total": 3,
+        "version": 3,
+        "reward": 0.5,
+        "reward_judged": 0.25,
+        "loss": 0.125,
+        "held_out_reward": 0.75,
+        "held_out_version": 2,
+        "step_seconds_total{phase=wait}": 4.5,
+        "tokens_total{use=trained}": 300,
+        "tokens_masked_total{rule=too old}": 24,
+        "token_lag_versions_bucket{le=0.0}": 180,
+        "token_lag_versions_bucket{le=2.0}": 180,
+        "token_lag_versions_bucket{le=4.0}": 300,
+        "token_lag_versions_count": 300,
+        "token_lag_versions_sum": 360,
+        "swap_gap_seconds_bucket{generator=g0,le=0.0001}": 0,
+        "swap_gap_seconds_bucket{generator=g0,le=0.0003}": 1,
+        "swap_gap_seconds_bucket{generator=g0,le=0.001}": 2,
+        "swap_gap_seconds_bucket{generator=g0,le=+Inf}": 3,
+        "swap_gap_seconds_count{generator=g0}": 3,
+        "swap_gap_seconds_sum{generator=g0}": 2.0006,
+        "publish_seconds_count{phase=transfer}": 3,
+        "publish_seconds_sum{phase=ready}": 2.1,
+        "swaps_total{generator=g0}": 3,
+        "versions_missed_total{outcome=failure}": 1,
+        "generator_version{generator=g1}": 1,
+        "generator_behind_versions{generator=g1}": 2,
+        "buffer_groups": 2,
+        "buffer_groups_by_age{age=1}": 2,
+        "buffer_capacity_groups": config.capacity,
+        "groups_in_flight": 4,
+        "groups_granted_total": 20,
+        "groups_trained_total": 12,
+        "groups_dropped_total{reason=too old}": 2,
+        "groups_failed_total{reason=reward timeout}": 1,
+    }
     assert {name: found.get(own + name) for name in expected} == pytest.approx(expected)
 
 
@@ -170,8 +225,12 @@ def test_an_endpoint_is_on_loopback_and_announced_while_it_lives(config):
         assert "inflight_trainer_step 3.0" in get(endpoint.port)
         announced = json.loads(target.read_text())
         assert stat.S_IMODE(target.parent.stat().st_mode) == 0o700
-    assert announced == [{"targets": [f"127.0.0.1:{announced[0]['targets'][0].split(':')[1]}"],
-                          "labels": {"process": "trainer", "run": "night"}}]  # fmt: skip
+    assert announced == [
+        {
+            "targets": [f"127.0.0.1:{announced[0]['targets'][0].split(':')[1]}"],
+            "labels": {"process": "trainer", "run": "night"},
+        }
+    ]
     assert not target.exists()
 
 

@@ -127,8 +127,10 @@ def test_a_restarted_publisher_swaps_under_the_number_that_is_stamped(listener: 
     replies, why, agent = converse(listener, [{"gap_s": 0.001}], Commit(version=4), again, again, Enquire(), FINISH)
     assert why == ""
     assert agent.engine.asked == [
-        ("commit_weights", 4), ("collective_rpc", "commit_weights", None, (4,)), ("reset_prefix_cache", True),
-    ]  # fmt: skip
+        ("commit_weights", 4),
+        ("collective_rpc", "commit_weights", None, (4,)),
+        ("reset_prefix_cache", True),
+    ]
     answer = Committed(version=4, gap_s=0.001, running=5)
     other = msgspec.structs.replace(answer, publisher=OTHER)
     assert replies == [answer, other, other, msgspec.structs.replace(HELLO, version=4, publisher=OTHER)]
@@ -139,8 +141,10 @@ def test_a_publisher_of_an_adapter_commits_versions_of_that_adapter(listener: Li
     replies, why, agent = converse(listener, [{"gap_s": 0.001}], Commit(version=4), again, FINISH, adapter=77)
     assert why == ""
     assert agent.engine.asked == [
-        ("commit_weights", 4, 77), ("collective_rpc", "commit_weights", None, (4, 77)), ("reset_prefix_cache", True),
-    ]  # fmt: skip
+        ("commit_weights", 4, 77),
+        ("collective_rpc", "commit_weights", None, (4, 77)),
+        ("reset_prefix_cache", True),
+    ]
     assert [reply.version for reply in replies] == [4, 4]
 
 

@@ -55,8 +55,11 @@ def test_a_function_that_is_gone_is_named(changed: Path) -> None:
 
 
 def test_annotations_are_not_part_of_a_signature(changed: Path) -> None:
-    rewrite(changed / "v1/worker/gpu_worker.py", "def determine_available_memory(self) -> int",
-            "def determine_available_memory(self: object) -> float")  # fmt: skip
+    rewrite(
+        changed / "v1/worker/gpu_worker.py",
+        "def determine_available_memory(self) -> int",
+        "def determine_available_memory(self: object) -> float",
+    )
     assert changes(changed, "cuda") == []
 
 

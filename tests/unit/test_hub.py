@@ -86,8 +86,10 @@ def test_a_branch_that_moves_changes_no_commit_that_was_fetched(hub):
     hub.repositories[MODEL].branches["main"] = SECOND
     assert fetch(MODEL) == SECOND
     assert fetch(MODEL, FIRST) == FIRST
-    ranges = [json.loads((prepare(MODEL, revision=at) / "config.json").read_text())["initializer_range"]
-              for at in (FIRST, SECOND)]  # fmt: skip
+    ranges = [
+        json.loads((prepare(MODEL, revision=at) / "config.json").read_text())["initializer_range"]
+        for at in (FIRST, SECOND)
+    ]
     assert ranges == [0.1, 0.2]
 
 

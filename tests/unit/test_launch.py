@@ -164,8 +164,10 @@ def start_launcher(
     trainer, generator = (f"{TELLS_ITS_PID}\n{code}" for code in (trainer, WITH_GRANDCHILD))
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(run_dir), trainer, generator],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and launcher.poll() is None:
         pids = [pid for name in ("trainer", "g0") for pid in pids_in(run_dir / "logs" / f"{name}.log")]
@@ -295,9 +297,13 @@ def test_a_launch_on_a_full_disk_is_one_line_and_leaves_no_run(tmp_path, room, c
     elsewhere.mkdir()
     arguments = [sys.executable, "-c", LAUNCHED_ON_A_FULL_DISK, str(room), f"run_dir={folder}"]
     ended = subprocess.run(
-        arguments, capture_output=True, text=True, timeout=60, check=False,
+        arguments,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
         env={**os.environ, "TMPDIR": str(elsewhere)},
-    )  # fmt: skip
+    )
     assert ended.returncode == code
     assert ended.stderr.startswith("inflight launch: ")
     assert ended.stderr.endswith("File too large\n")

@@ -8,9 +8,20 @@ from bench.learning_report import Curve, table
 def curve(reward: list[float], step_s: float, final: float, seed: int = 0) -> Curve:
     steps = [float(step) for step in range(1, len(reward) + 1)]
     return Curve(
-        seed=seed, steps=steps, seconds=[step_s * step for step in steps], tokens=steps, reward=reward, final=final,
-        lag=0.0, masked=0.0, dropped=0, ess=1.0, sampled=1, versions=1.0, others_cpu=0.0,
-    )  # fmt: skip
+        seed=seed,
+        steps=steps,
+        seconds=[step_s * step for step in steps],
+        tokens=steps,
+        reward=reward,
+        final=final,
+        lag=0.0,
+        masked=0.0,
+        dropped=0,
+        ess=1.0,
+        sampled=1,
+        versions=1.0,
+        others_cpu=0.0,
+    )
 
 
 def test_time_is_measured_to_the_baselines_final_reward_seed_by_seed():

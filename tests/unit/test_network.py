@@ -224,9 +224,13 @@ def test_a_publisher_reaches_generators_of_other_addresses_and_refuses_those_tha
     with Listener("tcp://127.0.0.2:*", bus) as listener:
         source = WeightSource(torch.nn.Linear(8, 8), "float32")
         publisher = Publisher(
-            source, listener, PublishConfig(), version=0, ranks={"g0": 1, "g1": 1},
+            source,
+            listener,
+            PublishConfig(),
+            version=0,
+            ranks={"g0": 1, "g1": 1},
             network=NetworkConfig(bind="127.0.0.2"),
-        )  # fmt: skip
+        )
         g0, g1 = (
             FakeGenerator(
                 listener.endpoint, name, bus=bus, place=each, connect=lambda welcome: make_receiver(welcome, there)

@@ -53,9 +53,14 @@ def problem(seed, *, normalise="token", spread=0.7, rows=6, width=9, fresh=False
     trained[:, 0] = False
     trained[0, 1] = True
     batch = make_batch(
-        then, normal(1.0), trained=trained, lags=lags, normalise=normalise, max_tokens=MAX_TOKENS,
+        then,
+        normal(1.0),
+        trained=trained,
+        lags=lags,
+        normalise=normalise,
+        max_tokens=MAX_TOKENS,
         proximal_logprobs=proximal,
-    )  # fmt: skip
+    )
     made = Problem(batch, now, normal(1.0).abs(), then + normal(0.5))
     if dtype is torch.float64:
         return made
@@ -89,9 +94,12 @@ def expected(case, given: Problem, normalise):
         else:
             scale = 1 / (len(batch.trained_mask) * MAX_TOKENS)
         value, slope = reference(
-            of(given.now), of(batch.behaviour_logprobs), of(batch.proximal_logprobs), of(batch.advantages),
+            of(given.now),
+            of(batch.behaviour_logprobs),
+            of(batch.proximal_logprobs),
+            of(batch.advantages),
             of(batch.lags),
-        )  # fmt: skip
+        )
         total += scale * value
         gradient[row][mask] = torch.tensor(slope, dtype=torch.float64) * scale
     return total, gradient
@@ -151,8 +159,12 @@ def test_micro_batches_of_any_size_add_up(case, normalise):
         value, parts = 0.0, torch.zeros_like(gradient)
         entropies = torch.zeros_like(gradient)
         for rows in torch.arange(len(given.now)).split(size):
-            part = Problem(given.batch._map(lambda t, rows=rows: t[rows]), given.now[rows], given.entropy[rows],
-                           given.reference[rows])  # fmt: skip
+            part = Problem(
+                given.batch._map(lambda t, rows=rows: t[rows]),
+                given.now[rows],
+                given.entropy[rows],
+                given.reference[rows],
+            )
             share, parts[rows], entropies[rows] = run(loss, part)
             value += share
         assert value == pytest.approx(whole, rel=1e-9)
@@ -214,11 +226,14 @@ def test_fresh_tokens_of_ratio_one_give_the_policy_gradient(case):
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(("estimator", "value", "slope"), [
-    ("k1", lambda d: -d, lambda d: 1.0),
-    ("k2", lambda d: d * d / 2, lambda d: -d),
-    ("k3", lambda d: float(torch.tensor(d).exp()) - d - 1, lambda d: 1 - float(torch.tensor(d).exp())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        ("k1", lambda d: -d, lambda d: 1.0),
+        ("k2", lambda d: d * d / 2, lambda d: -d),
+        ("k3", lambda d: float(torch.tensor(d).exp()) - d - 1, lambda d: 1 - float(torch.tensor(d).exp())),
+    ],
+)
 def test_kl_estimators(estimator, value, slope):
     for d in (-1.3, -0.2, 0.0, 0.4, 2.0):
         now = torch.tensor([[-1.0]], dtype=torch.float64, requires_grad=True)

@@ -50,8 +50,12 @@ def test_a_wheel_carries_configurations_and_patches(unpacked):
 def test_an_installed_wheel_composes_its_configurations(unpacked, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "inflight.cli", "launch", "--config-name", "tiny", "--print"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(unpacked)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stderr
     assert "name: tiny" in done.stdout
     assert str(tmp_path) in done.stdout

@@ -23,10 +23,17 @@ from inflight.types import Route
 
 def line(**values):
     return {
-        "tokens_trained": 80, "tokens_masked": 20, "wait_s": 3.0,
-        "publish_wait_s": 0.5, "pack_s": 0.25, "guard_s": 0.25, "lag_mean": 1.0,
-        "groups_dropped": {}, "groups_failed": {}, **values,
-    }  # fmt: skip
+        "tokens_trained": 80,
+        "tokens_masked": 20,
+        "wait_s": 3.0,
+        "publish_wait_s": 0.5,
+        "pack_s": 0.25,
+        "guard_s": 0.25,
+        "lag_mean": 1.0,
+        "groups_dropped": {},
+        "groups_failed": {},
+        **values,
+    }
 
 
 def arm(name, seed, held_out, **values):
@@ -141,9 +148,11 @@ def test_a_call_reaches_the_engine_and_an_error_comes_back(served):
     caller.call("commit_weights", 7)
     caller.call("resume")
     assert engine.calls == [
-        ("pause", "keep", False), ("collective_rpc", "update_weights", None, [{"packed": True}]),
-        ("commit_weights", 7), ("resume",),
-    ]  # fmt: skip
+        ("pause", "keep", False),
+        ("collective_rpc", "update_weights", None, [{"packed": True}]),
+        ("commit_weights", 7),
+        ("resume",),
+    ]
     assert caller.call("running") == 3
     assert caller.call("activity")["paused_s"] > 0
     with pytest.raises(ControlError, match="rpc: ValueError: no such method"):
@@ -232,9 +241,12 @@ def test_a_segment_sees_its_whole_path_and_nothing_after_itself():
     found = flash_attn_varlen_func(query, key[kv], value[kv], cu_q, cu_k, 5, 9, 0.3, causal=True)
     for branch, path in zip(branches, paths[1:], strict=True):
         whole = torch.nn.functional.scaled_dot_product_attention(
-            query[path].transpose(0, 1), key[path].repeat_interleave(2, 1).transpose(0, 1),
-            value[path].repeat_interleave(2, 1).transpose(0, 1), is_causal=True, scale=0.3,
-        ).transpose(0, 1)  # fmt: skip
+            query[path].transpose(0, 1),
+            key[path].repeat_interleave(2, 1).transpose(0, 1),
+            value[path].repeat_interleave(2, 1).transpose(0, 1),
+            is_causal=True,
+            scale=0.3,
+        ).transpose(0, 1)
         torch.testing.assert_close(found[trunk], whole[:4])
         torch.testing.assert_close(found[branch], whole[4:])
     with pytest.raises(ValueError, match="without a window"):

@@ -68,8 +68,9 @@ def test_a_chat_gets_its_special_tokens_from_the_template_alone(with_bos):
     assert with_bos.encode(Chat(asked)) == [BOS, *ids("1+1= ==")]
     assert with_bos.encode(Chat(asked, arguments={"enable_thinking": True})) == [BOS, *ids("1+1= =")]
     assert with_bos.encode(Chat(asked, tools=[{"type": "function", "function": {"name": "f"}}])) == [
-        BOS, *ids("11+1= =="),
-    ]  # fmt: skip
+        BOS,
+        *ids("11+1= =="),
+    ]
     begun = [*asked, {"role": "assistant", "content": "0"}]
     assert with_bos.encode(Chat(begun)) == [BOS, *ids("1+1= 0")], "the last message is continued"
     own = {"chat_template": "{{ messages[0].content }}+"}

@@ -25,11 +25,7 @@ def findings(prose: ModuleType, folder: Path, source: str, name: str = "module.p
     """(line, phrase) that it prints for a file."""
     path = folder / name
     path.write_text(source)
-    return [
-        (first + line - 1, phrase)
-        for first, text in prose.prose_of(path)
-        for line, phrase, _ in prose.found(text)
-    ]  # fmt: skip
+    return [(first + line - 1, phrase) for first, text in prose.prose_of(path) for line, phrase, _ in prose.found(text)]
 
 
 @pytest.mark.parametrize(

@@ -78,9 +78,14 @@ class Publisher:
 
     def welcome(self, **changes):
         message = Welcome(
-            manifest=MANIFEST, manifest_digest=digest(MANIFEST), transport="gloo", rendezvous="127.0.0.1:1/x",
-            transport_rank=1, transport_size=2, timeout_s=5.0,
-        )  # fmt: skip
+            manifest=MANIFEST,
+            manifest_digest=digest(MANIFEST),
+            transport="gloo",
+            rendezvous="127.0.0.1:1/x",
+            transport_rank=1,
+            transport_size=2,
+            timeout_s=5.0,
+        )
         self.send(msgspec.structs.replace(message, **changes))
 
     def prepare(self, version, source=True, gate=True, **changes):

@@ -138,13 +138,23 @@ def test_secrets_are_redacted(run):
 @pytest.mark.parametrize(
     ("name", "value", "hidden"),
     [
-        ("api_key", "x", True), ("OPENAI_API_KEY", "x", True), ("hf_token", "x", True), ("password", "x", True),
-        ("authorization", "x", True), ("key", "x", True), ("max_tokens", "x", False), ("kept_tokens", 19, False),
-        ("keys", "folder", False), ("prompt_key", "question", False), ("note", "hf_" + "a" * 20, True),
-        ("headers", ["Bearer abcdefgh12345678"], True), ("url", "https://u:p@h/", True), ("url", "https://h/", False),
+        ("api_key", "x", True),
+        ("OPENAI_API_KEY", "x", True),
+        ("hf_token", "x", True),
+        ("password", "x", True),
+        ("authorization", "x", True),
+        ("key", "x", True),
+        ("max_tokens", "x", False),
+        ("kept_tokens", 19, False),
+        ("keys", "folder", False),
+        ("prompt_key", "question", False),
+        ("note", "hf_" + "a" * 20, True),
+        ("headers", ["Bearer abcdefgh12345678"], True),
+        ("url", "https://u:p@h/", True),
+        ("url", "https://h/", False),
         ("api_key", "", False),
     ],
-)  # fmt: skip
+)
 def test_what_a_secret_is(name, value, hidden):
     assert (REDACTED in str(redacted({"a": {name: value}}))) == hidden
 

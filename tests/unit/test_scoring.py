@@ -61,9 +61,12 @@ class Own:
 
 
 TURN = Turn(
-    token_ids=[4, 5], logprobs=[-1.0] * 2, token_versions=[VersionSpan(0, 0)], prefill_versions=[PrefillSpan(0, 0, 0)],
+    token_ids=[4, 5],
+    logprobs=[-1.0] * 2,
+    token_versions=[VersionSpan(0, 0)],
+    prefill_versions=[PrefillSpan(0, 0, 0)],
     finish_reason="stop",
-)  # fmt: skip
+)
 QUESTION = Question("k", "1+1=", "aa", {"x": 7})
 
 

@@ -55,9 +55,12 @@ def test_one_that_is_set_twice_is_refused():
 def test_each_argument_of_this_vllm_was_looked_at():
     """A new one is neither allowed nor refused with a reason: it has to be put into one of the tables."""
     assert _server_arguments() - ALLOWED - REFUSED.keys() == {
-        "trust_request_mm_kwargs", "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s",
-        "dp_supervisor_probe_failure_threshold", "enable_flash_late_interaction",
-    }  # fmt: skip
+        "trust_request_mm_kwargs",
+        "dp_supervisor_probe_interval_s",
+        "dp_supervisor_probe_timeout_s",
+        "dp_supervisor_probe_failure_threshold",
+        "enable_flash_late_interaction",
+    }
     assert not ALLOWED & (REFUSED.keys() | OWN.keys())
 
 
@@ -127,8 +130,12 @@ def test_with_vllms_own_parser():
     environment = {**os.environ, "VLLM_PLUGINS": ""}
     ended = subprocess.run(
         [sys.executable, "-c", REAL, json.dumps(cases)],
-        capture_output=True, text=True, timeout=300, check=False, env=environment,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=environment,
+    )
     lines = [line.removeprefix("RESULT ") for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(lines) == len(cases), ended.stderr[-2000:]
     assert lines[0] == "fine hermes"

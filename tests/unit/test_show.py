@@ -259,11 +259,20 @@ def test_it_is_ten_lines():
 def test_the_documented_lines_read_the_file_without_inflight(tmp_path):
     read = documented_reader()
     everything = msgspec.structs.replace(
-        make_rollout("q0", 0, spans=[(0, 1), (2, 5)], length=4, kept=[[1, 2]] * 4,
-                     routed_experts=RoutedExperts(shape=(1, 1, 2), bytes_each=1, data=b"\x00\xff")),
-        step_rewards=[StepReward(1, 0.5)], teacher_logprobs=[-0.25] * 4, retries={"aborted": 2}, unscored="late",
+        make_rollout(
+            "q0",
+            0,
+            spans=[(0, 1), (2, 5)],
+            length=4,
+            kept=[[1, 2]] * 4,
+            routed_experts=RoutedExperts(shape=(1, 1, 2), bytes_each=1, data=b"\x00\xff"),
+        ),
+        step_rewards=[StepReward(1, 0.5)],
+        teacher_logprobs=[-0.25] * 4,
+        retries={"aborted": 2},
+        unscored="late",
         pieces=[GeneratorSpan(0, "g0"), GeneratorSpan(3, "g1")],
-    )  # fmt: skip
+    )
     groups = [
         RolloutGroup(group_id="q0", prompt_key="é", rollouts=[everything]),
         make_group("q1", spans=[(0, 3)], size=3),

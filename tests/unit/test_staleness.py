@@ -82,9 +82,15 @@ def test_a_step_without_a_finite_figure_is_counted_and_spoils_no_mean(tmp_path):
 
 
 COMMON = {
-    "reward": 0.5, "time_s": 1.0, "wait_s": 0.1, "train_s": 0.1, "publish_wait_s": 0.0, "pack_s": 0.0,
-    "tokens_trained": 3, "tokens_masked": 1,
-}  # fmt: skip
+    "reward": 0.5,
+    "time_s": 1.0,
+    "wait_s": 0.1,
+    "train_s": 0.1,
+    "publish_wait_s": 0.0,
+    "pack_s": 0.0,
+    "tokens_trained": 3,
+    "tokens_masked": 1,
+}
 
 
 def test_the_report_of_a_run(tmp_path, capsys):

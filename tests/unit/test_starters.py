@@ -286,8 +286,13 @@ def test_generators_go_to_the_hosts_in_turn_and_the_rest_stays(tmp_path: Path, m
     config = compose("tiny", [f"run_dir={tmp_path}/run", *options, "hosts.actors=[h2]"])
     found = {each.name: (each.host, each.slot) for each in usual_commands(config)}
     assert found == {
-        "trainer": ("", 0), "g0": ("h1", 0), "g1": ("h2", 0), "g2": ("h1", 1), "g3": ("h1", 2), "a0": ("h2", 0),
-    }  # fmt: skip
+        "trainer": ("", 0),
+        "g0": ("h1", 0),
+        "g1": ("h2", 0),
+        "g2": ("h1", 1),
+        "g3": ("h1", 2),
+        "a0": ("h2", 0),
+    }
     environments = {each.name: each.environment.get("CUDA_VISIBLE_DEVICES") for each in usual_commands(config)}
     assert environments == {"trainer": "0"} | dict.fromkeys(["g0", "g1", "g2", "g3", "a0"])
 

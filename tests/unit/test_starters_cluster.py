@@ -196,8 +196,11 @@ def test_shares_are_those_of_the_ranks_and_actors_take_no_gpu(tmp_path) -> None:
     options = ["generator.tensor_parallel_size=2", "generator.threads=3", "rollout.actors=2"]
     config = compose("tiny", [f"run_dir={tmp_path}/run", *ON_RAY, *options])
     assert shares_of(config, gpus=True) == {
-        "g0": NodeShare(6, 2), "g1": NodeShare(6, 2), "a0": NodeShare(1, 0), "a1": NodeShare(1, 0),
-    }  # fmt: skip
+        "g0": NodeShare(6, 2),
+        "g1": NodeShare(6, 2),
+        "a0": NodeShare(1, 0),
+        "a1": NodeShare(1, 0),
+    }
     assert NodeShare(6, 2).bundle() == {"CPU": 6, "GPU": 2}
     assert shares_of(config, gpus=False)["g0"].bundle() == {"CPU": 6}
     said = str(no_room(shares_of(config, gpus=True), {"CPU": 4.0, "memory": 1e9}, 60.0))
@@ -223,8 +226,13 @@ NODES = [
 
 def test_a_node_has_three_names_and_one_that_is_back_has_another_id() -> None:
     assert [node_of(name, NODES) for name in ("aa", "one", "10.0.0.2", "two", "bb", "")] == [
-        "aa", "aa", "cc", "cc", None, None,
-    ]  # fmt: skip
+        "aa",
+        "aa",
+        "cc",
+        "cc",
+        None,
+        None,
+    ]
     with pytest.raises(ConfigError, match=r"'10\.0\.0\.1' is the name of 2 nodes of Ray's, use their ids: aa, dd"):
         node_of("10.0.0.1", NODES)
 

@@ -25,9 +25,17 @@ def rollout(
         finish_reason="stop",
     )
     return Rollout(
-        rollout_id=name, group_id="q", prompt_ids=[1], turn=turn, reward=1.0, generator="g0",
-        started=at, finished=at + 2, first_token_s=0.1, retries=retries or {},
-    )  # fmt: skip
+        rollout_id=name,
+        group_id="q",
+        prompt_ids=[1],
+        turn=turn,
+        reward=1.0,
+        generator="g0",
+        started=at,
+        finished=at + 2,
+        first_token_s=0.1,
+        retries=retries or {},
+    )
 
 
 @pytest.fixture
@@ -35,13 +43,25 @@ def run(tmp_path):
     """A run of seven steps, three swaps (one of an idle engine), one failed, one superseded, and four rollouts."""
     with JsonLines(tmp_path / METRICS_FILE) as metrics:
         for step in range(1, 8):
-            metrics.write({
-                "step": step, "version": step, "time_s": 100 + step * 2.0, "reward": step / 10,
-                "wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.001 * step, "pack_s": 0.001, "guard_s": 0.0004,
-                "tokens_trained": 10, "tokens_masked": 1,
-                "lag_counts": {0: 6, 1: 4}, "groups_dropped": {"old": step}, "groups_failed": {"actor lost": 1},
-                "rollouts_dropped": {"too old on average": 2 * step},
-            })  # fmt: skip
+            metrics.write(
+                {
+                    "step": step,
+                    "version": step,
+                    "time_s": 100 + step * 2.0,
+                    "reward": step / 10,
+                    "wait_s": 1.5,
+                    "train_s": 0.25,
+                    "publish_wait_s": 0.001 * step,
+                    "pack_s": 0.001,
+                    "guard_s": 0.0004,
+                    "tokens_trained": 10,
+                    "tokens_masked": 1,
+                    "lag_counts": {0: 6, 1: 4},
+                    "groups_dropped": {"old": step},
+                    "groups_failed": {"actor lost": 1},
+                    "rollouts_dropped": {"too old on average": 2 * step},
+                }
+            )
     with JsonLines(tmp_path / SWAPS_FILE) as swaps:
         for version, running, gap in ((1, 3, 0.001), (2, 0, 0.004), (3, 2, 0.002)):
             swaps.write({"event": "committed", "version": version, "generator": "g0", "gap_s": gap, "running": running})

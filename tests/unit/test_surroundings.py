@@ -17,18 +17,41 @@ from inflight.processes import Command
 from inflight.surroundings import foreign, forget_foreign
 
 TORCHRUN = {
-    "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-    "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "ROLE_NAME": "default", "TORCHELASTIC_RUN_ID": "none",
-}  # fmt: skip
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "ROLE_NAME": "default",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 OTHERS = {
-    "SLURM_PROCID": "1", "SLURM_NTASKS": "4", "PMI_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "FSDP_VERSION": "2",
-    "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16", "VLLM_PORT": "29500", "VLLM_DP_SIZE": "2",
-}  # fmt: skip
+    "SLURM_PROCID": "1",
+    "SLURM_NTASKS": "4",
+    "PMI_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "FSDP_VERSION": "2",
+    "ACCELERATE_USE_FSDP": "true",
+    "ACCELERATE_MIXED_PRECISION": "fp16",
+    "VLLM_PORT": "29500",
+    "VLLM_DP_SIZE": "2",
+}
 PASS = {
-    "HF_TOKEN": "secret", "HF_HOME": "/hf", "OPENAI_API_KEY": "secret", "CUDA_LAUNCH_BLOCKING": "1",
-    "NCCL_DEBUG": "WARN", "https_proxy": "http://proxy", "NO_PROXY": "localhost", "SLURM_JOB_ID": "17",
-    "SLURM_TMPDIR": "/tmp/17", "VLLM_LOGGING_LEVEL": "DEBUG", "MY_RANK": "1", "RANKS": "2",
-}  # fmt: skip
+    "HF_TOKEN": "secret",
+    "HF_HOME": "/hf",
+    "OPENAI_API_KEY": "secret",
+    "CUDA_LAUNCH_BLOCKING": "1",
+    "NCCL_DEBUG": "WARN",
+    "https_proxy": "http://proxy",
+    "NO_PROXY": "localhost",
+    "SLURM_JOB_ID": "17",
+    "SLURM_TMPDIR": "/tmp/17",
+    "VLLM_LOGGING_LEVEL": "DEBUG",
+    "MY_RANK": "1",
+    "RANKS": "2",
+}
 ALLOCATOR = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
 
 

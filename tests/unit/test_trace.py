@@ -52,8 +52,12 @@ def test_every_kind_is_where_it_happened(run, capsys):
     steps = {"wait for step 4": (1006.7, 1.0), "train 4": (1007.7, 2.0), "publish 4": (1009.7, 0.3)}
     assert placed(found["trainer", "steps"]) == steps
     assert found["trainer", "steps"][1]["args"]["loss"] == 0.5
-    weights = {name: each for line in found if line[0] == "g0" and line[1].startswith("weights")
-               for name, each in placed(found[line]).items()}  # fmt: skip
+    weights = {
+        name: each
+        for line in found
+        if line[0] == "g0" and line[1].startswith("weights")
+        for name, each in placed(found[line]).items()
+    }
     assert weights["transfer 2"] == (1001.79, 0.2)
     assert weights["commit 2"] == (1001.99, 0.01)
     assert "version 6 failed" in weights

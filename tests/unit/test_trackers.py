@@ -13,10 +13,17 @@ from inflight.trainer import trackers as module
 from inflight.trainer.trackers import TRACKERS_FOLDER, Trackers, numbers
 
 LINE = {
-    "step": 3, "reward": 0.5, "loss": float("nan"), "agrees": True, "committed": {"g0": 3},
-    "by_lag": {"0": {"kl": 0.25}}, "questions": [1, 2], "dropped": {"q1": "stale"},
-    "phase": "training", "nothing": None,
-}  # fmt: skip
+    "step": 3,
+    "reward": 0.5,
+    "loss": float("nan"),
+    "agrees": True,
+    "committed": {"g0": 3},
+    "by_lag": {"0": {"kl": 0.25}},
+    "questions": [1, 2],
+    "dropped": {"q1": "stale"},
+    "phase": "training",
+    "nothing": None,
+}
 
 
 def test_numbers_of_a_line_have_the_names_of_the_line():

@@ -206,8 +206,15 @@ def test_what_was_recorded_beside_the_tokens():
 
 
 def test_routed_experts_of_different_shapes_are_refused():
-    members = [make_rollout(index=i, spans=((0, 4),), length=2, routed_experts=RoutedExperts(
-        shape=(1, i + 1, 1), bytes_each=1, data=bytes(i + 1))) for i in range(2)]  # fmt: skip
+    members = [
+        make_rollout(
+            index=i,
+            spans=((0, 4),),
+            length=2,
+            routed_experts=RoutedExperts(shape=(1, i + 1, 1), bytes_each=1, data=bytes(i + 1)),
+        )
+        for i in range(2)
+    ]
     with pytest.raises(ValueError, match="different shapes"):
         batch_of(gated(*members))
     with pytest.raises(ValueError, match="3 bytes are not"):

@@ -85,9 +85,13 @@ def two(make_trainers, tiny_model):
     one rank has nothing to do, and the gradient of its second batch is not finite. Its checkpoint is in bfloat16."""
     server = ModelServer(tiny_model)
     trainers = make_trainers(
-        server=server, processes=2, micro_batch=3, compare_start="refuse", checkpoint_dtype="bfloat16",
+        server=server,
+        processes=2,
+        micro_batch=3,
+        compare_start="refuse",
+        checkpoint_dtype="bfloat16",
         **SKIPS_THE_SECOND,
-    )  # fmt: skip
+    )
     assert trainers.wait() == [0, 0], trainers.log(0) + trainers.log(1)
     server.close()
     return trainers
@@ -162,9 +166,12 @@ def go_on(trainers, folder, **trainer):
     run = copy.copy(trainers.run)
     run.folder, run.statuses = folder, []
     run.config = dataclasses.replace(
-        run.config, run_dir=str(folder), resume=True, checkpoint=str(index.newest(folder)),
+        run.config,
+        run_dir=str(folder),
+        resume=True,
+        checkpoint=str(index.newest(folder)),
         trainer=dataclasses.replace(run.config.trainer, compare_start="off", **trainer),
-    )  # fmt: skip
+    )
     save(run.config)
     run.launcher = Listener(run.config.endpoint("status"), run.config.bus)
     return Trainers(run.start())

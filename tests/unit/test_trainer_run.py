@@ -82,14 +82,18 @@ class FakeActor:
         members = [
             msgspec.structs.replace(
                 make_rollout(
-                    name, index, spans=((0, version),), length=length, reward=index * unit,
+                    name,
+                    index,
+                    spans=((0, version),),
+                    length=length,
+                    reward=index * unit,
                     token_ids=[source.randrange(17) for _ in range(length)],
                     logprobs=[logprob] * length,
                 ),
                 started=self.started(),
             )
             for index, length in enumerate(self.lengths)
-        ]  # fmt: skip
+        ]
         return RolloutGroup(group_id=name, prompt_key=name, rollouts=members)
 
     def close(self):
@@ -240,9 +244,10 @@ def test_what_the_gate_does_is_counted_by_reason(make_run):
     rules = [{"name": f"{__name__}:without_the_last"}]
     ratio_rules = [{"name": "token_ratio", "low": 1e3, "high": 1e9}]
     run.config = dataclasses.replace(
-        run.config, rollout=dataclasses.replace(run.config.rollout, group_size=3),
+        run.config,
+        rollout=dataclasses.replace(run.config.rollout, group_size=3),
         gate=GateConfig(rules=rules, ratio_rules=ratio_rules),
-    )  # fmt: skip
+    )
     save(run.config)
     run.start(actor=False)
     run.actor = type("ThreeAnswers", (FakeActor,), {"lengths": (5, 5, 5)})(run.config, run.generator)
@@ -327,9 +332,11 @@ def go_on(run, **trainer):
         each.close()
     time.sleep(1.2)  # a closed socket lingers for a second, under the name that the next one bears
     run.config = dataclasses.replace(
-        run.config, resume=True, checkpoint=str(index.newest(run.folder) or ""),
+        run.config,
+        resume=True,
+        checkpoint=str(index.newest(run.folder) or ""),
         trainer=dataclasses.replace(run.config.trainer, **trainer),
-    )  # fmt: skip
+    )
     save(run.config)
     run.launcher = Listener(run.config.endpoint("status"), run.config.bus)
     return run.start()

@@ -20,8 +20,12 @@ from inflight.trainer.optimizer import make_optimizer, make_schedule
 from inflight.trainer.schedule import rate_factor
 
 STEPS, RATE = 12, 3e-4
-NEEDED = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "cosine_warmup_with_min_lr": {"min_lr": 1e-5},
-          "warmup_stable_decay": {"num_decay_steps": 4}, "cosine_with_restarts": {"num_cycles": 2}}  # fmt: skip
+NEEDED = {
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-5},
+    "warmup_stable_decay": {"num_decay_steps": 4},
+    "cosine_with_restarts": {"num_cycles": 2},
+}
 
 
 def settings(name: str = "constant", warmup_steps: int = 0, **values) -> TrainerConfig:
@@ -92,11 +96,12 @@ def test_names_are_those_of_transformers_whose_rate_follows_from_the_step():
         ("polynomial", {"lr_end": 1.0}, "can't be used"),
         ("inverse_sqrt", {"timescale": float("inf")}, "the learning rate of step .* would be nan"),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_that_can_not_be_used_is_one_line(name, options, says):
     with pytest.raises(ConfigError, match=says) as error:
-        _require_named(RunConfig(model=None, task=TaskConfig("addition"), run_dir="run",
-                                 trainer=settings(name, options=options)))  # fmt: skip
+        _require_named(
+            RunConfig(model=None, task=TaskConfig("addition"), run_dir="run", trainer=settings(name, options=options))
+        )
     assert "\n" not in str(error.value)
 
 

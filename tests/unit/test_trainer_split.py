@@ -108,9 +108,11 @@ def test_the_work_is_shared_evenly():
 
 def test_a_batch_is_the_same_after_its_way():
     batch = replace(
-        make_batch(3), kept=torch.arange(3 * 7 * 2).view(3, 7, 2), teacher_logprobs=torch.rand(3, 7),
+        make_batch(3),
+        kept=torch.arange(3 * 7 * 2).view(3, 7, 2),
+        teacher_logprobs=torch.rand(3, 7),
         routed_experts=torch.arange(3 * 7 * 4, dtype=torch.int32).view(3, 7, 2, 2),
-    )  # fmt: skip
+    )
     assembly = Assembly()
     for piece in pieces(1, batch):
         assembly.add(decode(encode(piece)))

@@ -17,9 +17,14 @@ from inflight.trainer.logprobs import score_tokens
 from inflight.trainer.varlen import VARLEN, fits
 
 SHAPE = {
-    "vocab_size": 17, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8,
-}  # fmt: skip
+    "vocab_size": 17,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE),
     "sliding": MistralConfig(**SHAPE, sliding_window=5),

@@ -186,8 +186,9 @@ def test_words_that_change_places_are_found(distance):
     run = Run(0, FOLD, 32, FOLD, 4)
     before = sum_on_host(flat, run)
     flat[at : at + 4], flat[at + distance : at + distance + 4] = (
-        flat[at + distance : at + distance + 4].clone(), flat[at : at + 4].clone(),
-    )  # fmt: skip
+        flat[at + distance : at + distance + 4].clone(),
+        flat[at : at + 4].clone(),
+    )
     assert sum_on_host(flat, run) != before
 
 
@@ -312,11 +313,17 @@ def test_a_rank_that_verifies_but_keeps_nothing_waits_for_no_sums():
 @pytest.mark.parametrize(
     ("kind", "asked", "what"),
     [
-        ("gloo", "auto", "crc32"), ("gloo", "always", "crc32"), ("gloo", "none", "none"),
-        ("ipc", "auto", "none"), ("ipc", "always", "sum64"), ("ipc", "none", "none"),
-        ("nccl", "auto", "none"), ("nccl", "always", "sum64"), ("nccl", "none", "none"),
+        ("gloo", "auto", "crc32"),
+        ("gloo", "always", "crc32"),
+        ("gloo", "none", "none"),
+        ("ipc", "auto", "none"),
+        ("ipc", "always", "sum64"),
+        ("ipc", "none", "none"),
+        ("nccl", "auto", "none"),
+        ("nccl", "always", "sum64"),
+        ("nccl", "none", "none"),
     ],
-)  # fmt: skip
+)
 def test_what_is_verified(kind, asked, what):
     assert checksum_of(kind, asked) == what
 

@@ -281,7 +281,7 @@ FULL, EMPTY = {"wait_s": 0.1, "train_s": 3.0}, {"wait_s": 3.0, "train_s": 1.0}
         ({**FULL, "lag_0": {"agrees": False, "median": 0.25}}, {}, ["At lag 0 generator and trainer disagree ("]),
         ({**FULL, "lag_0": {"agrees": True, "median": 0.0}}, {}, []),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_named_with_what_to_do(progress, rows, status, said):
     lines(progress.config.path / "metrics.jsonl", *(step(at, **rows) for at in range(1, 6)))
     progress.record.refresh()

@@ -26,12 +26,16 @@ def from_the_wire(index: int, kept: int) -> GroupDone:
     sets = {"kept": [[source.randrange(150_000) for _ in range(kept)] for _ in range(LENGTH)]} if kept else {}
     members = [
         make_rollout(
-            name, member, length=LENGTH, reward=float(member), **sets,
+            name,
+            member,
+            length=LENGTH,
+            reward=float(member),
+            **sets,
             token_ids=[source.randrange(150_000) for _ in range(LENGTH)],
             logprobs=[-source.random() for _ in range(LENGTH)],
         )
         for member in range(2)
-    ]  # fmt: skip
+    ]
     message = decode(encode(GroupDone(group=RolloutGroup(group_id=name, prompt_key=name, rollouts=members))))
     assert isinstance(message, GroupDone)
     return message

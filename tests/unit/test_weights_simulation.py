@@ -470,12 +470,32 @@ class World:
 
 
 MOVES = [
-    *["up"] * 30, *["down"] * 40, *["job"] * 15, *["publish"] * 3, *["time"] * 5, *["heal"] * 3,
-    *["all is well for a while"] * 8, *["pin"] * 3, "unpin",
-    "up, out of order", "up, twice", "up, lost", "down, out of order", "down, twice", "down, lost",
-    "another publisher", "cut off", "heal", "heal", "kill", *["restart"] * 3, "rank fails", "rank recovers", "corrupt",
+    *["up"] * 30,
+    *["down"] * 40,
+    *["job"] * 15,
+    *["publish"] * 3,
+    *["time"] * 5,
+    *["heal"] * 3,
+    *["all is well for a while"] * 8,
+    *["pin"] * 3,
+    "unpin",
+    "up, out of order",
+    "up, twice",
+    "up, lost",
+    "down, out of order",
+    "down, twice",
+    "down, lost",
+    "another publisher",
+    "cut off",
+    "heal",
+    "heal",
+    "kill",
+    *["restart"] * 3,
+    "rank fails",
+    "rank recovers",
+    "corrupt",
     "transport breaks",
-]  # fmt: skip
+]
 
 
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)

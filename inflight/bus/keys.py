@@ -75,14 +75,22 @@ def needed(endpoint: str) -> bool:
 
 
 def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> ThreadAuthenticator:
-    """Restricts a listening socket to the allowed keys; stop the returned authenticator after closing the socket."""
+    """Restricts a listening socket to the allowed keys; stop the returned authenticator after closing the socket.
+
+    When it raises (KeysError, or ZMQError for a key that ZeroMQ refuses), the authenticator has ended: its thread would
+    keep the context's end waiting.
+    """
     public, secret = _load(folder / f"{LISTENER}.key_secret")
     authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve(domain="*", location=str(folder / "allowed"))
-    socket.curve_publickey = public
-    socket.curve_secretkey = secret
-    socket.curve_server = True
+    try:
+        authenticator.start()
+        authenticator.configure_curve(domain="*", location=str(folder / "allowed"))
+        socket.curve_publickey = public
+        socket.curve_secretkey = secret
+        socket.curve_server = True
+    except BaseException:
+        authenticator.stop()
+        raise
     return authenticator
 
 

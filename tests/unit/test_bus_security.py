@@ -4,6 +4,7 @@ import logging
 import random
 import socket
 import stat
+import threading
 import time
 
 import pytest
@@ -177,6 +178,16 @@ def test_secret_keys_are_for_their_owner_alone(folder):
         Link("tcp://127.0.0.1:1", "g0", config(keys=str(folder)))
     with pytest.raises(BusError, match="can't be read"):
         Link("tcp://127.0.0.1:1", "g7", config(keys=str(folder)))
+
+
+def test_a_key_that_zeromq_refuses_leaves_no_thread_of_the_listener(folder):
+    """40 characters of Z85 that stand for numbers of more than 32 bits."""
+    key = "#" * 40
+    (folder / "listener.key_secret").write_text(f'curve\n    public-key = "{key}"\n    secret-key = "{key}"\n')
+    before = set(threading.enumerate())
+    with pytest.raises(BusError, match="can't listen on"):
+        Listener("tcp://127.0.0.1:*", config(keys=str(folder)))
+    until(lambda: not set(threading.enumerate()) - before)
 
 
 def test_a_flood_is_refused_and_others_are_heard(monkeypatch, bus_endpoint):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from inflight import __version__
+from inflight.exits import BAD_INPUT, say_why
 
 EXAMPLES = """examples:
   inflight doctor --config-name demo                  can this machine do such a run, and what to do if not
@@ -112,8 +113,7 @@ def _model(arguments: list[str]) -> int:
         commit = models.fetch(given.name, given.revision, trust_remote_code=given.trust_remote_code)
         print(models.prepare(given.name, revision=commit))
     except models.ModelError as error:
-        print(f"inflight model: {error}", file=sys.stderr)
-        return 2
+        return say_why("model", error, BAD_INPUT)
     return 0
 
 

@@ -1,8 +1,12 @@
-"""Exit codes of a run and of each of its processes. The launcher's code is that of the run (docs/operations.md)."""
+"""Exit codes of a run, of each of its processes and of commands, and the line that says why one ends.
+
+The launcher's code is that of the run (docs/operations.md).
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 
 DONE = 0
 """All steps are done; for other processes than the trainer: the trainer reported that the run is over."""
@@ -14,3 +18,11 @@ DATA_ENDED = 3
 """The task ran out of questions before all steps were done. The weights trained so far are kept."""
 STOPPED = 128 + signal.SIGTERM
 """SIGTERM came before the end. An interrupted launcher exits with 128 plus the number of its signal."""
+
+
+def say_why(who: str, error: object, code: int) -> int:
+    """Prints one line on stderr: why a process or command ends, with the notes of an exception (an error of vLLM's may
+    have many lines); returns its exit `code`."""
+    said = [str(error).strip() or repr(error), *getattr(error, "__notes__", ())]
+    print(f"inflight {who}: {' '.join(' '.join(said).split())[:1000]}", file=sys.stderr)
+    return code

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from inflight.config import CONFIG_FILE
+from inflight.exits import BAD_INPUT, say_why
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
 from inflight.trainer.checkpoint import index
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         checkpoint = export(given.source, given.out, given.dtype, merge=given.merge)
     except (ExportError, MergeError, OSError) as error:
-        print(f"inflight export: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return say_why("export", error, BAD_INPUT)
     print(f"{given.out}: the {'adapter' if _is_adapter(given.out) else 'model'} of {checkpoint}, {_stored(given.out)}")
     return 0
 

@@ -136,14 +136,6 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def say_why(who: str, error: object, code: int) -> int:
-    """Prints one line on stderr on why a process ends, including the notes of an exception (vLLM's errors may have many
-    lines); returns its exit `code`."""
-    said = [str(error).strip() or repr(error), *getattr(error, "__notes__", ())]
-    print(f"inflight {who}: {' '.join(' '.join(said).split())[:1000]}", file=sys.stderr)
-    return code
-
-
 def guard_group() -> None:
     """Starts a watchdog process that waits for the end of this one and then kills the rest of its process group: a
     killed generator can't end its engine, and the launcher, which could, may have been killed as well.

@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "messages": {"arrays", "types"},
     "bus": {"config", "messages"},
     "listening": {"config"},
-    "patching": {"resources"},
+    "patching": {"exits", "resources"},
     "prompts": {"models", "vocabulary"},
     "tasks": {"config", "http_body", "models", "prompts", "rewards", "types"},
     "rewards": {"config", "http_body"},
@@ -132,6 +132,7 @@ MAY_IMPORT = {
     },
     "audit": {
         "agreement",
+        "exits",
         "groups",
         "types",
         "config",
@@ -144,9 +145,9 @@ MAY_IMPORT = {
     },
     "doctor": {"config", "exits", "launcher", "models", "patching", "surroundings", "weights"},
     "prometheus": {"config", "listening"},
-    "view": {"config", "metrics", "report", "types"},
-    "report": {"types", "audit", "config", "groups", "metrics", "rollout"},
-    "export": {"config", "merge", "trainer"},
+    "view": {"config", "exits", "metrics", "report", "types"},
+    "report": {"types", "audit", "config", "exits", "groups", "metrics", "rollout"},
+    "export": {"config", "exits", "merge", "trainer"},
     "merge": {"base_digest"},
 }
 UNBOUND = {"launcher", "hosted", "cli"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from inflight.audit.replay import AuditError, KeptVersions, Replayer, Transforme
 from inflight.audit.report import AuditOutcome, AuditReport, Completeness
 from inflight.audit.text import text
 from inflight.config import ConfigError, RunConfig, load
+from inflight.exits import BAD_INPUT, say_why
 from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE
 from inflight.models import ModelError, prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -28,9 +28,8 @@ from inflight.sampling import Sampling
 
 AUDIT_FILE = "audit.json"
 FAILED = 1
-BAD_INPUT = 2
 NOT_SHOWN = 3
-"""Exit codes; 0 is a run that passed."""
+"""Exit codes beside BAD_INPUT; 0 is a run that passed."""
 THROUGH = ("transformers", "engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -54,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             device=arguments.device,
         )
     except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
-        print(f"inflight audit: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return say_why("audit", error, BAD_INPUT)
     print(text(report))
     return {AuditOutcome.PASSED: 0, AuditOutcome.FAILED: FAILED, AuditOutcome.NOT_SHOWN: NOT_SHOWN}[report.outcome]
 

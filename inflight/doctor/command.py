@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.text import Text
 from inflight.config import ConfigError, RunConfig
 from inflight.doctor import environment, gpus, machine, memory, software
 from inflight.doctor.finding import Finding, Severity
-from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
 from inflight.launcher.compose import compose
 
 EPILOG = """examples:
@@ -43,8 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = compose(given.config_name, given.overrides, given.config_dir) if given.config_name else None
     except ConfigError as error:
-        print(f"inflight doctor: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return say_why("doctor", error, BAD_INPUT)
     console = Console(highlight=False, markup=False, emoji=False)
     found = list[Finding]()
     for finding in findings(config):

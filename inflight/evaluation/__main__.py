@@ -19,10 +19,9 @@ from inflight.config import ConfigError, RunConfig
 from inflight.descendants import adopt
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.evaluator import Evaluator, EvaluatorError
-from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED, say_why
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
-from inflight.processes import say_why
 
 NAME = "evaluator"
 STATUS_EVERY_S = 1.0

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from types import FrameType
 
 from inflight.config import ConfigError, RunConfig, load
-from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED, say_why
 from inflight.generator.agent import GeneratorEnded
 from inflight.generator.engine_args import environment
 from inflight.models import ModelError
-from inflight.processes import guard_group, leave, say_why
+from inflight.processes import guard_group, leave
 from inflight.surroundings import allow_open_files, forget_foreign
 
 

@@ -7,10 +7,9 @@ import sys
 from types import FrameType
 
 from inflight.config import ConfigError
-from inflight.exits import BAD_INPUT, GIVEN_UP
+from inflight.exits import BAD_INPUT, GIVEN_UP, say_why
 from inflight.hosted.running import run
 from inflight.models import ModelError
-from inflight.processes import say_why
 from inflight.starters.parcel import Lease, ParcelError, received
 
 

@@ -24,11 +24,10 @@ from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, ConfigError
 from inflight.config.network import is_address, joined, parted
 from inflight.config.run import SERVICES
-from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
 from inflight.hosted.running import run
 from inflight.messages import Finish, Join, Placed, Refused, Vacated
 from inflight.models import ModelError
-from inflight.processes import say_why
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
 from inflight.starters.parcel import KINDS, Parcel, ParcelError, unpacked
 

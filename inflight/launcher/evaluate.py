@@ -30,7 +30,7 @@ from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, Ne
 from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
-from inflight.exits import BAD_INPUT, DONE, GIVEN_UP
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
 from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.processes import Processes
@@ -73,11 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             usable_task(replace(config, eval=replace(config.eval, every=1)))
             result = evaluate(config)
     except (ConfigError, CheckpointError) as error:
-        print(f"inflight eval: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return say_why("eval", error, BAD_INPUT)
     except FAILURES as error:
-        print(f"inflight eval: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
-        return GIVEN_UP
+        return say_why("eval", error, GIVEN_UP)
     result = {"checkpoint": str(checkpoint), **result}
     print(json.dumps(result) if arguments.json else table(result), flush=True)
     return GIVEN_UP if "eval/given_up" in result else DONE

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from inflight.exits import BAD_INPUT, say_why
 from inflight.patching.diff import PatchError
 from inflight.patching.sources import PatchState, apply, check, find, revert
 
@@ -23,8 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         root, version, _ = find(arguments.path, arguments.vllm_version)
         before = action(root, version)
     except (PatchError, OSError) as error:
-        print(f"inflight patch: {error}", file=sys.stderr)
-        return 2
+        return say_why("patch", error, BAD_INPUT)
     now = {"check": before, "apply": PatchState.PATCHED, "revert": PatchState.PRISTINE}[arguments.action]
     print(f"vLLM {version} in {root}: {now.value}" + (f", was {before.value}" if before is not now else ""))
     return 0 if now is PatchState.PATCHED or arguments.action == "revert" else 1

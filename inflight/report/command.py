@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from inflight.exits import BAD_INPUT, say_why
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import staleness, summary, summary_text
 from inflight.report.html import page
@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise  # the reader of the output has enough: cli.py
     except (ValueError, OSError) as error:
-        print(f"inflight report: {error}", file=sys.stderr)
-        return 2
+        return say_why("report", error, BAD_INPUT)
     print(target)
     return 0
 

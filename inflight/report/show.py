@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from inflight.config import ConfigError, load
+from inflight.exits import BAD_INPUT, say_why
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import show_json, show_text
 from inflight.report.answers import ShownGroup, Texts, Training, asked
@@ -60,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise  # the reader of the output has enough: cli.py
     except (ValueError, OSError) as error:
-        print(f"inflight show: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return say_why("show", error, BAD_INPUT)
 
 
 def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool, as_json: bool) -> int:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from inflight.exits import BAD_INPUT, say_why
 from inflight.report.timeline import Timeline
 
 MOST_SEQUENCES = 20_000
@@ -45,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
         partial.write_text(json.dumps({"traceEvents": timeline.chrome(), "displayTimeUnit": "ms"}))
         partial.replace(target)
     except (ValueError, OSError) as error:
-        print(f"inflight trace: {error}", file=sys.stderr)
-        return 2
+        return say_why("trace", error, BAD_INPUT)
     for note in timeline.notes:
         print(f"inflight trace: {note}", file=sys.stderr)
     print(target)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from inflight.bus import BusError, Link, Listener
 from inflight.config import ConfigError, RunConfig, load, require
 from inflight.config.pairings import require_sound
-from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
+from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED, say_why
 from inflight.listening import nccl_settings
 from inflight.models import ModelError, prepare
-from inflight.processes import leave, say_why
+from inflight.processes import leave
 from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.rollout.gate import rules_of
 from inflight.trainer.stop import StopFlag

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.config import load
+from inflight.exits import BAD_INPUT, say_why
 from inflight.report.html.state import is_running, state
 from inflight.view.progress import Progress
 from inflight.view.snapshot import StatusSnapshot, read
@@ -43,8 +43,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         raise  # the reader of the output has enough: cli.py
     except (ValueError, OSError) as error:
-        print(f"inflight watch: {error}", file=sys.stderr)
-        return 2
+        return say_why("watch", error, BAD_INPUT)
 
 
 def watch(run_dir: Path, *, once: bool = False) -> int:

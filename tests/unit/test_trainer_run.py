@@ -31,11 +31,10 @@ from inflight.config import (
     TrainerConfig,
     save,
 )
-from inflight.exits import DATA_ENDED, STOPPED
+from inflight.exits import DATA_ENDED, STOPPED, say_why
 from inflight.groups import LARGEST
 from inflight.messages import ActorHello, Finish, Grant, GroupDone, Status
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
-from inflight.processes import say_why
 from inflight.report import summary
 from inflight.rollout.buffer import ROLLOUTS_FILE, Buffer, DataEnded
 from inflight.rollout.restore import newest_version

@@ -167,6 +167,8 @@ BELONGS_TO = {
 FORBIDDEN = {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
 DISTRIBUTION = {"zmq": "pyzmq", "hydra": "hydra-core", "yaml": "omegaconf", "tokenizers": "transformers"}
 """Where the name on the package index differs from the module, or another declared package always brings it."""
+IN_THE_PATCH = {"vllm/packed_logprobs.py"}
+"""Files that docs/structure.md names and the patch adds to vLLM."""
 COME_WITH_VLLM = {"uvicorn", "vllm", "fastapi", "cuda", "triton"}
 
 
@@ -372,3 +374,31 @@ def test_the_map_names_every_module():
     assert not modules - set(rows), f"docs/structure.md has no row for {sorted(modules - set(rows))}"
     assert not set(rows) - files, f"docs/structure.md has a row for {sorted(set(rows) - files)}, which is no file"
     assert len(rows) == len(set(rows)), "docs/structure.md has two rows for one file"
+
+
+def named_file(name: str) -> Path | None:
+    """The file that docs/structure.md means: below inflight/ or at the top, or a bare name that stands for one file."""
+    places = [ROOT / "inflight" / name, ROOT / name]
+    if "/" not in name:
+        places += sorted((ROOT / "inflight").rglob(name))
+    return next((path for path in places if path.is_file()), None)
+
+
+def map_rows() -> list[str]:
+    """The rows of the table "To change X, open Y"."""
+    text = (ROOT / "docs" / "structure.md").read_text()
+    table = text[text.index("## To change X") : text.index("## Life of a version")]
+    return [line for line in table.splitlines() if line.startswith("| ")][1:]
+
+
+@pytest.mark.parametrize("row", map_rows(), ids=lambda row: row.split("|")[1].strip()[:60])
+def test_a_row_of_the_map_names_files_and_what_is_in_them(row):
+    """`Replica.keep` must be a word of a file that its row names."""
+    ticks = re.findall(r"`([^`]+)`", row)
+    files = {name: named_file(name) for name in ticks if name.endswith((".py", ".js")) and name not in IN_THE_PATCH}
+    assert not (gone := [name for name, path in files.items() if path is None]), gone
+    folders = [ROOT / "inflight" / name for name in ticks if name.endswith("/") and (ROOT / "inflight" / name).is_dir()]
+    paths = [path for path in files.values() if path] + [path for each in folders for path in each.rglob("*.py")]
+    words = {word for path in paths for word in re.findall(r"\w+", path.read_text())}
+    names = [name for name in ticks if re.fullmatch(r"_?[A-Za-z]\w*(\.\w+)*(\(.*\))?", name) and name not in files]
+    assert not (gone := [name for name in names if re.findall(r"\w+", name.split("(")[0])[-1] not in words]), gone

@@ -26,17 +26,21 @@ BETTER = {
     r"stands? still|stood still": "stalls",
     r"(?:comes?|came) to nothing": "fails",
     r"held up|holds? up": "delayed",
-    r"(?:is|are|was|were|be|been|being) told": "is reported, logged, sent",
+    r"(?:(?:is|are|was|were|be|been|being) )?told": "is reported, logged, sent",
     r"(?:run|train\w*|trained) in (?:turn|flight)": "synchronous, asynchronous",
     r"who(?:ever)? (?:waits?|asks?|keeps?|sends?|holds?|fails?|has sampled|sampled)": "name the process or thread",
     r"harmed|does harm|no harm": "corrupted, damaged",
     r"lacks|lacking": "is short of, is missing",
     r"(?:an? \w+|one(?: \w+)?) a (?:step|token|process|version|rollout|address|group|parameter)": "one per step",
-    r"nobody (?:asks?|tells?|watches|else watches)": "name what does not happen",
+    r"nobody|somebody": "no process, no caller: name it, or what does not happen",
     r"whoever": "name the process or person",
     r"travels?|travelled|travelling": "is sent; payload",
     r"learnt from": "trained on",
     r"comes? late": "is late",
+    r"(?:has|have|had) come": "has arrived, has joined",
+    r"what(?:ever)? (?:became|becomes|came|comes) of": "the outcome of",
+    r"(?:can|could|to) be had": "is available",
+    r"at the most": "at most",
 }
 PHRASES = [
     (re.compile(r"\b(?:" + phrase.replace(" ", r"\s+") + r")\b", re.IGNORECASE), better)

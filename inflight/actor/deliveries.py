@@ -1,4 +1,4 @@
-"""What an actor owes the buffer: each group, or its failure, is sent until the buffer acknowledges it."""
+"""Deliveries of an actor: each finished group, or its failure, is sent until the buffer acknowledges it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which generators get this actor's requests, as the trainer has told it last."""
+"""Which generators get this actor's requests, as the trainer last reported."""
 
 from __future__ import annotations
 

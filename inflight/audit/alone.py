@@ -58,7 +58,7 @@ class _Search:
 
     @property
     def next_turns(self) -> list[list[int]]:
-        """The next possibilities: the last turn may have come at any token since the one before it."""
+        """The next possibilities: the last turn may have been at any token since the one before it."""
         if self.reached < 0:
             return [[]]
         first = self.turns[-1] + 1 if self.turns else 0

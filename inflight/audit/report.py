@@ -138,7 +138,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         if not self.exact:
             found.append(
                 f"single tokens can't be judged in {self.recorded_in}, which rounds: the differences are "
-                f"{self.agreement.median:.2g} nats at the median, {self.agreement.largest:.2g} at the most"
+                f"{self.agreement.median:.2g} nats at the median, {self.agreement.largest:.2g} at most"
             )
             if self.prompts < MIN_PROMPTS:
                 found.append(f"{self.prompts} prompts are too few to tell versions by, {MIN_PROMPTS} are needed")

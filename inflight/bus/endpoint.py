@@ -44,7 +44,7 @@ class PeerLost(BusError):
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):
     """zmq's context, freed by its endpoint alone. Its own finalizer waits for all sockets to be closed, which in a
-    garbage collection, whichever thread runs it, would be without end for an endpoint that nobody has closed."""
+    garbage collection, whichever thread runs it, would never end for an endpoint that was not closed."""
 
     def __del__(self) -> None:
         """Leaves the context to the end of the process."""
@@ -82,8 +82,8 @@ class Endpoint:
 
     @contextlib.contextmanager
     def _opening(self, doing: str, *refusals: type[Exception]) -> Iterator[None]:
-        """Around what a constructor does with the socket: when it fails, all is freed, because nobody can call `close`.
-        `refusals` are raised as BusError, which says what the endpoint was `doing`."""
+        """Around what a constructor does with the socket: when it fails, all is freed, as the caller has no object to
+        close. `refusals` are raised as BusError, which says what the endpoint was `doing`."""
         try:
             yield
         except BaseException as error:

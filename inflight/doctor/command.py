@@ -1,4 +1,4 @@
-"""`inflight doctor`: whether this machine can do a run, a line a check."""
+"""`inflight doctor`: whether this machine can do a run, one line per check."""
 
 from __future__ import annotations
 

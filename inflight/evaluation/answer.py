@@ -1,4 +1,4 @@
-"""What came of one held-out question and sample."""
+"""The outcome of one held-out question and sample."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Asking:
         self._asked: list[_PreparedQuestion] = []
         self._room = asyncio.Semaphore(config.eval.concurrency)
         self.done = 0
-        """Answers of the current evaluation that have come, or will not come."""
+        """Answers of the current evaluation that have arrived or failed."""
 
     @property
     def answers(self) -> int:
@@ -58,8 +58,8 @@ class Asking:
     ) -> list[Answered]:
         """All answers of the generator at `url`, which stamps `version`, scored, in the order of the questions.
 
-        One that is not wholly computed under `version`, or that fails, is given with its reason. `settled` hears of
-        each at once. Raises Unpatched, or ForeignError when no process can be had for the task's code.
+        One that is not wholly computed under `version`, or that fails, is given with its reason. `settled` is called
+        with each at once. Raises Unpatched, or ForeignError when no process for the task's code can be started.
         """
         self.done = 0
         samples = self._config.eval.sampling.samples

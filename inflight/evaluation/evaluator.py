@@ -1,4 +1,4 @@
-"""The evaluator: does what the trainer orders, one evaluation at a time, and says what came of it."""
+"""The evaluator: does what the trainer orders, one evaluation at a time, and reports its answers."""
 
 from __future__ import annotations
 

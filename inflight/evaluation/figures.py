@@ -1,4 +1,4 @@
-"""What the answers of an evaluation come to: means, and pass@k."""
+"""The figures of an evaluation's answers: means, and pass@k."""
 
 from __future__ import annotations
 

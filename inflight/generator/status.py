@@ -1,4 +1,4 @@
-"""A generator's status: what the launcher hears of it, and the live view shows, once per second."""
+"""A generator's status, which it reports to the launcher about once per second and the live view shows."""
 
 from __future__ import annotations
 

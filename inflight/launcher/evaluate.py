@@ -56,7 +56,7 @@ FAILURES = (EvaluationError, LaunchError, PublishError, BusError, ForeignError, 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 when all answers have come, 1 when not, 2 for bad input."""
+    """Exit code: 0 when all questions were answered, 1 when not, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="inflight eval", description=__doc__.split("\n")[0])
     parser.add_argument(
         "target", type=Path, metavar="CHECKPOINT|RUN", help="of a run: its best checkpoint, or its last"
@@ -109,7 +109,7 @@ def overridden(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
 
 
 def alone(config: RunConfig, checkpoint: Path, folder: str) -> RunConfig:
-    """The configuration of one generator that serves the checkpoint, and of nobody else, in a folder of its own.
+    """The configuration of one generator, without a trainer, that serves the checkpoint in a folder of its own.
 
     Raises ConfigError for a run of adapters, whose checkpoints are no whole model.
     """
@@ -144,7 +144,7 @@ def _is_of_step(checkpoint: Path) -> bool:
 def evaluate(config: RunConfig) -> dict[str, Any]:
     """The figures of the checkpoint, as eval.jsonl has them.
 
-    Raises EvaluationError when no generator can be had, ForeignError when no process can be had for the task's code.
+    Raises EvaluationError when the generator does not start, ForeignError when no process for the task's code does.
     """
     with (
         RunFolder(config) as folder,
@@ -207,7 +207,7 @@ def _await(publisher: Publisher, processes: Processes, config: RunConfig) -> Non
 
 
 async def _ask(config: RunConfig, url: str, version: int) -> dict[str, Any]:
-    """All answers within eval.timeout_s, and what they come to."""
+    """The figures of all answers within eval.timeout_s."""
     headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     began = time.monotonic()

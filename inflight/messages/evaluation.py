@@ -44,7 +44,7 @@ class StopEvaluating(Message, tag=True):
 
 
 class Evaluated(Message, tag=True):
-    """All answers have come, or `problem` says why not. Repeated when the order is."""
+    """All questions are answered, or `problem` says why not. Repeated when the order is."""
 
     number: Count
     figures: Figures

@@ -45,7 +45,7 @@ class ShownGroup:
     answers: list[ShownRollout]
     trained_at: int | None
     fate: str
-    """What became of it, as far as the run has recorded that: trained on, dropped for a reason, or neither."""
+    """Its outcome, as far as the run has recorded that: trained on, dropped for a reason, or neither."""
 
 
 class Training:
@@ -65,7 +65,7 @@ class Training:
         return None if index is None or group_id in self._dropped else self._at.get(index)
 
     def fate(self, group_id: str) -> str:
-        """What became of the group, in words."""
+        """The outcome of the group, as text."""
         reason = self._dropped.get(group_id)
         if reason is not None:
             return f"dropped by the gate: {reason}"

@@ -1,4 +1,4 @@
-"""`inflight report RUN`: what a run came to, as text or as one HTML file."""
+"""`inflight report RUN`: the results of a run, as text or as one HTML file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Exit code: 0, or 2 for bad input, in one line."""
     parser = argparse.ArgumentParser(
         prog="inflight report",
-        description="What a run came to, and what age did to its tokens.",
+        description="The results of a run, and figures of its tokens by lag.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -111,12 +111,12 @@ def _file(run_dir: Path) -> Path:
         raise ValueError(f"there is no folder {run_dir}")
     path = run_dir / ROLLOUTS_FILE
     if not recorded(path):
-        raise ValueError(f"{run_dir} has no {ROLLOUTS_FILE}: no group has come yet, or the run has rollout.keep=false")
+        raise ValueError(f"{run_dir} has no {ROLLOUTS_FILE}: no group arrived yet, or the run has rollout.keep=false")
     return path
 
 
 def _texts(run_dir: Path) -> Texts | None:
-    """None, and a line on stderr, where the run's tokenizer is not to be had: token ids are shown then."""
+    """None, and a line on stderr, where the run's tokenizer is not available: token ids are shown then."""
     try:
         return TokenTexts(Path(load(run_dir).model.name)).of
     except (ConfigError, ValueError, OSError) as error:

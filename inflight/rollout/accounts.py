@@ -15,8 +15,8 @@ class _Account:
 
 
 class Accounts:
-    """The actors that have said hello, with the questions that each has in flight. A question is in one place at the
-    most."""
+    """The actors that have said hello, with the questions that each has in flight. A question is in at most one
+    place."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}

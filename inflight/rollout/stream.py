@@ -81,7 +81,7 @@ def _require_last(path: Path, part: Part) -> None:
 
 
 def read_group(path: str | Path, at: FramePlace) -> RolloutGroup:
-    """The group at a place that a `Reader` told. Raises StreamError for anything else."""
+    """The group at a place that a `Reader` has returned. Raises StreamError for anything else."""
     file_path = part_path(Path(path), at.part)
     with file_path.open("rb") as file:
         file.seek(at.byte)
@@ -129,7 +129,7 @@ class Writer:
     """
 
     def __init__(self, path: str | Path, most_bytes: int | None = None) -> None:
-        """`most_bytes`: the size that a file reaches at the most, unless its first group is larger; None: any."""
+        """`most_bytes`: the largest size of a file, unless its first group is larger; None: any."""
         self._of = Path(path)
         self._most = most_bytes
         self._of.parent.mkdir(parents=True, exist_ok=True)

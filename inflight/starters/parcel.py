@@ -1,8 +1,8 @@
 """What a process on another host needs, in one piece, and the lease by which it ends with its launcher.
 
-The parcel goes through a pipe that nobody else reads (the standard input of ssh) or over a socket with CURVE keys: it
-holds the secret key of this process and the API key of the run. Its receiver keeps both in a folder of its own, in
-memory where that is possible, and removes that folder at the end. Nothing of the run folder is shared.
+The parcel goes through a pipe that no other process reads (the standard input of ssh) or over a socket with CURVE
+keys: it holds the secret key of this process and the API key of the run. Its receiver keeps both in a folder of its
+own, in memory where that is possible, and removes that folder at the end. Nothing of the run folder is shared.
 
 On the pipe, a parcel is its length as eight hexadecimal digits and its JSON. Each byte after it renews the lease; the
 end of the input ends it.

@@ -32,7 +32,7 @@ class Dataset:
 
     seed: int
     path: str
-    """A file (.jsonl, .ndjson, .json with an object a line, .parquet), a pattern such as `data/*.parquet`, or
+    """A file (.jsonl, .ndjson, .json with one object per line, .parquet), a pattern such as `data/*.parquet`, or
     `owner/name` of a data set of the hub."""
     prompt: str = ""
     """The column that holds the prompt: text, or token ids, which are sent as they are."""

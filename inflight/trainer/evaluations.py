@@ -1,6 +1,6 @@
 """Evaluations of versions while training continues: pins a version, has the evaluator ask, and keeps the result.
 
-One at a time. Each is bounded; whatever becomes of it, its pin ends.
+One at a time. Each is bounded; whatever its outcome, its pin ends.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Evaluations:
         return Evaluate(number=current.number, version=current.pin.version, url=route.url, timeout_s=left_s)
 
     def _answered(self, current: _Evaluation, result: Evaluated) -> None:
-        """The answers have come, or as many as could."""
+        """All answers have arrived, or the evaluator has stopped with a problem."""
         if result.problem:
             self._give_up(current, result.problem, result)
         elif current.result is None:

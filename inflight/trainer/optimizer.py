@@ -34,7 +34,7 @@ def make_optimizer(model: nn.Module, settings: TrainerConfig) -> torch.optim.Ada
 def make_schedule(
     optimizer: torch.optim.Optimizer, settings: TrainerConfig, step: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
-    """The optimizer's learning rate for the step after `step` steps, and for those that follow, one a call of `step`.
+    """The optimizer's learning rate for the step after `step` steps, and for those that follow, one per call of `step`.
 
     Raises ConfigError for a schedule that can't be used.
     """

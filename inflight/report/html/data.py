@@ -45,7 +45,7 @@ class _Problems:
 def of_run(run_dir: Path, ended: str = "") -> dict[str, Any]:
     """The run as JSON has it; `ended` is what the launcher knows about its end.
 
-    Raises ValueError when the folder is no run folder. What is damaged in one is left out, and told in `notes`.
+    Raises ValueError when the folder is no run folder. What is damaged in one is left out, and `notes` says so.
     """
     if not run_dir.is_dir() or not any((run_dir / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
         raise ValueError(f"{run_dir} is no run folder: it has neither {CONFIG_FILE} nor {METRICS_FILE}")

@@ -69,7 +69,7 @@ def of_steps(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 
 def of_swaps(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Committed versions as columns, and what else became of versions, counted by outcome and reason."""
+    """Committed versions as columns, and the other outcomes of versions, counted by reason."""
     done = [line for line in lines if line.get("event") == "committed"]
     shown = [done[at] for at in thinned(len(done))]
     columns: dict[str, list[Any]] = {name: [number(line.get(name)) for line in shown] for name in _SWAP_FIGURES}

@@ -15,7 +15,7 @@ from inflight.config import ConfigError
 from inflight.tasks.data.rows import LINE_COLUMN, LINES, one_line, own_fields, parse, quiet
 
 KEPT = 4096
-"""Rows that can be had again at once: more than are in flight at a time."""
+"""Rows that are kept in memory: more than are in flight at a time."""
 
 
 class StreamRows:

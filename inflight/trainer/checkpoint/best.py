@@ -72,7 +72,7 @@ class Best:
             self._rejected.discard(nominee)
 
     def _worth(self, checkpoint: Path) -> float:
-        """Less than anything where nobody knows: its figures are damaged, or are not those that decide now."""
+        """Less than any other where it is unknown: its figures are damaged, or are not those that decide now."""
         try:
             return msgspec.json.decode((checkpoint / FIGURES_FILE).read_bytes(), type=dict[str, float])[self._by]
         except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:

@@ -15,7 +15,7 @@ from inflight.weights.shards import is_sharded
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """Tensors on the CPU that nobody else holds."""
+    """Tensors on the CPU that nothing else refers to."""
 
     weights: dict[str, torch.Tensor]
     """The state dict, float32; names that are tied have one tensor."""

@@ -30,7 +30,7 @@ class Session:
     """Seconds; only differences matter."""
     events: EventLog = field(default_factory=EventLog)
     elastic: bool = False
-    """Generators join when they come: what one misses before it has come for the first time is no failure."""
+    """Generators may join at any time: what one misses before it has joined for the first time is no failure."""
     publisher: str = field(default_factory=lambda: secrets.token_hex(8))
     """Distinguishes this publisher's versions from those that another one sent under the same numbers."""
     attempts: Iterator[int] = field(default_factory=lambda: itertools.count(1))

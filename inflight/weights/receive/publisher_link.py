@@ -39,7 +39,7 @@ class PublisherLink:
         return self._pending.popleft() if self._pending else self.link.receive(timeout_s)
 
     def was_aborted(self, prepare: Prepare) -> bool:
-        """Whether its Abort has come meanwhile. All messages that have come are kept, in order."""
+        """Whether its Abort has arrived meanwhile. All messages that have arrived are kept, in order."""
         while (message := self.link.receive(0)) is not None:
             self._pending.append(message)
         return any(isinstance(message, Abort) and message.attempt >= prepare.attempt for message in self._pending)

@@ -48,7 +48,7 @@ SOUND_PROMPTS = 20
 TOKENS = 24
 BLOCK = 32
 EVERY = 16
-"""Tokens of a rollout at the most, tokens of a KV block, and steps from version to version."""
+"""Most tokens of a rollout, tokens of a KV block, and steps from version to version."""
 STEP = 0.003
 TEMPERATURE = 0.7
 NONE = "nothing"
@@ -138,7 +138,7 @@ def _number(rollout_id: str) -> int:
 
 
 def _requests(seed: int, count: int) -> list[tuple[list[int], int]]:
-    """Each prompt twice, the second time when all have come once, so that its prefix is found in the cache."""
+    """Each prompt twice, the second time when all were sent once, so that its prefix is found in the cache."""
     source = random.Random(seed)
     prompts = [[source.randrange(3, 17) for _ in range(BLOCK + 2 + number % 7)] for number in range(count)]
     return [(prompt, TOKENS - 5 * (number % 3)) for number, prompt in enumerate(prompts * 2)]

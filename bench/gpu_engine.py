@@ -47,7 +47,7 @@ def start_engine(model: str, options: dict[str, Any], settings: Settings, worker
 
 
 class Client:
-    """Sequences that decode for ever, and what their owner sees of it."""
+    """Sequences that decode without end, and the times at which their owner gets tokens."""
 
     def __init__(self, engine: Any, tokens: int, *, cuda: bool, prompt_tokens: int = 4, lora: Any = None) -> None:
         self.engine = engine
@@ -218,7 +218,7 @@ class Agent:
         self._link = Link(endpoint, "g0.engine", BusConfig())
         self._link.send(EngineHello(generator="g0", world_size=ranks, url="http://127.0.0.1"))
         self.commits: dict[int, tuple[float, float, float]] = {}
-        """version → (told, done, gap that the ranks report)."""
+        """version → (when the engine got the order, when it was done, gap that the ranks report)."""
         self.error: str | None = None
         self._changed = threading.Condition()
         self._stop = threading.Event()

@@ -20,7 +20,7 @@ def percentile(values: list[float], share: float) -> float:
 
 @dataclass
 class Timeline:
-    """Arrivals at the client: one entry a step that brought tokens. Seconds of time.perf_counter."""
+    """Arrivals at the client: one entry per step that brought tokens. Seconds of time.perf_counter."""
 
     at: array[float] = field(default_factory=lambda: array("d"))
     tokens: array[int] = field(default_factory=lambda: array("l"))
@@ -73,7 +73,7 @@ class Update:
     began: float
     ended: float
     swap_began: float
-    """When the engine was told to swap (or to stop, where it is stopped)."""
+    """When the engine got the order to swap (or to stop, where it is stopped)."""
     trainer_blocked_s: float = 0.0
     transfer_s: float = 0.0
     remap_s: float = 0.0

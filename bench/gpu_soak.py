@@ -21,7 +21,8 @@ class Tags:
     that reads tokens.
 
     All tokens of one step have one version; versions of steps never fall; no step has a version that the engine was not
-    told yet, nor an older one than was answered some steps ago. Which weights that version was, only an audit tells.
+    ordered to commit yet, nor an older one than was answered some steps ago. Only an audit can say which weights that
+    version was.
     """
 
     def __init__(self, version: int) -> None:
@@ -37,7 +38,7 @@ class Tags:
         self._floor: list[int] = []
 
     def told(self, version: int) -> None:
-        """The engine is about to be told to swap."""
+        """The engine is about to get the order to swap."""
         self._told = version
 
     def answered(self, version: int) -> None:
@@ -59,7 +60,7 @@ class Tags:
         version = max(versions)
         floor = self._floor[0] if len(self._floor) == PIPELINE_STEPS else 0
         if version > self._told:
-            self._fault(f"version {version} before the engine was told of it, it knew {self._told}")
+            self._fault(f"version {version} before the engine had the order, its newest was {self._told}")
         if version < max(self._last, floor):
             self._fault(f"version {version} after {self._last} was seen and {floor} was answered")
         if version > self._last:
@@ -78,7 +79,7 @@ class Tags:
         }
 
     def _finished(self, output: Any) -> None:
-        """Prefills as they are told at the end of a sequence: in order, under versions that were there."""
+        """Prefills as they are reported at the end of a sequence: in order, under versions that were there."""
         prefills = output.outputs[0].prefill_versions
         starts = [index for index, _, _ in prefills]
         versions = [version for _, _, version in prefills]

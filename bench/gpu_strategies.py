@@ -84,14 +84,14 @@ class Bench:
     trainer: TrainerProcess
     agent: Agent | None
     native: dict[str, Any]
-    """names, dtype_names and shapes of what travels, as vLLM's update wants them."""
+    """names, dtype_names and shapes of what is sent, as vLLM's update wants them."""
 
 
 Strategy = Callable[[Bench, int], Update]
 
 
 def inflight(bench: Bench, version: int) -> Update:
-    """Publish; nothing else. The engine is never told to stop."""
+    """Publish; nothing else. The engine is never stopped."""
     assert bench.agent is not None
     began = time.perf_counter()
     report = bench.trainer.ask("publish", version=version)

@@ -1,7 +1,7 @@
-"""Where a late token was held up: on the device, in the worker, in the engine core or on its way to the client.
+"""Where a late token was delayed: on the device, in the worker, in the engine core or on its way to the client.
 
 A gap at the client is what the device took from one step to the next, and what each part of a token's way took longer
-than it had for the token before. So the parts add up to the gap, and clocks that drift apart slowly do no harm.
+than it had for the token before. So the parts add up to the gap, and clocks that drift apart slowly make no difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The trainer of the interruption bench: a process that owns random weights and sends them when it is told to.
+"""The trainer of the interruption bench: a process that owns random weights and sends them on order.
 
 Speaks JSON lines over stdin and stdout; everything else goes to stderr. Orders: `join`, `publish`, `native_init`,
 `native`, `randomize`, `swaps`, `quit`.

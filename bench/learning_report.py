@@ -17,14 +17,14 @@ from inflight.rollout.stream import Reader
 
 AXES = {"seconds": "wall time, s", "tokens": "sampled tokens that reached the trainer", "steps": "optimizer steps"}
 DONE_FILE = "done"
-"""In the folder of a run that came to its end: what else went on on the machine meanwhile, as JSON."""
+"""In the folder of a run that is complete: the other load of the machine meanwhile, as JSON."""
 LAST = 0.2
 """Share of the steps whose mean is a run's final reward."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A run's reward over three axes; a value a step."""
+    """A run's reward over three axes; one value per step."""
 
     seed: int
     steps: list[float]

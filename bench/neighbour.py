@@ -54,7 +54,7 @@ def share() -> None:
 
 
 def live(kind: str, handle: str) -> None:
-    """The neighbour: goes on until it is killed."""
+    """The neighbour: runs until it is killed."""
     work: list[Callable[[], object]] = []
     held = [torch.empty(GIB, dtype=torch.uint8, device="cuda").fill_(1) for _ in range(6)]
     if "graphs" in kind:

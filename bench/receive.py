@@ -37,7 +37,7 @@ WARM_UP = 2
 
 @dataclass
 class Steps:
-    """Seconds of steps by what went on beside them."""
+    """Seconds of steps by what ran beside them."""
 
     by_state: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     lost: list[float] = field(default_factory=list)
@@ -152,7 +152,7 @@ def measure(name: str, versions: int) -> Steps:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="one engine a process: run it once for each")
+    parser.add_argument("--model", default="smollm2", help="one engine per process: run it once for each")
     parser.add_argument("--versions", type=int, default=30)
     parser.add_argument("--publish", metavar="ENDPOINT", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -31,7 +31,7 @@ class Rounds:
     base: list[float] = field(default_factory=list)
     """Median of the steps before the swap."""
     gap: list[float] = field(default_factory=list)
-    """The step loop stood still."""
+    """The step loop stalled."""
     extra: list[float] = field(default_factory=list)
     build: list[float] = field(default_factory=list)
     """Loading and packing beside the step loop; none when that is part of the gap."""
@@ -102,7 +102,7 @@ def measure(name: str, count: int) -> list[str]:
 def main() -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="one engine a process: run it once for each")
+    parser.add_argument("--model", default="smollm2", help="one engine per process: run it once for each")
     parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     where = machine()

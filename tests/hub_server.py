@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         )
         repository = self.server_state.repositories.get(found["id"]) if found else None
         if found is None or repository is None:
-            self._refuse(401, "RepoNotFound", "Invalid username or password.")  # as for whoever is not logged in
+            self._refuse(401, "RepoNotFound", "Invalid username or password.")  # as for a client that is not logged in
             return
         at = found["at"] or "main"
         commit = repository.branches.get(at, at)

@@ -38,7 +38,7 @@ class Clock(TrainerCallback):
         control.should_training_stop = control.should_training_stop or over
 
     def figures(self, history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """From TRL's own log, an entry a step: tokens a second, and the shares of time for waits and weight updates."""
+        """From TRL's own log, one entry per step: tokens per second, shares of time for waits and weight updates."""
         lasted = self.lasted_s or 1.0
 
         def total(name: str) -> float:

@@ -5,7 +5,7 @@ From that it knows under which version each KV slot was written, and so with whi
 claims (`token_versions`, `prefill_versions`) have to tell the same, position by position.
 
 With INFLIGHT_TEST_WITHOUT_MODEL=1 a stand-in for the worker draws the tokens and all else of the engine is real. So the
-same tests run on a vLLM whose kernels are not to be had (test_patches_wheels.py).
+same tests run on a vLLM whose kernels are not available (test_patches_wheels.py).
 """
 
 from __future__ import annotations
@@ -523,7 +523,7 @@ def _receive(
 
 
 def test_sharing_across_versions_is_possible_and_reported(model: Path, lab: Lab) -> None:
-    lab.engine.engine_core.shutdown()  # one engine a process
+    lab.engine.engine_core.shutdown()  # one engine per process
     shared = Lab(model, share_prefix_across_versions=True, version=4)
     shared.add(100, 4)
     shared.finish()

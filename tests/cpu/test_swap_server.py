@@ -225,7 +225,7 @@ def test_published_weights_are_what_answers(run: Run) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_a_trainer_that_comes_back_sends_what_it_has_under_a_number_that_is_held_too(run: Run, ahead: int) -> None:
-    """With requests running: what they go on with is of the new weights, as far as it says so."""
+    """With requests running: their further tokens are of the new weights, by their tags."""
     version = run.publisher.version + ahead
     run.move(100 + ahead)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -353,7 +353,7 @@ def test_a_terminated_generator_leaves_nothing_behind(run: Run) -> None:
         assert run.wait(10) == 128 + signal.SIGTERM
         asked.exception(timeout=10)  # answered or cut off, but not left hanging
     assert run.alive(children) == []
-    until(lambda: not run.routes(), "its leaving: it has said goodbye", 5)  # of 15 until it would be taken for dead
+    until(lambda: not run.routes(), "its leaving: it has said goodbye", 5)  # of 15 until it would be presumed dead
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ SHELL = {
     "SLURM_PROCID": "1",
     "VLLM_PORT": "29500",
 }
-"""What torchrun, accelerate and Slurm leave in an environment: a run would wait for ranks that nobody starts."""
+"""What torchrun, accelerate and Slurm leave in an environment: a run would wait for ranks that are never started."""
 
 
 def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:

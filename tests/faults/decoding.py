@@ -1,7 +1,7 @@
 """Clients that decode all the time, until standard input ends: `python decoding.py URL MANY TOKENS` (not a test file).
 
 A process of its own: neither the libraries that a test has loaded, which a collection of garbage walks through, nor the
-test's threads hold up a token's clock. Prints `decoding` when each sequence has had a token, and in the end one JSON
+test's threads delay a token's time. Prints `decoding` when each sequence has had a token, and in the end one JSON
 object: `gaps` [[when (time.monotonic), seconds since the token before], …], `late` [[when, by how many seconds this
 process woke too late], …], `errors` and `finished`. A gap together with such a lateness is its own: it had no core,
 or more to read than it can.

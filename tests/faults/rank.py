@@ -1,10 +1,10 @@
 """Ranks and engine of one generator as a process, with a fake shadow: `python rank.py ENDPOINT g0 WORLD [FAULT]`.
 
-FAULT is `PHASE:kill` or `PHASE:stop`: what the process does to itself when a rank comes to that phase of version 2; or
-`PHASE:kill:PID`, `PHASE:stop:PID`: to whom it does it then, and sees it done before it goes on. Phases: `begin`,
-`receive`, `build`, `ready`, `swap` and `answer` (after the swap, before the engine says so). Whatever it holds is
-written to standard output, a line a swap: `VERSION VALUE…`, one value a rank; and when it gets SIGUSR1:
-`live VERSION SHA-256`, of all bytes of all ranks (not a test file).
+FAULT is `PHASE:kill` or `PHASE:stop`: the signal that the process sends itself when a rank reaches that phase of
+version 2. With `PHASE:kill:PID` or `PHASE:stop:PID` it signals that process instead, and awaits its end or stop before
+it continues. Phases: `begin`, `receive`, `build`, `ready`, `swap` and `answer` (after the swap, before the engine says
+so). Whatever it holds is written to standard output, one line per swap: `VERSION VALUE…`, one value per rank; and when
+it gets SIGUSR1: `live VERSION SHA-256`, of all bytes of all ranks (not a test file).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Generator(FakeGenerator):
             super()._commit(version, publisher)
 
     def _tell_held(self, version: int) -> None:
-        """Before the answer: whoever has that may look."""
+        """Before the answer: the test may look once it has that."""
         held = [sorted({float(v) for t in shadow.live.values() for v in t.unique()[:9]}) for shadow in self.shadows]
         say(f"{version} {held}")
 

@@ -39,7 +39,7 @@ BOUND_S = 240.0
 
 
 def free_port() -> int:
-    """The first of five in a row that nobody listens on."""
+    """The first of five consecutive ports without a listener."""
     for port in range(20000 + os.getpid() % 20000, 65000, 5):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             for offset in range(5):
@@ -119,7 +119,7 @@ class Run:
         return len(self.lines())
 
     def lines(self) -> list[dict[str, object]]:
-        """What the trainer told of its steps."""
+        """What the trainer reported of its steps."""
         return read_lines(self.folder / METRICS_FILE)
 
     def trained(self) -> list[int]:
@@ -176,7 +176,7 @@ class Run:
         return "\n".join([self.output[-2000:], *texts])
 
     def end(self) -> None:
-        """Leaves nothing behind."""
+        """Ends all processes of the run."""
         if not self.ended():
             os.kill(self._launcher.pid, signal.SIGTERM)
             self.wait()

@@ -205,7 +205,7 @@ class Serving:
     def steps(self, name: str, begin: float, end: float) -> dict[str, Any]:
         """Milliseconds between the moments at which a generator's engine had tokens, within a window; how many seconds
         after `begin` the longest of them ended, and how many sequences had tokens at its two ends: where they all
-        ended together, the engine had nothing to do until their clients asked again."""
+        ended together, the engine had nothing to do until their clients sent the next ones."""
         lines = [line.split() for line in (self.config.path / f"{name}.steps").read_text().splitlines()]
         moments = [(float(at), int(sequences)) for at, sequences in lines]
         steps = [(b - a, b, [m, n]) for (a, m), (b, n) in pairwise(moments) if begin <= b <= end]

@@ -1,4 +1,4 @@
-"""Items that misbehave cost themselves alone, in whole runs of real processes; and so does whoever ends an actor."""
+"""Items that misbehave cost themselves alone, in whole runs of real processes, also one that ends an actor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Harm done to one process of a run: the others go on or end, within bounds, and every group is accounted for."""
+"""Faults of one process of a run: the others continue or end, within bounds, and every group is accounted for."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_suspended_actor_that_was_presumed_dead_rejoins(make_run):
     time.sleep(4)
     at = run.steps()
     time.sleep(1)
-    assert run.steps() == at, "nobody else samples"
+    assert run.steps() == at, "no other actor samples"
     assert run.kill("a0", signal.SIGCONT)
     books = all_is_trained(run)
     assert books.failed.get("actor lost", 0) > 0
@@ -179,7 +179,7 @@ def test_a_full_disk_stops_the_run_with_its_checkpoint_whole(make_run):
 
 
 def test_strangers_on_the_sockets_change_nothing(make_run):
-    """Random bytes, other schemas, answers that nobody asked for, under names of their own and of an actor's kind."""
+    """Random bytes, other schemas, answers to no request, under names of their own and of an actor's kind."""
     run = make_run(SHORT, KEEP_OLD).start()
     run.until(lambda: run.steps() >= 1)
     config = configuration.load(run.folder)

@@ -1,4 +1,4 @@
-"""Runs that are killed and go on: they train on the very questions of an undisturbed run."""
+"""Runs that are killed and resumed: they train on the very questions of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REFUSED = 2
 
 
 def kill_and_go_on(run, kills, seed):
-    """Kills somebody at random, `kills` times, and starts the launcher again whenever it has ended."""
+    """Kills a random process, `kills` times, and starts the launcher again whenever it has ended."""
     source = random.Random(seed)
     run.start()
     told, ends = [], 0
@@ -50,7 +50,7 @@ def check(run, undisturbed, told):
     print(f"undisturbed {theirs.total()} of {len(theirs)};", end=" ")
     print(f"in one run and not in the other: {(mine - theirs).total()} and {(theirs - mine).total()}")
     assert mine == theirs, told
-    assert {"launcher", "trainer"} <= told_of.keys(), "both ends were gone on from"
+    assert {"launcher", "trainer"} <= told_of.keys(), "it was resumed after both ends"
     assert [line["step"] for line in run.lines()] == [line["step"] for line in undisturbed.lines()]
     books = run.account()
     assert (books.settled_below, books.settled_beyond, books.dropped) == (len(run.trained()), [], {})

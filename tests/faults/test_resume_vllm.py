@@ -1,4 +1,4 @@
-"""A run with a real vLLM on CPU that is killed and goes on: what the audit says of it."""
+"""A run with a real vLLM on CPU that is killed and resumed, and its audit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.vllm]
 
 STEPS = 6
 GROUPS = 8
-"""A step of the run that goes on: more than can wait from before, so that engines are asked under its first version."""
+"""A step of the resumed run: more than can wait from before, so that engines are asked under its first version."""
 
 
 def test_engines_resume_with_the_checkpoints_weights_and_its_version(make_run):
@@ -45,7 +45,7 @@ def test_engines_resume_with_the_checkpoints_weights_and_its_version(make_run):
     new = [rollout.turn for group in groups for rollout in group.rollouts if rollout.started > since]
     assert begun in {turn.token_versions[0].version for turn in new}, "the checkpoint's version has answered"
     swaps = [line["version"] for line in read_lines(run.folder / SWAPS_FILE) if line["event"] == "committed"]
-    assert len(set(swaps)) == len(swaps), "no version is told twice"
+    assert len(set(swaps)) == len(swaps), "no version is reported twice"
     audit = subprocess.run(
         [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)],
         capture_output=True,

@@ -68,7 +68,7 @@ def test_killed_cut_off_and_stopped_in_turn(make_run):
     before = incarnations(run)
     assert run.kill("g1")
     bus = (run.folder / "bus").resolve()
-    os.rename(bus / "weights", bus / "w")  # whoever connects from now on does so through the proxy
+    os.rename(bus / "weights", bus / "w")  # new connections go through the proxy from now on
     with contextlib.closing(Proxy(f"ipc://{bus}/weights", f"ipc://{bus}/w")) as between:
         run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
         go_on(run)
@@ -109,8 +109,8 @@ def test_killed_cut_off_and_stopped_in_turn(make_run):
 
 
 def test_all_killed_at_once_then_weights_that_are_no_numbers(make_run):
-    """Over TCP with keys. `kill -9` of launcher, trainer and generator leaves no engine behind; a version with NaN is
-    sent to nobody and names a parameter; the run goes on from its checkpoint all the same."""
+    """Over TCP with keys. `kill -9` of launcher, trainer and generator orphans no engine; a version with NaN is
+    not sent and names a parameter; the run resumes from its checkpoint all the same."""
     run = make_run("trainer.steps=8", *PATIENT, "bus.address=127.0.0.1", f"bus.port={free_port()}", vllm=True).start()
     run.until(lambda: run.steps() >= 3, alive=True)
     everyone = run.process("launcher").children(recursive=True)

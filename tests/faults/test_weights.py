@@ -1,7 +1,7 @@
 """Harm to the way of a version, with real processes, sockets and gloo; the publisher is this process.
 
-In each case another, healthy generator goes on getting every version at once, nobody ever holds a mixture, and the
-harmed one has the newest version again in the end.
+In each case another, healthy generator gets every further version at once, no generator ever holds a mixture, and the
+faulty one has the newest version again in the end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SLOW_RETRY = dataclasses.replace(CONFIG, retry_after_s=3)
 """Time to look at what is left after a failure."""
 BOUND_S = 40.0
 SHORT_S = 10.0
-"""What a publish may take at the very most, whoever is in trouble: less than any timeout's sum, far more than it is."""
+"""The longest that a publish may take with a faulty generator: less than any timeout's sum, far more than it is."""
 
 
 class Harmed:
@@ -75,7 +75,7 @@ class Harmed:
         self.fill(version, fill)
         started = time.monotonic()
         self.publisher.publish(version)
-        assert time.monotonic() - started < SHORT_S, "the trainer waits for nobody that is in trouble"
+        assert time.monotonic() - started < SHORT_S, "the trainer does not wait for a generator with a fault"
 
     def fill(self, version: int, fill=None) -> None:
         with torch.no_grad():
@@ -107,7 +107,7 @@ class Harmed:
             return set(routes(self.publisher.version, loop.protocol.replicas, CONFIG.max_behind).generators)
 
     def swaps(self, name: str) -> list[int]:
-        """The versions after the trainer's first that a process has told of; each was whole on all its ranks."""
+        """The versions after the trainer's first that a process has reported; each was whole on all its ranks."""
         told = []
         for line in (self.folder / f"{name}.out").read_text().splitlines():
             version, _, held = line.partition(" ")
@@ -248,7 +248,7 @@ class HarmedSender:
 
 
 def harm_buckets(harmed, kind) -> list[str]:
-    """Both generators hold version 1, and g1 is sent harmed buckets as soon as the list that is returned is empty."""
+    """Both generators hold version 1, and g1 is sent corrupt buckets as soon as the returned list is empty."""
     done: list[str] = ["not yet"]
     channels = harmed.publisher._loop.session.channels
     make = channels.make_sender

@@ -87,7 +87,7 @@ def scene(tmp_path):
     "phase, held", [("begin", 1), ("receive", 1), ("build", 1), ("ready", 1), ("swap", 2), ("answer", 2)]
 )
 def test_a_trainer_killed_in_a_phase_leaves_a_whole_version_and_its_successor_continues(scene, phase, held):
-    """Until the engine is told to commit the version before stays, from then on the new one is live; odd and even
+    """Until the engine gets the Commit the version before stays, from then on the new one is live; odd and even
     versions are two sets of weights."""
     trainer, odd = scene.begun(f"{phase}:kill")
     assert trainer.process.wait(60) == -signal.SIGKILL

@@ -1,6 +1,6 @@
 """`python -m inflight.generator` that also writes when its engine had tokens: `python timed_generator.py ARGUMENTS`.
 
-A line a step in the file NAME.steps of the run folder: when the engine core made it (time.monotonic) and how many
+One line per step in the file NAME.steps of the run folder: when the engine core made it (time.monotonic) and how many
 sequences got tokens (not a test file).
 """
 

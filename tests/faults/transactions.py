@@ -56,7 +56,7 @@ class Halt:
             assert self._trainer.halted.get(timeout=60) == self._name
 
     def go(self) -> None:
-        """Lets the bytes go on, if anyone is left to send them."""
+        """Forwards the bytes again, if the sender still lives."""
         if self._pulled:
             self._files["go"].touch()
         elif self._trainer.runs:
@@ -149,7 +149,7 @@ def trainer_killed(
 
 def trainer_stopped(serving: Serving, version: int, transport: str, many: int) -> dict[str, Any]:
     """g0 holds `version` of the newest trainer, which is stopped within the next one until the rank has given up, and
-    goes on; `many` sequences decode."""
+    continues; `many` sequences decode."""
     trainer = serving.trainers[-1]
     fault = broken(serving, version, transport, many, TrainerProcess.stop)
     holds_still(serving, version, fault.held)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 EXAMPLES = 500
 GROWTH_LIMIT_MIB = 64
-"""Memory that a decoder may have added after its first round, however long it went on."""
+"""Memory that a decoder may have added after its first round, however many rounds follow."""
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""An engine in a process of its own that does what a list of actions says, and prints what came of each as JSON.
+"""An engine in a process of its own that does what a list of actions says, and prints the outcome of each as JSON.
 
     python -m tests.gpu.engine_process '{"model": DIR, "worker": ..., "engine": {...}, "actions": [{"do": "generate"}]}'
 

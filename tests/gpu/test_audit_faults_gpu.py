@@ -165,7 +165,7 @@ def test_fault_b_a_swap_that_leaves_a_layer_old(engine: Engine) -> None:
 
 def test_fault_c_a_stale_output_layer(engine: Engine) -> None:
     model = engine.worker.model_runner.get_model()
-    stale = copy.copy(model.lm_head)  # tied: the embedding itself, which has to go on with the times
+    stale = copy.copy(model.lm_head)  # tied: the embedding itself, which has to follow the versions
     stale._parameters = {
         name: None if each is None else torch.nn.Parameter(each.data.clone(), requires_grad=False)
         for name, each in stale._parameters.items()

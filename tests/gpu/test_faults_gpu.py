@@ -53,7 +53,7 @@ BUCKETS = [BucketMeta(offset=at, nbytes=min(32 << 20, NBYTES - at)) for at in ra
 
 
 class Sending:
-    """The trainer's process: sends on order, and does harm to its buffer when told to."""
+    """The trainer's process: sends on order, and corrupts its buffer on order."""
 
     def __init__(self, transport: str, size: int = 2, timeout_s: float = 20.0) -> None:
         code = f"from tests.gpu.test_faults_gpu import send; send({transport!r}, {size}, {timeout_s})"
@@ -228,7 +228,7 @@ def test_a_rank_that_stops_while_a_communicator_forms_holds_up_neither_the_train
         receiver.close()
         assert sender.process.stdin is not None
         sender.process.stdin.close()
-        assert sender.process.wait(20) == 0, "what was left behind does not hold up its end"
+        assert sender.process.wait(20) == 0, "an abandoned transfer does not delay its end"
     finally:
         sender.process.kill()
         sender.process.wait(20)
@@ -355,7 +355,7 @@ def print_logs(folder: Path) -> None:
 
 
 def test_a_trainer_killed_in_the_middle_over_nccl_then_over_ipc(serve: Callable[[int], Serving]) -> None:
-    """One engine lives through both deaths; each time a new trainer goes on."""
+    """One engine lives through both deaths; each time a new trainer continues."""
     serving = serve(1)
     trainer = serving.trainer(0, "nccl")
     trainer.committed(g0=0)

@@ -29,7 +29,7 @@ WAIT_S = 120.0
 
 
 def adapter_of(model: Path) -> nn.Module:
-    """A module whose parameters are an adapter's, named as they travel."""
+    """A module whose parameters are an adapter's, named as they are sent."""
     import torch
 
     base = load_model(model, torch.float32, torch.device("cpu"), attention="eager")

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 STEPS = 20
 NEARER = 0.75
-"""What must be left of the divergence at the most; about a half is, and without a teacher's word all of it."""
+"""The largest share of the divergence that may be left; about a half is, and without a teacher's word all of it."""
 TIMEOUT_S = 600
 COMMON = (
     f"trainer.steps={STEPS}",

@@ -1,7 +1,7 @@
 """Objectives against those of trl (`GRPOTrainer._compute_loss`), on random batches: value and gradient.
 
 trl divides within the call; our scales say the same. Its proximal policy is `old_per_token_logps`, its weight against
-who sampled `importance_sampling_ratio`.
+the sampling policy `importance_sampling_ratio`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A generator without vLLM: a shadow that records what happens to it, and an engine that commits when told."""
+"""A generator without vLLM: a shadow that records what happens to it, and an engine that commits on order."""
 
 import secrets
 import threading
@@ -104,9 +104,9 @@ class FakeGenerator:
         ]
         self.version, self.publisher, self.world_size = version, publisher, world_size
         self.heard = []
-        """What the engine was told, in order."""
+        """The messages to the engine, in order."""
         self.mute = threading.Event()
-        """Set: the engine does what it is told but does not answer."""
+        """Set: the engine carries out its orders but does not answer."""
         self.unanswered = []
         self.answered = None
         self._closing = threading.Event()
@@ -114,7 +114,7 @@ class FakeGenerator:
 
     @property
     def commits(self):
-        """The versions that the engine was told to commit, in order."""
+        """The versions that the engine got a Commit for, in order."""
         return [message.version for message in self.heard if isinstance(message, Commit)]
 
     def start(self):

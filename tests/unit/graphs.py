@@ -24,7 +24,7 @@ SIZES = (4, 2)
 
 
 class Graph:
-    """In place of a CUDA graph: goes on with the memory that the model's parameters had when it was captured."""
+    """In place of a CUDA graph: keeps using the memory that the model's parameters had when it was captured."""
 
     model: Any = None
     replayed: Any = None

@@ -44,7 +44,7 @@ def chunk(text, start=0, version=0, finish=None, **changes):
 
 
 class Server:
-    """`async with Server() as server`: serves on loopback, keeps all requests, answers as told.
+    """`async with Server() as server`: serves on loopback, keeps all requests, gives the configured answers.
 
     `answers` is consumed first, one a request: a dict is the choice, an int a bare HTTP status, None drops the
     connection, a callable is awaited for one of these. Afterwards `default` is used. A list is a stream's events one

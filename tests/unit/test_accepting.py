@@ -1,4 +1,4 @@
-"""A server without files for its connections says so in a line, loses none of them and goes on."""
+"""A server without files for its connections says so in a line, loses none of them and continues."""
 
 from __future__ import annotations
 

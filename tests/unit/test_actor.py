@@ -230,7 +230,7 @@ def test_aborted_requests_are_counted_and_retried(play):
         batch = await room.take(2)
         assert room.sampler.answers.aborted == 2
         assert room.buffer.counts().failed == {}
-        # Each is told by the sample that was asked again, which is all that a run's summary knows of it.
+        # Each is recorded in the sample that was retried, which is all that a run's summary has of it.
         told = [rollout.rollout.retries for group in batch for rollout in group.rollouts]
         assert sum(each.get("aborted", 0) for each in told) == 2
         assert sum(map(bool, told)) in (1, 2)
@@ -250,7 +250,7 @@ def test_aborted_requests_are_counted_and_retried(play):
     ],
 )
 def test_a_group_is_given_up_with_a_reason_and_the_actor_continues(play, monkeypatch, answer, reason, requests):
-    """A question that is not at fault is asked again, with the same seeds, though not for ever."""
+    """A question that is not at fault is re-queued, with the same seeds, but not without end."""
     monkeypatch.setattr(ledger_module, "MAX_TRIES", 2)
 
     async def scene(room):
@@ -304,7 +304,7 @@ def test_an_unpatched_server_ends_the_actor_at_once(play):
 
 
 class Moody(Addition):
-    """Scores as told by the completion's first character."""
+    """Scores by the completion's first character."""
 
     async def score(self, item, completion):
         match completion[0]:
@@ -398,7 +398,7 @@ def test_failures_with_a_success_between_them_do_not_end_the_actor(play):
 
 @pytest.mark.parametrize("concurrency", [19, 64])
 def test_one_outage_ends_no_actor_however_many_groups_are_in_flight(play, concurrency):
-    """All of them fail at once, more than once, and are asked again until a generator is back."""
+    """All of them fail at once, more than once, and are retried until a generator is back."""
 
     async def scene(room):
         room.urls["g0"] = None
@@ -680,7 +680,7 @@ def test_an_error_that_ends_the_probing_reaches_waiting_requests(monkeypatch):
 
 async def until(condition):
     async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - the pool tells nobody
+        while not condition():  # noqa: ASYNC110 - the pool has no event for it
             await asyncio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""The policy that is a LoRA adapter, against PEFT itself: values, gradients, what travels, checkpoints."""
+"""The policy that is a LoRA adapter, against PEFT itself: values, gradients, what is sent, checkpoints."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ async def decoded(token_ids):
 
 @dataclass
 class Room:
-    """Servers g0, g1, …, and who asks them."""
+    """Servers g0, g1, …, and the client that sends them requests."""
 
     servers: list[Server]
     pool: Pool
@@ -53,7 +53,7 @@ class Room:
 
 @contextlib.asynccontextmanager
 async def room(*scripts, silence_s=20.0, most=64, **config):
-    """A server for each list of answers; one that has none left waits for ever."""
+    """A server for each list of answers; one that has none left never answers."""
     async with contextlib.AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(Server(lambda: asyncio.sleep(3600))) for _ in scripts]
         for server, script in zip(servers, scripts, strict=True):

@@ -277,7 +277,7 @@ def test_versions_of_another_run_fail(folder, tiny_model):
 
 
 def continued(rollout):
-    """As if g1 had gone on from token 5, when what g0 knew of its KV was lost."""
+    """As if g1 had continued from token 5, and the record of g0's KV was lost."""
     turn = msgspec.structs.replace(
         rollout.turn,
         prefill_versions=[PrefillSpan(0, 0, -1), PrefillSpan(0, 1, rollout.turn.prefill_versions[0].version)],

@@ -151,7 +151,7 @@ def test_failures_and_malformed_groups_are_counted_acknowledged_and_replaced(par
     assert expect(actor, Grant) == Grant(questions=[2])
     actor.send(done("q1", logprobs=[0.0]))
     assert expect(actor, GroupAck).group_id == "q1"
-    assert expect(actor, Grant) == Grant(questions=[1]), "what came damaged is asked again"
+    assert expect(actor, Grant) == Grant(questions=[1]), "what arrived damaged is re-queued"
     counts = room.buffer.counts()
     assert counts.failed == {"reward timeout": 1, "malformed: logprobs": 1}
     counts.check()

@@ -112,7 +112,7 @@ def test_a_name_belongs_to_the_last_sender_and_a_late_goodbye_does_not_lose_it(e
 
 
 def test_a_process_that_wakes_up_after_it_was_replaced_is_not_mistaken_for_its_successor(endpoint):
-    """Not by what it says, nor by its heartbeats: it is told to end, and what is for the name goes on to the other."""
+    """Not by its messages, nor by its heartbeats: it is refused, and messages to the name still reach the other."""
     with Listener(endpoint, QUICK) as listener, zmq.Context() as context:
         before, after = (context.socket(zmq.DEALER) for _ in range(2))
         for socket, identity in ((before, b"g0#before"), (after, b"g0#after")):

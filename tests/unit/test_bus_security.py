@@ -1,4 +1,4 @@
-"""Strangers on a control socket: what they send changes nothing, is counted, and is told in the log, not too often."""
+"""Strangers on a control socket: what they send changes nothing, is counted, and is logged, not too often."""
 
 import logging
 import random
@@ -83,7 +83,7 @@ def test_with_keys_a_peer_without_a_greeting_is_counted_once(folder, what):
         assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
         link.close()
         assert listener.receive(LIMIT_S) == Lost("g0")
-        time.sleep(0.3)  # more is not told of them
+        time.sleep(0.3)  # nothing more is reported of them
         assert listener.refused == 3
         assert len(listener.refusals.counts) == 1
 
@@ -141,7 +141,7 @@ def context():
 
 @pytest.mark.parametrize("name", [b"g0.engine", b"g0.engine#" + b"0" * 32])
 def test_the_holder_of_one_key_gets_nothing_that_is_for_another(folder, context, name):
-    """zmq gives an identity to whoever connects under it, before a message is looked at."""
+    """zmq gives an identity to any connection that claims it, before a message is looked at."""
     with (
         Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener,
         Link(listener.endpoint, "g0.engine", config(keys=str(folder))) as real,

@@ -1,4 +1,4 @@
-"""What a user has set: kept apart from defaults, refused without effect, and alone in changing a run that goes on."""
+"""What a user has set: kept apart from defaults, refused without effect, and alone in changing a resumed run."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_the_pairing_is_warned_of_in_one_line_and_the_run_continues(tmp_path, ca
     assert line.startswith("inflight launch: trainer.objective.name=grpo clips against the behaviour policy")
 
 
-# --- a run that goes on -------------------------------------------------------------------------------------------
+# --- a resumed run ------------------------------------------------------------------------------------------------
 
 
 def begun(tmp_path, **changes):

@@ -307,7 +307,7 @@ def test_it_may_be_warned_of_or_left_out(make_run, serve, mode, caplog):
 
 
 def test_a_generator_that_is_swapped_wrong_is_done_without(make_run, serve, capfd):
-    """The comparison after the first swap: the only generator is told to end, and with it the run."""
+    """The comparison after the first swap: the only generator is refused, which ends the run."""
     server = serve()
     server.change = lambda ids, logits: logits if server.generator.version == 0 else window(ids, logits)
     run = make_run().start(server=server)

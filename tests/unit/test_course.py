@@ -70,7 +70,7 @@ def test_epochs_begin_again(kind):
 
 @pytest.mark.parametrize("index", [LENGTH, LENGTH + 1, 1000])
 def test_the_end_is_found_from_beyond_it(index):
-    """By a run that goes on, or a process that was started again."""
+    """By a resumed run, or a restarted process."""
     task = Listed()
     with pytest.raises(NoMoreQuestions) as end:
         Course(task).item(index)

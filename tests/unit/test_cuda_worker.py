@@ -97,7 +97,7 @@ def test_what_is_asked_for_and_cant_be_had_is_refused(
     vars(worker).update(changes)
     with pytest.raises(ValueError, match=told):
         worker._choose(asked, 10 * GIB)
-    assert not worker.asked, "settings are the same on all ranks: nobody waits"
+    assert not worker.asked, "settings are the same on all ranks: no rank waits"
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_a_rank_that_fails_in_the_middle_of_what_all_do_ends_when_others_wait(
 
 @pytest.fixture
 def profiled(worker: Any, module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A worker with two sets, at vLLM's measuring: 3 GiB in use, 5 at the most, 4 left for the KV cache."""
+    """A worker with two sets, at vLLM's measuring: 3 GiB in use, at most 5, 4 left for the KV cache."""
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: None)
@@ -195,7 +195,7 @@ def test_a_cache_that_holds_no_sequence_is_refused(profiled: Any) -> None:
 
 
 def test_a_set_in_host_memory_does_not_count_against_the_cache(profiled: Any, module: ModuleType) -> None:
-    """What a cache lacks then is not the second set's doing: vLLM tells it in its own words."""
+    """The second set is not the cause of a cache that is too small then: vLLM reports it in its own words."""
     profiled.kv += GIB
     profiled.inflight_shadow = object.__new__(module.CopyShadow)
     profiled.inflight_shadow.live = profiled.inflight_shadow._second = torch.zeros(8, dtype=torch.uint8)

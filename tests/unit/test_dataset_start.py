@@ -220,7 +220,7 @@ def test_a_process_of_the_run_does_not_take_data_that_have_changed_meanwhile(beg
     with pytest.raises(ConfigError, match=r"task\.options\.path holds other data \(.* bytes, .*\) than when the run"):
         host(message)
     scoring = task.options | {"path": str(tmp_path / "gone.jsonl")}
-    # Whoever only scores opens no data.
+    # A task that only scores opens no data.
     host(MakeTask(name=task.name, options=scoring, seed=0, contents=task.contents, scores_only=True, limit_s=1.0))
 
 

@@ -349,7 +349,7 @@ def test_a_stop_and_a_newer_order_end_the_one_that_is_under_way(stage):
         await until(lambda: len(server.requests) == 6)
         stage.say(StopEvaluating(number=1))
         await until(lambda: stage.evaluator._working is None)
-        await stage.evaluator._order(order(server, 1))  # a repeat that comes late
+        await stage.evaluator._order(order(server, 1))  # a late repeat
         assert stage.evaluator._working is None
         stage.say(order(server, 2))
         await until(lambda: len(server.requests) == 12)

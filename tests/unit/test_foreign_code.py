@@ -217,7 +217,7 @@ def test_who_blocks_a_child_that_others_share_is_found_and_the_others_score(how,
 
 
 def test_hanging_threads_delay_no_other_call():
-    """Each leaves a thread behind; more of them than asyncio's pool has threads."""
+    """Each orphans a thread; more of them than asyncio's pool has threads."""
 
     async def main():
         async with open_task("Waiting", texts=["short thread", "thread"], concurrency=16, limit_s=0.5) as code:

@@ -184,7 +184,7 @@ def test_a_trainer_that_comes_back_finds_the_generator_serving(tmp_path: Path) -
         agent = EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1, alone_timeout_s=60)
         run = asyncio.create_task(agent.run())
         assert await asyncio.to_thread(listener.receive, 5) is not None
-        await asyncio.sleep(0.2)  # a heartbeat has come back
+        await asyncio.sleep(0.2)  # a heartbeat has returned
         listener.close()
         await asyncio.sleep(1.0)
         assert not run.done()
@@ -224,7 +224,7 @@ def test_silence_ends_the_generator(tmp_path: Path) -> None:
         agent = EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1)
         run = asyncio.create_task(agent.run())
         assert await asyncio.to_thread(listener.receive, 5) is not None
-        await asyncio.sleep(0.2)  # a heartbeat has come back
+        await asyncio.sleep(0.2)  # a heartbeat has returned
         listener.close()
         with pytest.raises(GeneratorEnded, match="the trainer is gone: "):
             await run

@@ -1,4 +1,4 @@
-"""The soak's check of version tags: right ones pass, and each kind of wrong one is told."""
+"""The soak's check of version tags: right ones pass, and each kind of wrong one is reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def output(*spans: tuple[int, int], tokens: int = 1, prefills: tuple[tuple[int, 
 
 @pytest.fixture
 def tags() -> Tags:
-    """Version 5 is live, 6 was told and answered, and four steps of it were seen."""
+    """Version 5 is live, 6 was ordered and answered, and four steps of it were seen."""
     tags = Tags(5)
     tags.told(6)
     tags.step([output((3, 5)), output((0, 5))])  # dispatched before
@@ -37,7 +37,7 @@ def test_right_tags_pass(tags: Tags) -> None:
     ("outputs", "says"),
     [
         ([output((9, 6)), output((9, 5))], r"one step has tokens of versions \[5, 6\]"),
-        ([output((9, 7))], "version 7 before the engine was told of it, it knew 6"),
+        ([output((9, 7))], "version 7 before the engine had the order, its newest was 6"),
         ([output((9, 5))], "version 5 after 6 was seen"),
         ([output((9, 6), prefills=((4, 0, 6), (0, 0, 6)))], "prefills"),
         ([output((9, 6), prefills=((0, 0, 7),))], "prefills"),

@@ -1,4 +1,4 @@
-"""The interruption bench's trace: a token that was held up somewhere is said to have been held up there."""
+"""The interruption bench's trace: a token that was delayed somewhere is reported as delayed there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ UPDATE = Update(began=10.9, ended=11.01, swap_began=10.998)
 
 
 def told(part: int, seconds: float, drift: float = 0.0) -> tuple[Timeline, Trace]:
-    """A token a step, each 0.1 ms in each part of its way; step LATE_AT takes `seconds` longer in one of them. With
+    """One token per step, each 0.1 ms in each part of its way; step LATE_AT takes `seconds` longer in one of them. With
     `drift`, the device's clock goes wrong by so much a step."""
     timeline, trace, last = Timeline(), Trace(), 0.0
     rank = {"steps": [], "spans": [("KeyValueStore.reply", 10.9995, 11.0005), ("KeyValueStore.take", 10.9, 10.901)]}

@@ -1,4 +1,4 @@
-"""Two sets with graphs of their own: a swap takes parameters and graphs together, and leaves nothing behind."""
+"""Two sets with graphs of their own: a swap takes parameters and graphs together, and all of both."""
 
 from __future__ import annotations
 

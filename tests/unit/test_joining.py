@@ -1,4 +1,4 @@
-"""Hosts that join a run by themselves: what is placed on them, what becomes of it, and who is not let in."""
+"""Hosts that join a run by themselves: what is placed on them, how that ends, and which hosts are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ G0, G1 = (Command(name, "generator", ["true"], None, host="a host that joins") f
 
 
 def free_ports() -> int:
-    """The first of six in a row that nobody listens on."""
+    """The first of six consecutive ports without a listener."""
     while True:
         first = random.randrange(20000, 60000)
         with suppress(OSError):

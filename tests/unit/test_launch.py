@@ -50,7 +50,7 @@ time.sleep(600)
 def config(tmp_path) -> RunConfig:
     quick = ["launch.stop_grace_s=1.0", "launch.line_every_s=0.2"]
     run = compose("tiny", [f"run_dir={tmp_path}/run", "trainer.steps=8", *quick])
-    return dataclasses.replace(run, chosen=None)  # tests change it as whoever makes one in Python does
+    return dataclasses.replace(run, chosen=None)  # tests change it as a script does
 
 
 def command(config: RunConfig, name: str, code: str, kind: str | None = None) -> Command:
@@ -191,7 +191,7 @@ def test_a_signal_stops_everything(tmp_path, number):
 
 
 def test_processes_follow_a_killed_launcher(tmp_path):
-    """Its own processes are told by the kernel; they in turn are responsible for theirs."""
+    """Its own processes are ended by the kernel; they in turn are responsible for theirs."""
     launcher, (trainer, generator, grandchild) = start_launcher(tmp_path / "run")
     launcher.kill()
     launcher.communicate(timeout=30)
@@ -704,7 +704,7 @@ def test_who_holds_the_lock_elsewhere_is_not_to_be_ended(config, monkeypatch, ca
 
 @pytest.mark.parametrize("how", ["--exclusive", "--shared"])
 def test_who_has_taken_the_lock_itself_is_named_and_not_killed(config, monkeypatch, capfd, how):
-    """Who copies the folder, say. Nobody of the run: these have inherited it from their launcher."""
+    """A process that copies the folder, say. None of the run's: these have inherited it from their launcher."""
     monkeypatch.setattr(run_folder, "KILL_WAIT_S", 0.2)
     assert launch(config, [command(config, "trainer", "pass")]) == 0
     stranger = subprocess.Popen(["flock", how, config.path / "lock", "sleep", "600"])
@@ -721,7 +721,7 @@ def test_who_has_taken_the_lock_itself_is_named_and_not_killed(config, monkeypat
 
 
 def test_who_waits_for_the_lock_is_not_killed_when_it_gets_it(config, monkeypatch):
-    """The moment that what was left behind is killed."""
+    """The moment that the orphans are killed."""
     monkeypatch.setattr(run_folder, "KILL_WAIT_S", 0.2)
     with holding_the_lock(config, LIVE_FOREVER) as survivor:
         stranger = subprocess.Popen(["flock", config.path / "lock", "sleep", "600"])

@@ -1,4 +1,4 @@
-"""The learning bench goes on when a run fails. Its launches are real; none gets as far as starting a generator."""
+"""The learning bench continues when a run fails. Its launches are real; none gets as far as starting a generator."""
 
 from __future__ import annotations
 

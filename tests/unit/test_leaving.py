@@ -40,7 +40,7 @@ class Pair:
         self.publisher.publish(version)
 
     def events(self) -> list[Event]:
-        """What became of the versions after the first."""
+        """The outcomes of the versions after the first."""
         return [event for event in self.publisher.events if event.version > 0]
 
     def leave(self, *, asked: bool) -> None:

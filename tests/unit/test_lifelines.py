@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-# As vLLM does it: a server that starts an engine core, which starts a worker; both hang and hold Python's lock. Each
-# loads the plugin when it has come up; a forked one has it of its parent.
+# As vLLM does it: a server that starts an engine core, which starts a worker; both hang and hold the GIL. Each
+# loads the plugin when it has started; a forked one has it of its parent.
 SERVER = """
 import ctypes, multiprocessing, os, sys, time
 from inflight.generator import plugin

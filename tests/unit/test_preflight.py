@@ -77,7 +77,7 @@ re.match(r"(a+)+$", "a" * 40 + "!")
 
 
 def test_one_that_hangs_is_refused_and_leaves_nothing_behind(mine, tmp_path, monkeypatch):
-    """It holds Python's lock, and has started a process of its own."""
+    """It holds the GIL, and has started a process of its own."""
     monkeypatch.setattr(preflight, "CHECK_S", 8.0)
     mine.write_text(HANGS)
     with pytest.raises(ConfigError, match=r"task\.name='mine:T' can't be imported: it takes longer than 8 s"):

@@ -100,12 +100,12 @@ class Run:
 
     @property
     def id(self):
-        """By which this publisher's versions are told from another's."""
+        """By which this publisher's versions are distinguished from another's."""
         return self.publisher._loop.session.publisher
 
     @property
     def events(self):
-        """What became of the versions after the one that the trainer started with."""
+        """The outcomes of the versions after the one that the trainer started with."""
         return [event for event in self.publisher.events if event.version > 0]
 
     def routed(self):
@@ -143,7 +143,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def patient(monkeypatch):
-    """Nobody is asked for a hello that is on its way, however long the machine takes to bring it."""
+    """No member is sent Enquire while its hello is on its way, however long the machine takes to bring it."""
     monkeypatch.setattr(Membership, "enquire", lambda self, replica: None)
 
 
@@ -254,7 +254,7 @@ def test_a_generator_that_can_never_take_the_parameters_is_reported_to_the_calle
         assert r.publisher.flush(20) == {"g1": f"INCOMPATIBLE: {reason.removeprefix('g1: ')}"}
         assert r.publisher.committed == {"g0": 1}
         assert [(f.version, f.phase) for f in r.failures()] == [(0, "fit"), (1, "absent")]
-        assert (g1.shadows[0].events.count("build"), g1.heard) == (1, []), "it is neither asked again nor ended"
+        assert (g1.shadows[0].events.count("build"), g1.heard) == (1, []), "neither a second build nor an end"
         g0.shadows[0].fail["begin"] = ManifestMismatch("so here")
         r.publish(2)
         with pytest.raises(PublishError, match=r"^what is published can't be taken by g0: .*so here; g1: "):
@@ -349,7 +349,7 @@ def test_a_rank_that_can_not_begin_frees_the_others_and_gets_a_new_transport(run
 
 
 def test_a_transport_that_is_late_to_close_is_not_laid_on_ranks_that_were_not_asked_yet(run, monkeypatch):
-    """They are told to abort when it is closed; NCCL may take its time over that."""
+    """They get an Abort when it is closed; NCCL may take its time over that."""
     entered, enter, late_s = [], Standing.enter, [0.0]
     monkeypatch.setattr(
         Standing, "enter", lambda self, state, *a, **k: (entered.append(state), enter(self, state, *a, **k))

@@ -8,7 +8,7 @@ from inflight.weights.publish.read_fence import ReadFence
 
 
 class Event:
-    """Stands for a CUDA event: notes what the parameter was when somebody waited for it."""
+    """Stands for a CUDA event: notes what the parameter was at each wait for it."""
 
     def __init__(self, parameter):
         self.parameter, self.seen = parameter, []

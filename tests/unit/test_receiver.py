@@ -176,7 +176,7 @@ def test_what_fails_in_the_shadow_is_reported_and_discarded(publisher, receiver,
     assert "swap" not in publisher.shadow.events
     with pytest.raises(SwapRefused, match="IDLE"):
         receiver.swap(1)
-    # Before all bytes have come the others wait for this rank in the transport: it must let them go.
+    # Before all bytes have arrived the others wait for this rank in the transport: it must let them go.
     if phase == "begin":
         eventually(lambda: publisher.transports[0].closed, "closing its end, after saying why")
     assert publisher.transports[0].closed == (phase == "begin")
@@ -430,7 +430,7 @@ def test_a_welcome_that_can_not_be_trusted_is_not_taken(publisher, receiver, tex
 
 
 def test_a_lost_publisher_is_greeted_again_and_what_is_ready_is_kept(publisher, receiver, tmp_path):
-    """The engine may have been told to commit it; a new Welcome says that it was not."""
+    """The engine may have got the Commit of it; a new Welcome says that it was not."""
     publisher.welcome()
     publisher.prepare(1)
     expect_ready(publisher, 1)

@@ -36,7 +36,7 @@ def test_a_host_that_died_is_not_though_a_value_still_goes_out(
     process, store = host
     process.kill()
     process.wait(20)
-    store.put("done", b"")  # into a socket that nobody reads
+    store.put("done", b"")  # into a socket without a reader
     with pytest.raises(TransportError, match="receive: the trainer is gone"):
         store.confirm("the trainer", "receive")
 
@@ -64,7 +64,7 @@ def test_a_value_that_was_taken_with_drop_is_deleted(host: tuple[subprocess.Pope
 def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
     host: tuple[subprocess.Popen[str], KeyValueStore], asking: str
 ) -> None:
-    """torch's client of the store would wait until the host goes on."""
+    """torch's client of the store would wait until the host continues."""
     process, store = host
     store.put("sent", b"1")
     process.send_signal(signal.SIGSTOP)
@@ -96,4 +96,4 @@ def test_a_call_that_is_late_is_abandoned() -> None:
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):
         within(0.1, lambda: (threading.Event().wait(5), ended.set()))
     assert not ended.is_set(), "it was waited for"
-    assert ended.wait(20), "it goes on"
+    assert ended.wait(20), "it continues"

@@ -1,4 +1,4 @@
-"""Which rollouts a run that goes on still believes."""
+"""Which recorded rollouts a resumed run keeps."""
 
 import msgspec
 import pytest

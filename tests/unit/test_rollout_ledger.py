@@ -24,7 +24,7 @@ ACTORS = st.sampled_from(["a0", "a1", "a2"])
 
 
 class Books(RuleBasedStateMachine):
-    """Actors come, go, deliver, repeat and misbehave while a trainer takes batches, is killed and goes on."""
+    """Actors come, go, deliver, repeat and misbehave while a trainer takes batches, is killed and resumes."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Books(RuleBasedStateMachine):
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
     def repeat(self, data):
-        """Late, twice or from somebody else: a whole group may come in, all else changes nothing."""
+        """Late, twice or from another actor: a whole group may count, all else changes nothing."""
         actor, message = data.draw(st.sampled_from(self.sent))
         in_flight = [self.name_of(index) for started in self.started.values() for index in started]
         if isinstance(message, GroupFailed) and index_of(message.group_id) in self.started.get(actor, []):
@@ -139,7 +139,7 @@ class Books(RuleBasedStateMachine):
 
     @invariant()
     def every_question_is_somewhere_once(self):
-        """Settled, buffered, in flight or waiting to be asked again: none is skipped."""
+        """Settled, buffered, in flight or re-queued: none is skipped."""
         questions = self.ledger._questions
         held = [group.index for group in self.ledger._queue]
         placed = held + [index for started in self.started.values() for index in started] + questions._open
@@ -254,7 +254,7 @@ def test_a_group_that_was_never_granted_changes_nothing():
 
 
 def test_a_late_group_of_a_lost_actor_is_welcome_once():
-    """Whether its question waits to be asked again or somebody else works on it: the first answer counts."""
+    """Whether its question is re-queued or another actor works on it: the first answer counts."""
     ledger = Ledger(make_config("unused", max_lag=0, step=2, concurrency=1))
     ledger.hello("a0", "x")
     ledger.hello("a1", "x")
@@ -386,7 +386,7 @@ def test_defects_between_members_are_named():
 
 
 def test_what_the_model_can_not_embed_is_refused():
-    """Else it would end the trainer, and again each run that goes on from the rollout file."""
+    """Else it would end the trainer, and again each run that resumes from the rollout file."""
     group = make_group()
     largest = max(max(*each.prompt_ids, *each.turn.token_ids) for each in group.rollouts)
     assert defect(group, 2, largest + 1) is None
@@ -499,7 +499,7 @@ def test_a_question_whose_answer_is_too_stale_is_requeued_a_bounded_number_of_ti
         done_with = {"fewer than 2 usable rollouts": 1} if attempt == 2 else {}
         assert counts.dropped == {"too old, to be sampled again": retried} | done_with
         assert ledger.books().too_old == ({} if attempt == 2 else {0: retried})
-        assert ledger.settle("a0", done(name)) is None, "it has come already"
+        assert ledger.settle("a0", done(name)) is None, "it has arrived already"
         assert ledger.settle("a0", done("q0.7")) is None
     assert answers(ledger, 1) == ["q1"]
     ledger.judge(usable, 1, 1, config.gate)
@@ -587,7 +587,7 @@ def die(ledger, number, actor="a0"):
 
 
 def test_a_question_that_kills_its_actors_is_given_up_and_no_other():
-    """Whichever it is, it takes three deaths; nobody that died with it is given up with it."""
+    """Whichever it is, it takes three deaths; no question that was in flight with it is given up with it."""
     for poison in range(4):
         ledger = Ledger(make_config("unused", concurrency=4, max_lag=7, steps=40))
         deaths, answered = 0, set()

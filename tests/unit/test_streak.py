@@ -1,4 +1,4 @@
-"""How long an actor goes on when all groups fail."""
+"""How long an actor continues when all groups fail."""
 
 from inflight.actor.streak import Streak
 

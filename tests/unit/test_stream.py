@@ -85,7 +85,7 @@ def test_the_next_frame_is_found_across_the_pieces_that_are_read(path, monkeypat
 
 
 def test_a_frame_that_a_writer_completes_meanwhile_is_no_damage(path, monkeypatch):
-    """A reader of a run that goes on: it saw half a frame, and looks again when more has come."""
+    """A reader of an active run: it saw half a frame, and looks again when more is written."""
     path.write_bytes(START + FRAMES[0] + FRAMES[1][:-1])
 
     real = frames.is_frame

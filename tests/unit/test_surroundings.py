@@ -79,7 +79,7 @@ print("files", *resource.getrlimit(resource.RLIMIT_NOFILE), flush=True)
 
 
 def test_a_runs_processes_start_without_them_and_the_run_says_so(tmp_path, monkeypatch, capfd):
-    """RANK and the like would have the trainer wait for ranks that nobody has started."""
+    """RANK and the like would have the trainer wait for ranks that were never started."""
     for name, value in (TORCHRUN | OTHERS | PASS).items():
         monkeypatch.setenv(name, value)
     config = compose("tiny", [f"run_dir={tmp_path}/run"])

@@ -141,7 +141,7 @@ def test_gym_without_its_package_says_what_to_install(monkeypatch):
 
 @dataclass(frozen=True)
 class Own:
-    """A task of somebody else's."""
+    """A task that a user has written."""
 
     seed: int
 

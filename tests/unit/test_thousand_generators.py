@@ -1,4 +1,4 @@
-"""The publisher's books of a thousand generators that come, go, fail and come back; no threads, no bytes."""
+"""The publisher's state of a thousand generators that join, leave, fail and rejoin; no threads, no bytes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Fleet:
         self.protocol.release(self._offer(self.protocol.version + 1))
 
     def settle(self) -> None:
-        """Until nobody has anything to say."""
+        """Until no message is queued."""
         while self.attempts or self.queued:
             while self.attempts:
                 self.attempts.pop().announce()
@@ -115,7 +115,7 @@ def fleet() -> Fleet:
 
 def test_a_thousand_come_and_the_books_are_theirs(fleet: Fleet) -> None:
     for number in range(COUNT):
-        if number % 250 == 0:  # versions go on while they join
+        if number % 250 == 0:  # versions are published while they join
             fleet.settle()
             fleet.publish()
         fleet.come(f"g{number}")

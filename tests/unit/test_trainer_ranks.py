@@ -160,7 +160,7 @@ def test_a_published_version_is_byte_for_byte_that_of_one_process(one, two):
 
 
 def go_on(trainers, folder, **trainer):
-    """A copy of the run, gone on from its checkpoint."""
+    """A copy of the run, resumed from its checkpoint."""
     shutil.copytree(trainers.run.folder, folder, ignore=shutil.ignore_patterns("bus"))
     (folder / "bus").mkdir()
     run = copy.copy(trainers.run)

@@ -126,7 +126,7 @@ class Run:
         self.statuses: list[Status] = []
         self.launcher = Listener(self.config.endpoint("status"), self.config.bus)
         self.poisoned = frozenset()
-        """Groups whose numbers can be learnt from each by itself, and whose gradient under `ppo` float32 can't hold."""
+        """Groups whose numbers each can be trained on by itself, and whose gradient under `ppo` float32 can't hold."""
         self.generator: FakeGenerator | None = None
         self.actor: FakeActor | None = None
         self.others: list[FakeGenerator] = []
@@ -364,7 +364,7 @@ def test_a_version_is_published_after_all_updates_of_a_batch_and_a_run_resumes_w
 
 @pytest.mark.parametrize("dies_in", ["publish", "checkpoint", "line"])
 def test_a_run_resumes_from_its_checkpoint(make_run, monkeypatch, dies_in):
-    """Versions, optimizer, schedule and random numbers go on; no question is trained on twice or left out."""
+    """Versions, optimizer, schedule and random numbers continue; no question is trained on twice or left out."""
     run = make_run(steps=6, checkpoint_every=2, warmup_steps=8).start()
     with monkeypatch.context() as patched:
         if dies_in == "publish":
@@ -623,7 +623,7 @@ def in_float16(run):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_version_that_can_not_be_sent_is_no_checkpoint(make_run, monkeypatch, capfd, last):
-    """Infinite on the wire alone, after the last step too. What a run goes on from is the checkpoint before."""
+    """Infinite on the wire alone, after the last step too. A run resumes from the checkpoint before."""
     run = in_float16(make_run(steps=2 if last else 4, checkpoint_every=1)).start()
     with monkeypatch.context() as patched:
         overflowing_at(patched, 2)
@@ -650,7 +650,7 @@ def test_a_gradient_of_a_version_that_can_not_be_sent_is_reported_as_that(make_r
 
 
 def test_weights_that_can_not_be_sent_are_not_begun_with(make_run, capfd):
-    """A checkpoint of a run with `publish.finite_check=false`, say: nobody is asked under it."""
+    """A checkpoint of a run with `publish.finite_check=false`, say: no generator is compared under it."""
     run = make_run(steps=1).start()
     assert train(run) == 0
     weights = index.newest(run.folder) / "model.safetensors"
@@ -716,7 +716,7 @@ def test_a_generator_that_dies_ends_the_run(make_run, capfd):
 
 
 def test_the_end_of_the_data_is_a_normal_end_with_a_code_of_its_own(make_run, monkeypatch, capfd):
-    """All that was learnt is kept and all are told, as at the end of the steps."""
+    """All that was learnt is kept and all processes get Finish, as at the end of the steps."""
     run = make_run(steps=4).start()
     take = Buffer.take
 

@@ -37,7 +37,7 @@ from inflight.trainer.wire import RankDataError, from_wire, to_wire
 
 
 def make_batch(sequences: int, length: int = 7) -> Batch:
-    """Sequence n has n % 4 + 1 sampled tokens after a prompt of two, and n in front to be told by."""
+    """Sequence n has n % 4 + 1 sampled tokens after a prompt of two, and n in front to recognise it by."""
     sampled = torch.arange(length) - 2
     drawn = (sampled >= 0) & (sampled <= (torch.arange(sequences) % 4)[:, None])
     ids = torch.arange(sequences)[:, None].expand(sequences, length).contiguous()

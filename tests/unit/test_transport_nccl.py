@@ -22,7 +22,7 @@ from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
 
 class Event:
-    """One that has come."""
+    """One that is done."""
 
     def __init__(self, blocking=False):
         pass
@@ -42,7 +42,7 @@ class Never:
 
 
 class FakeGroup:
-    """Notes what it is asked for; its first broadcast, which forms it, can be held up, as by a rank that is stopped."""
+    """Notes what it is asked for; its first broadcast, which forms it, can be delayed, as by a rank that is stopped."""
 
     made: ClassVar[list["FakeGroup"]] = []
     let_go: ClassVar[threading.Event | None] = None
@@ -175,7 +175,7 @@ def test_two_communicators_made_at_a_time_leave_nothing_in_the_environment(commu
         inside[rank].set()
         if rank == 0:
             second.start()
-            inside[1].wait(0.3)  # for ever, where one waits for the other
+            inside[1].wait(0.3)  # forever, where one waits for the other
         else:
             assert left.wait(10)
         seen.append(os.environ.get(name))
@@ -195,7 +195,7 @@ def test_one_communicator_serves_all_broadcasts(group):
 
 
 def test_a_communicator_that_does_not_form_in_time_is_given_up_and_ends_when_it_has_formed(communicator):
-    """NCCL waits for ever for a rank that is stopped just then. Nothing is broadcast with it later."""
+    """NCCL waits forever for a rank that is stopped just then. Nothing is broadcast with it later."""
     FakeGroup.let_go = threading.Event()
     group = communicator.Communicator(store(0.2), 0, 2)
     with pytest.raises(TransportError, match=r"send: no communicator with transport rank 1 within 0\.2 s"):
@@ -287,13 +287,13 @@ def test_a_communicator_that_nccl_does_not_end_is_abandoned(communicator, group,
     with pytest.raises(TransportError, match="send: closed"):
         group.broadcast(torch.zeros(4))
     group.abort()
-    assert closing.is_alive(), "nobody else waits"
+    assert closing.is_alive(), "no other thread waits"
     closing.join(10)
     assert not ended.is_set()
     assert not group.ended
     assert caplog.messages == ["transport rank 0: NCCL has not ended a communicator within 0.3 s"]
     let_go.set()
-    assert ended.wait(10), "it goes on being ended"
+    assert ended.wait(10), "its end continues"
     eventually(lambda: group.ended, "the end")
 
 
@@ -454,7 +454,7 @@ def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_
     with pytest.raises(TransportError, match=r"close: the device still copies after 0\.5 s"):
         receiver.close()
     assert len(receiver._staging) == 2
-    assert nccl._unfinished == [receiver._staging], "also when nobody holds the receiver any more"
+    assert nccl._unfinished == [receiver._staging], "also when nothing refers to the receiver any more"
 
 
 @pytest.mark.parametrize(
@@ -478,7 +478,7 @@ def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, signa
 
 
 def test_a_sender_that_waits_sends_no_checks(communicator):
-    """Its store is its own; it is told of a rank's death by the link."""
+    """Its store is its own; it learns of a rank's death from the link."""
     group = communicator.Communicator(store(0.2), 0, 2)
     group.broadcast(torch.zeros(4))
     with pytest.raises(TransportError, match=r"send: a broadcast did not end within 0\.2 s"):

@@ -318,7 +318,7 @@ def test_a_stage_that_takes_long_says_so(capsys, monkeypatch):
             during = terminal.text
         terminal.release()
     assert "preparing the model …" in during
-    assert not terminal.text, "it leaves nothing behind"
+    assert not terminal.text, "nothing of it is left on the screen"
 
 
 def test_watch_shows_what_the_launcher_sees(config, progress, capsys, monkeypatch):

@@ -64,7 +64,7 @@ def test_groups_that_wait_take_no_more_memory_than_they_may(kept):
 
 def test_the_next_group_is_taken_to_be_like_the_last_ones():
     waiting = Waiting([], typical=1000.0)
-    assert waiting.typical == 1000.0, "nothing has come"
+    assert waiting.typical == 1000.0, "nothing has arrived"
     for size in (10, 30):
         waiting.append(StoredGroup("q1", b"x" * size))
     assert (waiting.typical, waiting.nbytes) == (20.0, 40)

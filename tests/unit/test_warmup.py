@@ -1,4 +1,4 @@
-"""A generator answers requests as actors ask them before it takes traffic, and is not held up by what they come to."""
+"""A generator answers requests as actors ask them before it takes traffic, and their results do not delay it."""
 
 from __future__ import annotations
 

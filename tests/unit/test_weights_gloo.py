@@ -149,7 +149,7 @@ def receive_one_and_die(rendezvous):
 
 
 def test_a_receiver_whose_sender_is_stopped_waits_no_longer_than_the_bound():
-    """Its store is there and does not answer; torch's client would wait until it goes on."""
+    """Its store is there and does not answer; torch's client would wait until it continues."""
     code = "import time; from inflight.weights.transport.gloo import GlooSender as S; s = S(2, 9)\n"
     code += "print(s.rendezvous, flush=True); time.sleep(60)"
     sender = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

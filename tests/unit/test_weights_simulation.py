@@ -411,14 +411,14 @@ class World:
                 held = {self._claimed(receiver) for receiver in generator.receivers}
                 assert held == {value_of(len(self.publishers) - 1, claimed)}, (name, vars(replica), held)
             bounded = replica.state.name not in ("IDLE", "POISONED")
-            assert replica.due is not None or not bounded  # nothing waits for ever
+            assert replica.due is not None or not bounded  # nothing waits forever
         self._check_pin()
         for name, route in routes(self.protocol.version, self.replicas.values(), 2).generators.items():
             pin = self.replicas[name].pin
             assert pin.routed if pin is not None else self.protocol.version - route.version <= 2
 
     def _check_pin(self):
-        """One generator at the most has it, and stamps its version."""
+        """At most one generator has it, and stamps its version."""
         holders = [replica for replica in self.replicas.values() if replica.pin is not None]
         pinned = self.pin is not None and self.pin.generator and not self.pin.ended
         assert [replica.generator for replica in holders] == ([self.pin.generator] if pinned else [])

@@ -128,7 +128,7 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     shared.wait_idle()
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
-        reporter = stack.enter_context(Reporter(config, link, lambda: None))
+        reporter = stack.enter_context(Reporter(config, link))
         trainer, buffer = _trainer(shared, config, learner, publisher, reporter, stop, saved, actor, every_s, stack)
         ending = threading.Timer(seconds, _end, (stop, buffer))
         ending.daemon = True

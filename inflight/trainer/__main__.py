@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -26,7 +26,6 @@ from inflight.trainer.stop import StopFlag
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from inflight.rollout.buffer import Buffer
     from inflight.trainer.evaluations import Evaluations
     from inflight.trainer.loop import Trainer
     from inflight.trainer.report import Reporter
@@ -81,14 +80,14 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.report import Reporter
     from inflight.trainer.run_policy import policy_of
     from inflight.trainer.sharding import assembled, source_of
+    from inflight.trainer.watch import BatchWatch
     from inflight.weights.publish.read_fence import ReadFence
 
     stop = StopFlag()
-    watch = _Watch(stop)
     begun, waiting = begin(config)
     with contextlib.ExitStack() as stack:
         link = stack.enter_context(Link(config.endpoint("status"), "trainer", config.bus))
-        reporter = stack.enter_context(Reporter(config, link, watch))
+        reporter = stack.enter_context(Reporter(config, link))
         stack.enter_context(MetricsEndpoint(config, "trainer", reporter.exported.registry))
         reporter.phase("loading")
         accelerator = _accelerator(config, reporter, stack)
@@ -120,7 +119,7 @@ def _run(config: RunConfig) -> int:
         reporter.phase("waiting for generators")
         publisher.wait_joined(config.publish.join_timeout_s, at_least=1)  # further generators may join later
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        watch.over(buffer, publisher)
+        stack.enter_context(BatchWatch(stop, buffer, publisher))
         trainer.run()
     return _say_how(trainer, config.trainer.steps)
 
@@ -133,29 +132,6 @@ def _say_how(trainer: Trainer, steps: int) -> int:
     if trainer.steps_done < steps:
         return say_why("trainer", f"stopped by SIGTERM {progress}", STOPPED)
     return DONE
-
-
-class _Watch:
-    """Wakes a trainer that waits for a batch when it must stop or no further batch is possible."""
-
-    def __init__(self, stop: StopFlag) -> None:
-        self._stop = stop
-        self._check: Callable[[], None] = lambda: None
-
-    def __call__(self) -> None:
-        self._check()
-
-    def over(self, buffer: Buffer, publisher: Publisher) -> None:
-        """Begins to watch; to be called once a generator has joined."""
-        from inflight.trainer.loop import lost
-
-        def check() -> None:
-            reason = "the trainer was stopped" if self._stop.is_set() else lost(publisher)
-            if reason is not None:
-                self._check = lambda: None
-                buffer.finish(reason, 0.0)
-
-        self._check = check
 
 
 def _publisher(

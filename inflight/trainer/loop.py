@@ -30,6 +30,7 @@ from inflight.trainer.report import Reporter
 from inflight.trainer.skips import LearnError, Skips
 from inflight.trainer.stop import StopFlag
 from inflight.trainer.updates import train
+from inflight.trainer.watch import deserted
 from inflight.weights.publish.comparison import NumbersDiffer
 from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
@@ -104,7 +105,7 @@ class Trainer:
                 break
             except (Stopped, BufferClosed) as end:
                 if not self._stop.is_set():
-                    error = TrainError(lost(self._publisher) or str(end))
+                    error = TrainError(deserted(self._publisher) or str(end))
                     self._save_before(error)
                     raise error from end
                 break
@@ -261,11 +262,3 @@ class Trainer:
         if self._evaluations is not None:
             self._evaluations.finish(reason)
         self._reporter.phase("done")
-
-
-def lost(publisher: Publisher) -> str | None:
-    """Why no further batch is possible: no generator has joined for `publish.join_timeout_s`. None: one is possible."""
-    if publisher.deserted_s <= publisher.patience_s:
-        return None
-    states = "; ".join(f"{name} {state.name}: {why}" for name, (state, why) in publisher.states.items())
-    return f"no generator is left since {publisher.deserted_s:.0f} s: {states}"

@@ -31,19 +31,14 @@ Value = float | int | str
 
 
 class Reporter:
-    """Owns the files and a thread that sends the status and records swaps; it also calls `watch`.
+    """Owns the files and a thread that sends the status and records swaps. Leaving it writes the remaining swaps."""
 
-    Leaving it writes the remaining swaps.
-    """
-
-    def __init__(self, config: RunConfig, link: Link, watch: Callable[[], None]) -> None:
-        """`watch` runs about five times per second in the thread; an error that it raises ends the reporting."""
+    def __init__(self, config: RunConfig, link: Link) -> None:
         run_dir = Path(config.run_dir)
         self._metrics = JsonLines(run_dir / METRICS_FILE)
         self._swaps = JsonLines(run_dir / SWAPS_FILE)
         self._evaluations = JsonLines(run_dir / EVAL_FILE) if config.eval.every else None
         self._link = link
-        self._watch = watch
         self._lock = threading.Lock()
         self._values: dict[str, Value] = {"steps": config.trainer.steps}
         self._warnings: deque[str] = deque(maxlen=WARNINGS_KEPT)
@@ -111,7 +106,6 @@ class Reporter:
     def _run(self) -> None:
         due = 0.0
         while not self._closing.wait(_TICK_S):
-            self._watch()
             try:
                 self._note_swaps()
             except OSError as error:  # a full disk: logged once; the next `line` raises in the trainer and ends the run

@@ -98,12 +98,6 @@ class Served:
             self._loop.changed.notify_all()
             return pin
 
-    def wait_pinned(self, pin: Pin, timeout_s: float) -> bool:
-        """Whether a generator has begun to keep the pin's version within `timeout_s`; False at once when the pin or
-        publishing has ended."""
-        came = self._loop.wait(lambda _: not pin.wanted, timeout_s)
-        return came and bool(pin.generator) and not pin.ended
-
     def unpin(self, pin: Pin, reason: str) -> None:
         """Ends a pin; one that has ended already keeps its reason."""
         with self._loop.changed:

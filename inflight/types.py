@@ -156,6 +156,8 @@ class Rollout(Record, omit_defaults=True):
     """Why scoring failed, if the run takes failed scores as 0; empty: it was scored."""
     score_s: Annotated[float, Meta(ge=0)] = 0.0
     """Seconds from `finished` that scoring took, failed attempts and pauses included; 0: it was not measured."""
+    actor: Annotated[str, Meta(max_length=512)] = ""
+    """The actor that had it sampled and scored; empty: it was not recorded."""
     pieces: Annotated[list[GeneratorSpan], Meta(max_length=1 << 16)] = []
     """Which generator made which tokens, if one was lost and another one continued the sequence; empty: `generator`
     made all, otherwise it made the last piece."""

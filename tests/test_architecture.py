@@ -118,6 +118,7 @@ MAY_IMPORT = {
     },
     # Above the actor, whose child processes it scores in; the trainer knows its messages alone.
     "evaluation": {
+        "prometheus",
         "types",
         "config",
         "exits",

@@ -28,7 +28,7 @@ from inflight.descendants import adopt
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
-from inflight.prometheus.endpoint import MetricsEndpoint
+from inflight.prometheus.endpoint import ADDRESS, MetricsEndpoint
 
 STATUS_EVERY_S = 1.0
 MOST_CONNECTIONS = 1 << 16
@@ -58,6 +58,7 @@ async def work(config: RunConfig, name: str) -> bool:
                     longest_prompt=config.longest_prompt,
                     together_from=config.together_from,
                     model=config.trainer.adapter,
+                    actor=name,
                 )
                 actor = Actor(
                     name,
@@ -107,7 +108,8 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
 
     metrics = MetricsEndpoint(config, actor.name, registry_of(values))
     working = asyncio.create_task(wait_and_run(), name="actor")
-    reporting = asyncio.create_task(report(status, actor.name, values), name="status")
+    where = {ADDRESS: metrics.address} if metrics.address else {}
+    reporting = asyncio.create_task(report(status, actor.name, lambda: {**values(), **where}), name="status")
 
     def stop() -> None:
         if phase == "sampling":

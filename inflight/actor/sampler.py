@@ -39,12 +39,14 @@ class Sampler:
         longest_prompt: int,
         together_from: int = 0,
         model: str = "",
+        actor: str = "",
     ) -> None:
         """Without a `seed` requests have none. `longest_prompt`: most tokens of a prompt; `together_from`: from how
-        many on a group has one generator (0: never); `model`: a named adapter."""
+        many on a group has one generator (0: never); `model`: a named adapter; `actor`: whose rollouts they are."""
         self._config = config
         self._seed = seed
         self._foreign = foreign
+        self._actor = actor
         self._longest_prompt = longest_prompt
         self._together_from = together_from
         self.scores = 0
@@ -102,6 +104,7 @@ class Sampler:
             unscored=unscored,
             score_s=took,
             rewards=dict(score.parts),
+            actor=self._actor,
             pieces=answer.pieces,
         )
 

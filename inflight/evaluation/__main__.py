@@ -19,9 +19,11 @@ from inflight.config import ConfigError, RunConfig
 from inflight.descendants import adopt
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.evaluator import Evaluator, EvaluatorError
+from inflight.evaluation.exported import registry_of
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED, say_why
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
+from inflight.prometheus.endpoint import MetricsEndpoint
 
 NAME = "evaluator"
 STATUS_EVERY_S = 1.0
@@ -45,7 +47,8 @@ async def work(config: RunConfig) -> bool:
             reporting = asyncio.create_task(_report(status, evaluator), name="status")
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, evaluator.stop)
             try:
-                reason = await evaluator.run()
+                with MetricsEndpoint(config, NAME, registry_of(evaluator.status)):
+                    reason = await evaluator.run()
                 logging.info("ended: %s", reason)
                 return reason != ACTOR_STOPPED
             finally:

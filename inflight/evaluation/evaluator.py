@@ -41,6 +41,8 @@ class Evaluator:
         self._result: Evaluated | None = None
         self.done = 0
         """Evaluations that were answered."""
+        self.late = 0
+        """Evaluations that were not done in time."""
 
     def stop(self) -> None:
         """Asks it to end; call from its event loop."""
@@ -65,8 +67,9 @@ class Evaluator:
                 await self._cancel()
 
     def status(self) -> dict[str, float | int | str]:
-        """Counters for the progress view."""
-        return {"evaluations": self.done, "answers": self._asking.done if self._working is not None else 0}
+        """Counters for the live view and for Prometheus."""
+        answers = self._asking.done if self._working is not None else 0
+        return {"evaluations": self.done, "late": self.late, "answers": answers, "wanted": self._asking.answers}
 
     async def _handle(self, event: AnyMessage | BaseException) -> None:
         match event:
@@ -110,6 +113,7 @@ class Evaluator:
         found = figures(came, self._config.pass_k, self._config.correct_at)
         self._result = Evaluated(number=order.number, figures=found, failed=reasons(came), problem=problem)
         self.done += not problem
+        self.late += bool(problem)
         self._working = None
         self._send(self._result)
 

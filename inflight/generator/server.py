@@ -42,7 +42,7 @@ from inflight.generator.worker.adapters import require_patch
 from inflight.listening import listen
 from inflight.messages import EngineHello
 from inflight.processes import is_tracker
-from inflight.prometheus.endpoint import announce
+from inflight.prometheus.endpoint import ADDRESS, announce
 from inflight.vocabulary import decode_every_id
 
 HEALTH_TIMEOUT_S = 60.0
@@ -185,13 +185,13 @@ async def _work(
     lineage = Settings.of(engine.vllm_config).lineage
     agent = EngineAgent(weights, engine, hello, config.publish.commit_timeout_s, config.publish.join_timeout_s, lineage)
     opening.commits = agent.commits
-    _export(config, name, url, agent)
+    served = _export(config, name, url, agent)
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     tasks = {
         asyncio.create_task(agent.run(), name="agent"),
-        asyncio.create_task(report(status, name, agent), name="status"),
+        asyncio.create_task(report(status, name, agent, served), name="status"),
         asyncio.create_task(_watch(engine), name="engine"),
         asyncio.create_task(stop.wait(), name="signal"),
     }
@@ -217,13 +217,15 @@ async def _watch(engine: Any) -> None:
     raise GeneratorEnded(f"the engine died: {engine.dead_error}")
 
 
-def _export(config: RunConfig, name: str, url: str, agent: EngineAgent) -> None:
-    """Adds inflight's metrics to vLLM's, and announces where they are served."""
+def _export(config: RunConfig, name: str, url: str, agent: EngineAgent) -> dict[str, str]:
+    """Adds inflight's metrics to vLLM's, and announces where they are served, as the status does by what this gives."""
     if not config.launch.metrics:
-        return
+        return {}
     export(agent.commits, config.generator.swap)
+    address = url.removeprefix("http://")
     with contextlib.suppress(OSError):  # a full disk, or a run folder without bus: Prometheus does not find it then
-        announce(config, name, url.removeprefix("http://"))
+        announce(config, name, address)
+    return {ADDRESS: address}
 
 
 def end_children() -> None:

@@ -13,8 +13,9 @@ from inflight.messages import Status
 STATUS_EVERY_S = 1.0
 
 
-async def report(status: Link, name: str, agent: EngineAgent) -> None:
-    """Sends a Status about once per second. A launcher that does not listen is no reason to stop.
+async def report(status: Link, name: str, agent: EngineAgent, served: dict[str, str]) -> None:
+    """Sends a Status about once per second, with where metrics are `served`. A launcher that does not listen is no
+    reason to stop.
 
     Not at once: the launcher restarts processes that have reported, and a generator that the trainer refuses at its
     hello would be refused again.
@@ -28,6 +29,7 @@ async def report(status: Link, name: str, agent: EngineAgent) -> None:
         commits = agent.commits
         values: dict[str, float | int | str] = {
             **({"version": commits.version} if commits.version is not None else {}),
+            **served,
             "swaps": commits.swaps,
             "running": running(agent.engine),
             "waiting": int(_figure("vllm:num_requests_waiting")),

@@ -31,6 +31,7 @@ from inflight.launcher.preflight import ready_to_start, with_data
 from inflight.launcher.restarts import Restarts
 from inflight.launcher.resume import forget_end, resumed_config, set_anew
 from inflight.launcher.run_folder import LaunchError, RunFolder
+from inflight.launcher.targets import Targets
 from inflight.messages import Status
 from inflight.processes import Ended, Processes
 from inflight.prometheus.endpoint import MetricsEndpoint
@@ -80,6 +81,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
 
     Raises LaunchError, ConfigError, CheckpointError or BusError when the run can't be started.
     """
+    began = time.monotonic()
     config = resumed_config(config)
     if commands is None:
         config = ready_to_start(config)
@@ -101,27 +103,30 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             if config.resume:
                 print(", ".join([f"resuming from step {config.start_version}", *anew]), flush=True)
                 forget_end(config)
-            outcome, late = _run(config, commands, folder, listener)
+            progress = Progress(config)
+            progress.began(time.monotonic() - began)
+            outcome, late = _run(progress, commands, folder, listener)
     report(config, outcome, late)
     return outcome.code
 
 
 def _run(
-    config: RunConfig, commands: Sequence[Command], folder: RunFolder, listener: Listener
+    progress: Progress, commands: Sequence[Command], folder: RunFolder, listener: Listener
 ) -> tuple[RunOutcome, list[str]]:
     """Starts the processes and waits for the end. Returns how the run ended, and the names that had to be killed."""
-    interrupt = Interrupt()
+    config, interrupt = progress.config, Interrupt()
     with (
-        View(Progress(config), line_every_s=config.launch.line_every_s, kept=config.snapshot_file) as view,
+        View(progress, line_every_s=config.launch.line_every_s, kept=config.snapshot_file) as view,
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter_of(config)) as processes,
         interrupt,
     ):
         restarts = Restarts(config)
+        targets = Targets(config)
         exported = LauncherMetrics([command.name for command in commands])
         for command in commands:
             processes.start(command)
         with MetricsEndpoint(config, "launcher", exported.registry):
-            outcome = _watch(processes, listener, view, interrupt, restarts, exported)
+            outcome = _watch(processes, listener, view, interrupt, restarts, exported, targets)
         if outcome.failed is None and outcome.interrupted is None:
             processes.wait([command.name for command in commands if command.kind in ASKS], timeout_s=10)
         view.close()
@@ -136,6 +141,7 @@ def _watch(
     interrupt: Interrupt,
     restarts: Restarts,
     exported: LauncherMetrics,
+    targets: Targets,
 ) -> RunOutcome:
     """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
@@ -149,8 +155,9 @@ def _watch(
         exported.running = processes.running()
         # Status messages sent before a process ended still count when a busy launcher reads them afterwards.
         known = [*exported.running, *(ended.command.name for ended in lately)]
-        _read_status(listener, view, restarts, known)
+        _read_status(listener, view, restarts, targets, known)
         for ended in lately:
+            targets.ended(ended.command.name)
             if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:
                 return RunOutcome(trainer=ended)
             if ended.code != DONE:
@@ -170,11 +177,12 @@ def _watch(
         view.refresh()
 
 
-def _read_status(listener: Listener, view: View, restarts: Restarts, known: Sequence[str]) -> None:
+def _read_status(listener: Listener, view: View, restarts: Restarts, targets: Targets, known: Sequence[str]) -> None:
     """Waits up to the poll interval for status messages, then handles all that are queued from `known` processes."""
     event = listener.receive(POLL_S)
     while event is not None:
         if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
             view.heard(event.peer, event.message.values)
             restarts.heard(event.peer, event.message.values)
+            targets.heard(event.peer, event.message.values)
         event = listener.receive(0)

@@ -24,6 +24,8 @@ REQUEST_S = 5.0
 """Seconds within which a client must have sent its request, and taken the answer: clients are served one by one."""
 TARGETS = "targets"
 """Folder, beside the control sockets, of the files from which Prometheus learns the addresses (file_sd_configs)."""
+ADDRESS = "metrics"
+"""Under this name a process's status has the address, for a launcher on another host."""
 log = logging.getLogger(__name__)
 
 
@@ -47,6 +49,8 @@ class MetricsEndpoint:
     def __init__(self, config: RunConfig, name: str, registry: CollectorRegistry) -> None:
         """`name` is the process's, such as `trainer`; nothing is served with `launch.metrics=false`."""
         self._server: _MetricsServer | None = None
+        self.address = ""
+        """Where it is reached, as `10.0.0.2:5700`; empty when it does not listen."""
         self._file = targets_file(config, name)
         if not config.launch.metrics:
             return
@@ -62,7 +66,8 @@ class MetricsEndpoint:
         threading.Thread(target=server.serve_forever, args=(0.5,), name="metrics", daemon=True).start()
         self._server = server
         try:
-            announce(config, name, joined(config.network.reached, server.server_port))
+            self.address = joined(config.network.reached, server.server_port)
+            announce(config, name, self.address)
         except OSError as error:
             log.warning("no metrics are served: %s", error)
             self.close()
@@ -88,6 +93,7 @@ class MetricsEndpoint:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
+            self.address = ""
             with contextlib.suppress(OSError):
                 self._file.unlink()
 

@@ -33,6 +33,7 @@ def _rollout(answer: ShownRollout) -> dict[str, Any]:
         "unscored": rollout.unscored,
         "left_out": answer.left_out,
         "generator": rollout.generator,
+        "actor": rollout.actor,
         "finish_reason": turn.finish_reason,
         "text": None if answer.texts is None else "".join(answer.texts),
         "tokens": {

@@ -192,5 +192,5 @@ def _sequence(rollout: Rollout) -> list[TimeSpan]:
     found = [TimeSpan(rollout.generator, "sequences", rollout.rollout_id, rollout.started, took, figures)]
     if rollout.score_s > 0:
         text = f"score {rollout.rollout_id}"
-        found.append(TimeSpan("actors", "rewards", text, rollout.finished, rollout.score_s, figures))
+        found.append(TimeSpan(rollout.actor or "actors", "rewards", text, rollout.finished, rollout.score_s, figures))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
@@ -156,6 +156,31 @@ class TrainerMetrics:
         yield from counters(f"{own}_groups_failed", text, "reason", counts.failed)
         text = "Rollouts that were left out of groups."
         yield from counters(f"{own}_rollouts_dropped", text, "reason", counts.rollouts_dropped)
+
+
+class RankMetrics:
+    """What a further rank of the trainer has done for rank 0; scraped in another thread than it is counted in."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._lock = threading.Lock()
+        self._orders = Counter[str]()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self.registry.register(Scraped(self._families))
+
+    def obeyed(self, order: str, seconds: float) -> None:
+        """Counts an order that was carried out, and the time from its arrival to the answer."""
+        with self._lock:
+            self._orders[order] += 1
+            self._seconds[order] += seconds
+
+    def _families(self) -> Iterator[Metric]:
+        with self._lock:
+            orders, seconds = dict(self._orders), dict(self._seconds)
+        own = "inflight_trainer_rank"
+        yield from counters(f"{own}_orders", "Orders of rank 0 that were carried out.", "order", orders)
+        text = "Time that they took, the wait for other ranks in collective operations included."
+        yield from counters(f"{own}_order_seconds", text, "order", seconds)
 
 
 def _counts(line: Mapping[str, object], name: str) -> dict[str, int]:

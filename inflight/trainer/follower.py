@@ -17,10 +17,12 @@ from inflight.config import RunConfig
 from inflight.messages import AnyMessage, Finish
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, Piece, RankFailed, Scored, Took, TrainerHello
 from inflight.models import prepare
+from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.sampling import Sampling
 from inflight.trainer.checkpoint.io import load_optimizer
 from inflight.trainer.checkpoint.snapshot import model_tensors, optimizer_tensors
 from inflight.trainer.comparison import batch_of
+from inflight.trainer.exported import RankMetrics
 from inflight.trainer.learner import Learner
 from inflight.trainer.pieces import Assembly
 from inflight.trainer.policy import reference
@@ -68,12 +70,26 @@ def _take_part(config: RunConfig, rank: int, link: Link) -> None:
     set_seed(config.seed)
     follower = Follower(config, accelerator)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # rank 0 gets one too, and sends Finish
-    while not isinstance(message := link.receive(_POLL_S), Finish):
-        if message is not None:
-            with in_time():
-                link.send(follower.do(message))
+    metrics = RankMetrics()
+    with MetricsEndpoint(config, config.rank_names()[rank], metrics.registry):
+        while not isinstance(message := link.receive(_POLL_S), Finish):
+            if message is not None:
+                began = time.monotonic()
+                with in_time():
+                    link.send(follower.do(message))
+                metrics.obeyed(_named(message), time.monotonic() - began)
     with in_time():
         dist.destroy_process_group()
+
+
+def _named(message: AnyMessage) -> str:
+    """What is ordered, in a word."""
+    match message:
+        case Learn(purpose=purpose):
+            return purpose
+        case Order(what=what):
+            return what
+    return "receive"
 
 
 def _rendezvous(link: Link, timeout_s: float) -> str:

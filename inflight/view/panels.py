@@ -29,6 +29,9 @@ NEXT = {
     "UNSURE": "not confirmed",
 }
 """What happens to a generator's next version, by its state at the publisher."""
+ACTORS = 3
+"""Most actors with a row each."""
+DONE_BY_ACTORS = {"in_flight": "groups under way", "done": "done", "failed": "failed"}
 OUT = {"ABSENT": "not there", "STALLED": "does not answer", "POISONED": "poisoned", "INCOMPATIBLE": "refused"}
 
 
@@ -145,16 +148,23 @@ def flow(progress: Progress) -> Table:
         ages = str(trainer.get("buffer_ages", ""))
         said = f" {buffered} of {progress.config.capacity} groups wait{f' ({ages})' if ages else ''}"
         rows.append(("buffer", Text.assemble(*bar, f"{said}, {in_flight} under way")))
-    actors = [(name, text) for name in progress.sources() if name[0] == "a" and (text := _actor(progress.of(name)))]
-    rows += [(name, Text(text)) for name, text in actors]
+    rows += [(name, Text(text)) for name, text in _actors(progress)]
     left_out = _left_out(progress)
     rows.append(("gate", Text(left_out or "nothing left out", style="" if left_out else "dim")))
     return labelled(rows)
 
 
+def _actors(progress: Progress) -> list[tuple[str, str]]:
+    """A row each; the sums of all when there are more than ACTORS."""
+    names = [name for name in progress.sources() if name[0] == "a"]
+    if len(names) <= ACTORS:
+        return [(name, text) for name in names if (text := _actor(progress.of(name)))]
+    sums = {key: sum(whole(progress.of(name).get(key)) or 0 for name in names) for key in DONE_BY_ACTORS}
+    return [("actors", f"{len(names)}: {_actor(sums)}")]
+
+
 def _actor(values: Mapping[str, Value]) -> str:
-    known = {"in_flight": "groups under way", "done": "done", "failed": "failed"}
-    return ", ".join(f"{values[key]} {word}" for key, word in known.items() if key in values)
+    return ", ".join(f"{values[key]} {word}" for key, word in DONE_BY_ACTORS.items() if key in values)
 
 
 def _left_out(progress: Progress) -> str:

@@ -118,6 +118,27 @@ def test_a_swap_is_where_the_colour_changes(opened, files):
     assert where == pytest.approx(cut)
 
 
+LABELS = """() => {
+  const { bands } = inflight.views[0], { prototype } = CanvasRenderingContext2D, own = prototype.fillText, seen = {};
+  bands.right = 2.004;
+  prototype.fillText = function (text, x, y) {
+    if (/^v\\d+$/.test(text)) seen[text] = [x, x + this.measureText(text).width, bands.width];
+    return own.call(this, text, x, y);
+  };
+  inflight.views[0].draw();
+  prototype.fillText = own;
+  return seen;
+}"""
+
+
+def test_the_label_of_a_swap_at_the_right_edge_is_whole(opened, files):
+    page = opened(files[0])
+    labels = page.evaluate(LABELS)
+    assert set(labels) == {"v1", "v2"}
+    left, right, width = labels["v2"]
+    assert width - 60 < left < right < width
+
+
 def test_keys_choose_tokens_swaps_and_zoom(opened, files):
     page = opened(files[0])
     canvas, spoken = page.locator("canvas"), page.locator(".bands > .readout")

@@ -66,6 +66,10 @@ def queries() -> set[str]:
     return {target["expr"].replace("$run", "run") for panel in board["panels"] for target in panel["targets"]}
 
 
+MORE = ("eval.every=3", "task.options.held_out=4", "trainer.processes=2")
+"""An evaluator, and a further rank of the trainer."""
+
+
 @pytest.mark.parametrize("vllm", [False, True], ids=["stand-in", "vllm"])
 def test_every_query_of_the_dashboard_has_data(tmp_path, vllm):
     patient = ["publish.join_timeout_s=400", "generator.start_timeout_s=400"]  # a loaded machine
@@ -75,6 +79,7 @@ def test_every_query_of_the_dashboard_has_data(tmp_path, vllm):
         "trainer.checkpoint_every=0",
         "rollout.max_tokens=32",
         *patient,
+        *([] if vllm else MORE),
         vllm=vllm,
     ).start()
     try:
@@ -94,10 +99,13 @@ def test_every_query_of_the_dashboard_has_data(tmp_path, vllm):
                 assert not run.ended(), run.logs()
                 assert server.poll() is None, (tmp_path / "prometheus.log").read_text()
                 time.sleep(1)
+            for query in ("inflight_evaluator_answers_wanted", "inflight_trainer_rank_orders_total"):
+                assert vllm or asked(url, query), query
             up = {each["metric"]["process"]: each["value"][1] for each in asked(url, "up")}
             slowest = max(float(each["value"][1]) for each in asked(url, "scrape_duration_seconds"))
         assert not missing, f"no data for {sorted(missing)}\n{run.logs()}"
-        assert up == dict.fromkeys(("trainer", "launcher", "a0", *(["g0"] if vllm else [])), "1")
+        further = ["g0"] if vllm else ["evaluator", "trainer.1"]
+        assert up == dict.fromkeys(("trainer", "launcher", "a0", *further), "1")
         print(f"slowest last scrape {slowest * 1e3:.1f} ms")
     finally:
         run.end()

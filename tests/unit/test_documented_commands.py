@@ -6,7 +6,6 @@ Launches are composed and checked as far as `--print` does; commands that only r
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.util
 import re
 import runpy
@@ -15,41 +14,16 @@ import shutil
 import sys
 from pathlib import Path
 
+import hydra
 import pytest
+from documented import PRINTED, ROOT, RUN_BY, commands, mentioned, run_by
 from report_samples import make_run
 
 from inflight import cli
 from inflight.launcher.compose import compose
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOREIGN = ("vllm.", "venv", "pip")
 """Modules of others that `python -m` starts in the docs: not this project's to check."""
-
-
-def fenced(page: Path) -> list[str]:
-    """The lines of the page's blocks for a shell, continued ones joined."""
-    blocks = re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    return [line for block in blocks for line in re.sub(r"\\\n\s*", "", block).splitlines()]
-
-
-def commands() -> list[tuple[str, list[str]]]:
-    """(page, words) of each command of ours: without comments, redirections and what runs it."""
-    found = []
-    for page in PAGES:
-        for line in fenced(page):
-            start = re.search(r"(?:^|\s)(inflight|make|python -m) ", line)
-            if start is None or not re.match(r"(\.|srun|inflight|make|python|\s)", line):
-                continue
-            text = re.split(r"\s{2,}(?=[^\s-])|\s#|\s>\s|\s&\s*$", line[start.start() :].strip())[0]
-            found += [(page.name, shlex.split(each)) for each in alternatives(text)]
-    return found
-
-
-def alternatives(text: str) -> list[str]:
-    """`patch apply | revert` stands for two commands."""
-    first, *others = text.split(" | ")
-    return [first, *(f"{first.rpartition(' ')[0]} {other}" for other in others)]
 
 
 class Parsed(BaseException):
@@ -58,23 +32,25 @@ class Parsed(BaseException):
 
 def parse_alone(monkeypatch) -> None:
     """Parsers of subcommands end with Parsed where the work would begin."""
-    parse = argparse.ArgumentParser.parse_args
+    for name in ("parse_args", "parse_intermixed_args"):
+        parse = getattr(argparse.ArgumentParser, name)
 
-    def parsed(self, args=None, namespace=None):
-        found = parse(self, args, namespace)
-        if self.prog == "inflight":
-            return found
-        raise Parsed
+        def parsed(self, args=None, namespace=None, parse=parse):
+            found = parse(self, args, namespace)
+            if self.prog == "inflight":
+                return found
+            raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parsed)
+        monkeypatch.setattr(argparse.ArgumentParser, name, parsed)
 
 
 def test_the_pages_have_commands():
     """Guards against a pattern that finds none, and one that takes text for commands."""
     found = commands()
     kinds = {" ".join(words[:2]) for _, words in found if words[0] == "inflight"}
-    assert len(found) > 40
+    assert len(found) > 60
     assert {"inflight launch", "inflight audit", "inflight show", "inflight report", "inflight join"} <= kinds
+    assert {"inflight eval", "inflight export", "inflight model", "inflight patch", "inflight trace"} <= kinds
     assert kinds <= {f"inflight {name}" for name in cli._COMMANDS}
 
 
@@ -102,17 +78,42 @@ def test_a_documented_command_is_taken(page, words, tmp_path, monkeypatch, capsy
 
 
 def started(module: str, arguments: list[str], monkeypatch) -> None:
-    """`python -m MODULE ARGUMENTS`, as far as its parser."""
+    """`python -m MODULE ARGUMENTS`, as far as its parser, its configuration or, where it has neither, its file."""
     if module.startswith(FOREIGN):
         return
     if module == "pytest":
         assert all((ROOT / each).exists() for each in arguments if each.startswith("tests/"))
         return
-    assert importlib.util.find_spec(module) is not None
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
-    parse_alone(monkeypatch)
-    with pytest.raises(Parsed):
-        runpy.run_module(module, run_name="__main__", alter_sys=False)
+    spec = importlib.util.find_spec(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
+    assert spec is not None
+    source = Path(spec.origin).read_text()
+    if "ArgumentParser(" in source:
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        parse_alone(monkeypatch)
+        with pytest.raises(Parsed):
+            runpy.run_module(module, run_name="__main__", alter_sys=False)
+    elif decorated := re.search(r'hydra.main\(.*config_path="([^"]+)", config_name="(\w+)"', source):
+        folder = Path(spec.origin).parent / decorated[1]
+        with hydra.initialize_config_dir(str(folder.resolve()), version_base=None):
+            hydra.compose(decorated[2], arguments)
+
+
+@pytest.mark.parametrize("page, words", mentioned(), ids=lambda each: each if isinstance(each, str) else " ".join(each))
+def test_a_module_that_a_page_names_is_there(page, words):
+    assert words[2] == "pytest" or importlib.util.find_spec(words[2]) is not None
+
+
+def test_every_documented_command_has_a_test_that_runs_it():
+    """By the table in documented.py, which holds no command that no page has."""
+    given = [(page, " ".join(words), run_by(words)) for page, words in commands()]
+    assert not [(page, text) for page, text, by in given if by is None]
+    for start, by in RUN_BY.items():
+        assert any(text.startswith(start) for _, text, _ in given), f"no page has {start!r}"
+        file, _, name = by.partition("::")
+        if name:
+            assert re.search(rf"^(async )?def {name}", (ROOT / file).read_text(), re.MULTILINE), by
+    printed = {text for _, text, by in given if by == PRINTED}
+    assert all(re.search(r"gpu|bench\.|Qwen|steps=100", text) for text in printed), printed
 
 
 @pytest.mark.parametrize("name", list(cli._COMMANDS))

@@ -309,6 +309,7 @@ def test_the_evaluator_answers_an_order_and_its_repeat_and_ends_with_the_run(sta
         stage.say(order(server))
         assert await stage.hear(Evaluated) == result
         assert len(server.requests) == 6  # nothing was asked anew
+        assert stage.evaluator.status() == {"evaluations": 1, "late": 0, "answers": 0, "wanted": 6}
         stage.say(Finish(reason="all steps are done"))
         assert await asyncio.wait_for(running, LIMIT_S) == "all steps are done"
 
@@ -329,6 +330,7 @@ def test_an_order_is_bounded_and_says_how_far_it_came(stage):
         result = await stage.hear(Evaluated)
         assert result.problem == "1 of 6 answers came within 0.5 s"
         assert result.figures["answers"] == 1
+        assert stage.evaluator.status() == {"evaluations": 0, "late": 1, "answers": 0, "wanted": 6}
 
     stage(scene, default=once_and_never)
 

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inflight.actor.exported import registry_of
 from inflight.config import RunConfig
 from inflight.config.network import NetworkConfig
+from inflight.evaluation import exported as evaluator
 from inflight.generator.agent import Commits
 from inflight.generator.api_key import OPEN_TO_HOSTS, ApiKey
 from inflight.generator.exported import export
@@ -26,7 +27,7 @@ from inflight.launcher.exported import LauncherMetrics
 from inflight.messages import Commit
 from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.rollout.books import Counts
-from inflight.trainer.exported import TrainerMetrics
+from inflight.trainer.exported import RankMetrics, TrainerMetrics
 from inflight.weights.publish.events import Failure, Swap
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -187,9 +188,31 @@ def test_actor_and_launcher_tell_their_values():
     assert (found[f"{failures}{{name=trainer}}"], found[f"{failures}{{name=g0}}"]) == (0, 1)
 
 
+EVALUATED = {"evaluations": 3, "late": 1, "answers": 5, "wanted": 12}
+
+
+def rank() -> CollectorRegistry:
+    metrics = RankMetrics()
+    for order, seconds in (("learn", 0.5), ("learn", 0.25), ("gather", 2.0)):
+        metrics.obeyed(order, seconds)
+    return metrics.registry
+
+
+def test_evaluator_and_further_ranks_tell_their_work():
+    found = samples(evaluator.registry_of(lambda: EVALUATED))
+    own = "inflight_evaluator_"
+    assert {name.removeprefix(own): value for name, value in found.items()} == {
+        "evaluations_total": 3, "evaluations_late_total": 1, "answers": 5, "answers_wanted": 12,
+    }  # fmt: skip
+    found, own = samples(rank()), "inflight_trainer_rank_order"
+    assert (found[f"{own}s_total{{order=learn}}"], found[f"{own}_seconds_total{{order=learn}}"]) == (2, 0.75)
+    assert (found[f"{own}s_total{{order=gather}}"], found[f"{own}_seconds_total{{order=gather}}"]) == (1, 2)
+
+
 def test_the_page_names_every_metric_and_the_dashboard_no_other(config):
     """Names follow Prometheus's conventions, and are the ones of docs/metrics.md and docs/grafana.json."""
-    both = [trainer(config).registry, LauncherMetrics(["g0"]).registry]
+    both = [trainer(config).registry, LauncherMetrics(["g0"]).registry, rank()]
+    both.append(evaluator.registry_of(lambda: EVALUATED))
     exported = {
         family.name + ("_total" if family.type == "counter" else "")
         for registry in (*both, generator(), registry_of(lambda: VALUES))
@@ -198,7 +221,7 @@ def test_the_page_names_every_metric_and_the_dashboard_no_other(config):
     page = (DOCS / "metrics.md").read_text()
     section = page[page.index("## Prometheus") : page.index("## Trackers")]
     for name in exported:
-        assert re.fullmatch(r"inflight_(trainer|generator|actor|launcher)_[a-z_]+", name)
+        assert re.fullmatch(r"inflight_(trainer|generator|actor|evaluator|launcher)_[a-z_]+", name)
         suffix = re.sub(r"^inflight_[a-z]+?(?=_)", "", name)
         assert name in section or f"`{suffix}`" in section or f"`{suffix}{{" in section, f"{name} is not documented"
     queries = re.findall(r"(?:inflight|vllm)[a-z_:]+", json.dumps(_queries()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from inflight.launcher.compose import compose
 from inflight.launcher.last_words import last_lines, last_words
 from inflight.launcher.launch import LaunchError, launch
 from inflight.launcher.restarts import Restarts
+from inflight.launcher.targets import Targets
 from inflight.messages import Status
 from inflight.processes import Command, Ended
 from inflight.view.progress import Progress
@@ -48,7 +50,7 @@ time.sleep(600)
 
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
-    quick = ["launch.stop_grace_s=1.0", "launch.line_every_s=0.2"]
+    quick = ["launch.stop_grace_s=1.0", "launch.line_every_s=1"]
     run = compose("tiny", [f"run_dir={tmp_path}/run", "trainer.steps=8", *quick])
     return dataclasses.replace(run, chosen=None)  # tests change it as a script does
 
@@ -147,7 +149,7 @@ from inflight.launcher.launch import launch
 from inflight.processes import Command
 
 run_dir, trainer, generator = sys.argv[1:]
-config = compose("tiny", [f"run_dir={run_dir}", "launch.stop_grace_s=1.0", "launch.line_every_s=0.2"])
+config = compose("tiny", [f"run_dir={run_dir}", "launch.stop_grace_s=1.0", "launch.line_every_s=1"])
 def command(name, kind, code):
     return Command(name, kind, [sys.executable, "-c", code], config.path / "logs" / f"{name}.log")
 sys.exit(launch(config, [command("trainer", "trainer", trainer), command("g0", "generator", generator)]))
@@ -237,7 +239,7 @@ def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd
 
 
 def test_only_processes_of_the_run_are_listened_to(config, tmp_path):
-    view, restarts = View(Progress(config), line_every_s=60), Restarts(config)
+    view, restarts, targets = View(Progress(config), line_every_s=60), Restarts(config), Targets(config)
     with (
         Listener(f"ipc://{tmp_path}/s", config.bus) as listener,
         Link(listener.endpoint, "g7", config.bus) as stranger,
@@ -248,12 +250,49 @@ def test_only_processes_of_the_run_are_listened_to(config, tmp_path):
         own.send(Status(source="trainer", values={"step": 1}))
 
         def seen():
-            launching._read_status(listener, view, restarts, ["trainer", "g0"])
+            launching._read_status(listener, view, restarts, targets, ["trainer", "g0"])
             return "step 1/8" in view.progress.news()
 
         eventually(seen, "the trainer's message")
         assert "step 7" not in view.progress.news()
         assert set(restarts._records) == set(view.progress._latest) == {"trainer"}
+
+
+def test_the_time_spent_counts_from_the_command_on(config, monkeypatch):
+    """The model, the data and the checks before a run take time, too."""
+    shown = []
+
+    class Seen(View):
+        def __init__(self, progress, **options):
+            shown.append(progress.elapsed_s)
+            super().__init__(progress, **options)
+
+    def prepared(config):
+        time.sleep(0.5)
+        return config
+
+    monkeypatch.setattr(launching, "View", Seen)
+    monkeypatch.setattr(launching, "with_data", prepared)
+    assert launch(config, [command(config, "trainer", "pass")]) == 0
+    assert shown[0] >= 0.5
+
+
+def test_metrics_of_a_process_elsewhere_are_announced_here_until_it_ends(config):
+    """By its status; one that has announced itself is left alone, and what is no address is no target."""
+    folder = config.path / "bus" / "targets"
+    folder.mkdir(parents=True)
+    (folder / "g0.json").write_text("its own")
+    targets = Targets(config)
+    for name, address in (("a0", "10.0.0.2:5701"), ("g0", "10.0.0.3:5701"), ("a1", "evil.example:80"), ("a2", 7)):
+        targets.heard(name, {"metrics": address, "tokens": 3})
+    (entry,) = json.loads((folder / "a0.json").read_text())
+    assert entry == {"targets": ["10.0.0.2:5701"], "labels": {"process": "a0", "run": config.path.name}}
+    targets.heard("a0", {"metrics": "10.0.0.2:5702"})
+    assert "10.0.0.2:5702" in (folder / "a0.json").read_text()
+    for name in ("a0", "g0"):
+        targets.ended(name)
+    assert [file.name for file in folder.iterdir()] == ["g0.json"]
+    assert (folder / "g0.json").read_text() == "its own"
 
 
 def test_a_long_run_folder_gets_its_sockets_elsewhere(tmp_path):

@@ -271,6 +271,7 @@ def test_the_documented_lines_read_the_file_without_inflight(tmp_path):
         teacher_logprobs=[-0.25] * 4,
         retries={"aborted": 2},
         unscored="late",
+        actor="a1",
         pieces=[GeneratorSpan(0, "g0"), GeneratorSpan(3, "g1")],
     )
     groups = [

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections import defaultdict
 
+import msgspec
 import pytest
 from report_samples import make_one, make_run
 
@@ -25,7 +26,9 @@ def run(tmp_path):
     with JsonLines(folder / EVAL_FILE) as evaluations:
         evaluations.write({"step": 4, "version": 4, "time": 1012.0, "eval/seconds": 1.5, "eval/reward": 0.5})
     with Writer(folder / ROLLOUTS_FILE) as writer:
-        writer.append(make_one(20, 2, 12))
+        made = make_one(20, 2, 12)
+        named = [msgspec.structs.replace(each, actor=f"a{at}") for at, each in enumerate(made.rollouts)]
+        writer.append(msgspec.structs.replace(made, rollouts=named))
     return folder
 
 
@@ -67,8 +70,9 @@ def test_every_kind_is_where_it_happened(run, capsys):
     assert len(sequences) == 14
     assert sequences["q20/0"] == (1004.0, 2.0)
     rewards = {name: each for line in found if line[0] == "actors" for name, each in placed(found[line]).items()}
-    assert len(rewards) == 14
-    assert rewards["score q20/1"] == (1006.1, 0.25)
+    assert len(rewards) == 12, "of a file that does not say which actor it was"
+    assert placed(found["a0", "rewards"]) == {"score q20/0": (1006.0, 0.25)}
+    assert placed(found["a1", "rewards"]) == {"score q20/1": (1006.1, 0.25)}
     assert placed(found["evaluator", "evaluations"]) == {"evaluate 4": (1010.5, 1.5)}
     assert "3 steps are left out: their time was not recorded" in capsys.readouterr().err
 

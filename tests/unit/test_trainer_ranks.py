@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 
 import pytest
 import torch
@@ -248,11 +251,23 @@ def test_a_rank_that_is_gone_ends_the_run_and_is_named(make_trainers, stopped):
 def test_a_stop_is_seen_by_all_ranks_at_the_same_point(make_trainers):
     trainers = make_trainers(processes=2, steps=10_000)
     eventually(lambda: len(trainers.run.lines()) >= 2, "training", timeout_s=120)
+    assert scraped(trainers.run.folder / "bus" / "targets" / "trainer.1.json")["learn"] >= 2
     for process in trainers.processes:
         os.kill(process.pid, signal.SIGTERM)
     assert trainers.wait() == [STOPPED, 0], trainers.log(0) + trainers.log(1)
     done = trainers.run.lines()[-1]["step"]
     assert [path.name for path in (trainers.run.folder / "checkpoints").iterdir()] == [f"step-{done:06d}"]
+
+
+def scraped(target):
+    """Orders that a rank has carried out, by the metrics that it announces to Prometheus."""
+    (entry,) = json.loads(target.read_text())
+    assert entry["labels"]["process"] == "trainer.1"
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(f"http://{entry['targets'][0]}/metrics", timeout=20) as reply:
+        text = reply.read().decode()
+    orders = re.findall(r'^inflight_trainer_rank_orders_total\{order="(\w+)"\} ([\d.]+)$', text, re.MULTILINE)
+    return {order: float(number) for order, number in orders}
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, capfd):

@@ -189,10 +189,11 @@ inflight.Bands = class {
         if (x - labelled < 34) continue;
         labelled = x;
         const label = `v${swap.version}`, width = context.measureText(label).width + 6;
+        const left = x + 1 + width > this.width ? x - 1 - width : x + 1;  // at the right edge, on the other side
         context.fillStyle = this.ink.back;
-        context.fillRect(x + 1, Math.max(top, 0) + 1, width, 13);
+        context.fillRect(left, Math.max(top, 0) + 1, width, 13);
         context.fillStyle = this.ink.ink;
-        context.fillText(label, x + 4, Math.max(top, 0) + 2);
+        context.fillText(label, left + 3, Math.max(top, 0) + 2);
       }
     }
   }

@@ -137,8 +137,8 @@ def test_a_low_window_says_how_many_generators_it_leaves_out(config):
 
 
 def test_many_actors_are_one_row(progress):
-    for number in range(16):
-        progress.update(f"a{number}", {"in_flight": 4, "done": number, "failed": 0})
+    for at in range(16):
+        progress.update(f"a{at}", {"in_flight": 4, "done": at, "failed": 0})
     text = shown(progress, 80).text
     assert "actors    16: 64 groups under way, 120 done, 0 failed" in text
     assert "a0 " not in text

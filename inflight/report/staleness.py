@@ -54,7 +54,7 @@ def table(rows: Sequence[Row], key: str) -> str:
     """The rows for a person; `key` heads the first column. Empty when there are none."""
     if not rows:
         return ""
-    head = [key, "tokens", "gated", "log-ratio", "± std", "max", "tail", "ESS", "KL", "clipped", "entropy"]
+    head = [key, "tokens", "gated", "log-ratio", "± std", "max", "tail", "ESS", "KL", "clip", "entropy"]
     lines = [head] + [
         [
             str(row.key),
@@ -77,7 +77,7 @@ def table(rows: Sequence[Row], key: str) -> str:
             for line, cell in zip(lines, ["not finite", *(str(row.not_finite) for row in rows)], strict=True)
         ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+    return "\n".join(" ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def _rows(given: Iterable[tuple[int, Mapping[str, Any]]]) -> list[Row]:

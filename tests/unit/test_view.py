@@ -120,7 +120,7 @@ def test_all_that_matters_fits_the_window(progress, columns):
         "of age 1), 4 under way",
         "groups: 3 all rewards equal · tokens: 80 too old",
         "a0        4 groups under way, 9 done",
-        "g0 → 3   gap 0.313 ms   transfer 0.812 s   12 sequences ran through it",
+        "g0 → 3   gap 0.313 ms   transfer 0.812 s   through 12 sequences",
     ):
         assert said in text or said in " ".join(text.split()), f"{said!r} is not in\n{text}"
     assert re.search(r"g0 +3 +4 arriving +210 +16 +3", text), text

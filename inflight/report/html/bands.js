@@ -180,21 +180,26 @@ inflight.Bands = class {
     for (const generator of new Set(this.rows.map((each) => each.row.generator))) {
       const indices = this.rows.map((each, at) => (each.row.generator === generator ? at : -1)).filter((at) => at >= 0);
       const [top, bottom] = [this.y(indices[0]), this.y(indices[indices.length - 1] + 1)];
-      let labelled = -Infinity;
-      for (const swap of this.swaps.filter((each) => each.generator === generator)) {
-        const x = this.x(swap.time);
-        if (x < this.gutter || x > this.width) continue;
-        context.fillStyle = this.ink.ink;
-        context.fillRect(x - 0.75, top, 1.5, bottom - top);
-        if (x - labelled < 34) continue;
-        labelled = x;
-        const label = `v${swap.version}`, width = context.measureText(label).width + 6;
-        const left = x + 1 + width > this.width ? x - 1 - width : x + 1;  // at the right edge, on the other side
-        context.fillStyle = this.ink.back;
-        context.fillRect(left, Math.max(top, 0) + 1, width, 13);
-        context.fillStyle = this.ink.ink;
-        context.fillText(label, left + 3, Math.max(top, 0) + 2);
-      }
+      const shown = this.swaps.filter((each) => each.generator === generator).map((each) => [this.x(each.time), `v${each.version}`])
+        .filter(([x]) => x >= this.gutter && x <= this.width);
+      context.fillStyle = this.ink.ink;
+      for (const [x] of shown) context.fillRect(x - 0.75, top, 1.5, bottom - top);
+      this.labels(context, shown, Math.max(top, 0));
+    }
+  }
+
+  /** Beside their lines, above the lines that follow; those without room are left out. */
+  labels(context, shown, top) {
+    let labelled = -Infinity;
+    for (const [x, label] of shown) {
+      if (x - labelled < 34) continue;
+      labelled = x;
+      const width = context.measureText(label).width + 6;
+      const left = x + 1 + width > this.width ? x - 1 - width : x + 1;  // at the right edge, on the other side
+      context.fillStyle = this.ink.back;
+      context.fillRect(left, top + 1, width, 13);
+      context.fillStyle = this.ink.ink;
+      context.fillText(label, left + 3, top + 2);
     }
   }
 
@@ -228,9 +233,15 @@ inflight.Bands = class {
     context.textBaseline = "alphabetic";
     if (this.rowHeight >= 10) context.fillText("reward", 2, this.height - 5);
     const unit = this.byTime ? " s" : "";
+    let room = this.width - 20;
+    if (this.visibleRows() < this.rows.length - 0.5) {  // the rest is reached by dragging
+      const hidden = `rows ${Math.floor(this.top) + 1} to ${Math.min(Math.ceil(this.top + this.visibleRows()), this.rows.length)} of ${this.rows.length}`;
+      room = this.width - context.measureText(hidden).width - 30;
+      context.fillText(hidden, room + 26, this.height - 5);
+    }
     for (const tick of inflight.ticks(this.left, this.right, Math.max(2, Math.floor(this.width / 110)))) {
       const x = this.x(tick), label = inflight.number(tick) + unit;
-      if (x < this.gutter + 8 || x > this.width - 20) continue;
+      if (x < this.gutter + 8 || x > room) continue;
       context.fillRect(x, this.height - this.axis, 1, 4);
       context.fillText(label, x - context.measureText(label).width / 2, this.height - 5);
     }

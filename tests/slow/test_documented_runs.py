@@ -239,8 +239,12 @@ def test_a_trainer_of_ones_own(page, tmp_path):
     with (tmp_path / "generator.log").open("w") as log:
         generator = subprocess.Popen(
             ["bash", "-ec", PROGRAMS + shell],
-            cwd=tmp_path, env=environment(), stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=environment(),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     try:
         assert "{'g0': 100}" in done(["python", "loop.py"], tmp_path), (tmp_path / "generator.log").read_text()
         assert generator.wait(timeout=120) == 0, (tmp_path / "generator.log").read_text()

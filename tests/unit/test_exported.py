@@ -202,8 +202,11 @@ def test_evaluator_and_further_ranks_tell_their_work():
     found = samples(evaluator.registry_of(lambda: EVALUATED))
     own = "inflight_evaluator_"
     assert {name.removeprefix(own): value for name, value in found.items()} == {
-        "evaluations_total": 3, "evaluations_late_total": 1, "answers": 5, "answers_wanted": 12,
-    }  # fmt: skip
+        "evaluations_total": 3,
+        "evaluations_late_total": 1,
+        "answers": 5,
+        "answers_wanted": 12,
+    }
     found, own = samples(rank()), "inflight_trainer_rank_order"
     assert (found[f"{own}s_total{{order=learn}}"], found[f"{own}_seconds_total{{order=learn}}"]) == (2, 0.75)
     assert (found[f"{own}s_total{{order=gather}}"], found[f"{own}_seconds_total{{order=gather}}"]) == (1, 2)

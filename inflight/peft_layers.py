@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,9 +19,9 @@ _ADAPTER = "default"
 """PEFT's name of the adapter within the model."""
 
 
-def with_adapter(model: PreTrainedModel, rank: int, targets: list[str]) -> None:
+def with_adapter(model: PreTrainedModel, rank: int, targets: list[str], device: torch.device | None = None) -> None:
     """Puts PEFT's layers, of factor 1, onto the linear layers named by `targets` (none: all but the output layer), and
-    freezes all else.
+    freezes all else. With a `device` the matrices are there, with undefined values: the model may have none yet.
 
     Raises ConfigError when PEFT is not installed, or a module can't have an adapter that generators swap.
     """
@@ -40,6 +42,9 @@ def with_adapter(model: PreTrainedModel, rank: int, targets: list[str]) -> None:
         if module.rpartition(".")[2] in UNSUPPORTED or "experts" in module:
             raise ConfigError(f"trainer.lora.target_modules: {module} can't have an adapter that generators swap")
         twin.requires_grad_(True)
+    for layer in _layers(model) if device is not None else ():
+        layer.lora_A.to_empty(device=device)
+        layer.lora_B.to_empty(device=device)
 
 
 def _linear(model: PreTrainedModel) -> list[str]:
@@ -63,9 +68,7 @@ def matrices_of(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
 @contextmanager
 def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     """While it is open, PEFT's layers give the base's outputs."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _layers(model)
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -73,3 +76,10 @@ def adapter_off(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
+
+
+def _layers(model: PreTrainedModel) -> list[Any]:
+    """PEFT's layers in a model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

@@ -32,7 +32,6 @@ def _require_adapter(run: RunConfig) -> None:
     """Refuses by name what is not done with an adapter yet."""
     trainer = run.trainer
     for name, value, allowed in (
-        ("trainer.processes", trainer.processes, 1),
         ("trainer.gradient_checkpointing", trainer.gradient_checkpointing, False),
         ("trainer.checkpoint_dtype", trainer.checkpoint_dtype, "float32"),
     ):

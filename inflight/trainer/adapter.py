@@ -3,6 +3,9 @@
 What computes is transformers' model with PEFT's layers in it, in the dtype of the base. Its matrices take the values
 that generators get: A and B are rounded to that dtype, then B is scaled. So PEFT's own factor is 1, and the gradient of
 the trained B is scaled instead.
+
+Over several ranks the base is sharded with FSDP2, which gathers a block while it computes. The adapter is small, so
+each rank holds all of it with its optimizer state: the ranks' gradients are averaged, and all take the same step.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -25,6 +29,8 @@ from inflight.trainer.apart import require_apart
 from inflight.trainer.loading import attention_for, load_model
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.policy import Policy, Scorer
+from inflight.trainer.sharding import shard
+from inflight.trainer.shards import to_shard
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -76,11 +82,13 @@ class Adapter(nn.Module):
 class AdapterPolicy(Policy):
     """See the module's text. `master` is the Adapter; `compute` the model with PEFT's layers."""
 
-    def __init__(self, adapter: Adapter, compute: PreTrainedModel) -> None:
+    def __init__(self, adapter: Adapter, compute: PreTrainedModel, *, sharded: bool = False) -> None:
+        """`sharded`: over the ranks of the process group, which then collect gradients together."""
         self.master = cast(PreTrainedModel, adapter)
         self.compute = compute
         self.scorer = Scorer(compute)
         self._scaling = adapter.scaling
+        self._sharded = sharded
         twins = dict(matrices_of(compute))
         self._pairs = [(master, twins[name]) for name, master in adapter.named_parameters()]
         self._scaled = {id(twin) for name, twin in twins.items() if ".lora_B." in name}
@@ -92,10 +100,15 @@ class AdapterPolicy(Policy):
             return self.score(*inputs, **settings)
 
     def collect_gradients(self) -> None:
-        for _, twin in self._pairs:
-            if id(twin) in self._scaled and twin.grad is not None:
-                twin.grad.mul_(self._scaling)
-        super().collect_gradients()
+        gradients = [twin.grad for _, twin in self._pairs]
+        if self._sharded:
+            gradients = _averaged([twin for _, twin in self._pairs])
+        for (master, twin), gradient in zip(self._pairs, gradients, strict=True):
+            twin.grad = None
+            if gradient is None:
+                continue
+            scaled = gradient.float() * (self._scaling if id(twin) in self._scaled else 1.0)
+            master.grad = scaled if master.grad is None else master.grad.add_(scaled)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -105,30 +118,62 @@ class AdapterPolicy(Policy):
                 twin.mul_(self._scaling)
 
 
+def _averaged(matrices: list[nn.Parameter]) -> list[torch.Tensor | None]:
+    """The means over all ranks of the gradients of matrices, in float32; a rank without one counts as zero. All ranks
+    call this."""
+    own = [torch.zeros_like(each) if each.grad is None else each.grad for each in matrices]
+    joined = torch.cat([gradient.reshape(-1).float() for gradient in own])
+    dist.all_reduce(joined)
+    joined /= dist.get_world_size()
+    parts = joined.split([each.numel() for each in matrices])
+    return [part.view(each.shape) for each, part in zip(matrices, parts, strict=True)]
+
+
 def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> AdapterPolicy:
     """The policy of a run that trains an adapter of the model in `directory`: a new one, whose B is zero, or that of
-    the checkpoint which the run resumes from.
+    the checkpoint which the run resumes from. Over several ranks all of them call this.
 
     Raises ConfigError when PEFT is not installed, or a module can't have an adapter that generators swap; ValueError
     for a checkpoint of another base; OSError or ValueError as `load_model` does.
     """
-    settings = config.trainer.lora
+    settings, sharded = config.trainer.lora, config.trainer.processes > 1
     dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
-    trusted = config.model.trust_remote_code
-    packing = config.trainer.packing
-    attention = attention_for(device, dtype, packing=packing)
-    base = load_model(directory, dtype, device, attention=attention, trust_remote_code=trusted)
-    digest = base_digest(directory)
-    with_adapter(base, settings.rank, settings.target_modules)
-    matrices = {name: twin.detach() for name, twin in matrices_of(base)}
+    attention = attention_for(device, dtype, packing=config.trainer.packing)
+    place: dict[str, Any] = {"attention": attention, "trust_remote_code": config.model.trust_remote_code}
+    # Rank 0 publishes and saves. The ranks read the same files.
+    digest = base_digest(directory) if not sharded or dist.get_rank() == 0 else ""
+    if sharded:
+        base, fill = to_shard(directory, dtype, **place)
+    else:
+        base, fill = load_model(directory, dtype, device, **place), None
+    with_adapter(base, settings.rank, settings.target_modules, device)
+    twins = dict(matrices_of(base))
+    matrices = _new({name: tuple(twin.shape) for name, twin in twins.items()}, config.seed)
     if config.checkpoint:
         path = Path(config.checkpoint) / WEIGHTS_FILE
         matrices = _read(path, matrices)
-        require_base(path, digest, directory)
-    policy = AdapterPolicy(Adapter(base, settings, matrices, digest).to(device), base)
-    if packing:
+        if digest:
+            require_base(path, digest, directory)
+    policy = AdapterPolicy(Adapter(base, settings, matrices, digest).to(device), base, sharded=sharded)
+    if fill is not None:
+        shard(policy.scorer, base, fill, bfloat16=False, device=device, whole=twins.values())
+    if config.trainer.packing:
         require_apart(policy.score, device, type(base).__name__)
+        policy.reshard()
     return policy
+
+
+def _new(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.Tensor]:
+    """The matrices of a new adapter, float32 on the CPU: A uniform within 1 / sqrt(in) as PEFT's, B zero.
+
+    They depend on names, shapes and seed alone, so that each rank makes the same."""
+    source = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.zeros(shape)
+        if ".lora_B." in name
+        else torch.empty(shape).uniform_(-(shape[1] ** -0.5), shape[1] ** -0.5, generator=source)
+        for name, shape in shapes.items()
+    }
 
 
 def _read(path: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ gradients in float32, which is equivalent.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from inflight.trainer.apart import require_apart
 from inflight.trainer.loading import attention_for, load_model
 from inflight.trainer.logprobs import Scores, score_tokens
 from inflight.trainer.recompute import recompute_layers
-from inflight.trainer.shards import WeightFiles, blank_model
+from inflight.trainer.shards import to_shard
 
 
 class Scorer(nn.Module):
@@ -149,16 +148,7 @@ def _sharded(
     """A model of which each rank holds a shard in `dtype`; with `bfloat16` it is gathered in that for computing."""
     from inflight.trainer.sharding import shard
 
-    model = blank_model(directory, dtype, **place)
-    files = WeightFiles(directory, model)
-    fill: Callable[[nn.Module], None] = files.fill
-    if not files.cover():  # the files have other names for it, or lack a tensor: only transformers knows
-        model = load_model(directory, dtype, torch.device("cpu"), **place)
-        fill = _filled
+    model, fill = to_shard(directory, dtype, **place)
     policy = Policy(model.requires_grad_(trained))
     shard(policy.scorer, model, fill, bfloat16=bfloat16, device=device)
     return policy
-
-
-def _filled(_: nn.Module) -> None:
-    """Fills nothing: transformers has read the weights already."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -79,23 +79,26 @@ def shard(
     *,
     bfloat16: bool,
     device: torch.device,
+    whole: Collection[nn.Parameter] = (),
 ) -> None:
     """Shards each block of `model`, and with `root`, whose forward calls it, the rest: embeddings and output layer.
 
     These are one unit because they may be tied. Parameters, gradients and optimizer state stay float32; with `bfloat16`
     a block is gathered, and computes, in bfloat16, and gradients are averaged over ranks in float32. `fill` is called
     for each unit right before it is sharded, and gives its parameters their values; the shards are on `device`.
+    Parameters in `whole` stay as they are, on each rank.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if bfloat16 else {}
     policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)  # the root has no float inputs
+    settings: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(whole)}
     blocks = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in blocks:
             fill(module)
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, **settings)
     fill(root)
-    fully_shard(root, mesh=mesh, mp_policy=policy)
+    fully_shard(root, **settings)
 
 
 class CoordinatedSource(WeightSource):

@@ -7,6 +7,7 @@ block: the block's parameters are read from the files, and FSDP2 keeps this rank
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,10 +16,31 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from inflight.trainer.loading import ready
+from inflight.trainer.loading import load_model, ready
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+
+def to_shard(
+    directory: Path, dtype: torch.dtype, *, attention: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, Callable[[nn.Module], None]]:
+    """The model of a directory, and what gives a part of it its values right before that part is sharded.
+
+    Where the files have other names for the weights, or lack one, only transformers can load them: then the model is
+    whole already, on the CPU. Raises OSError or ValueError when it can't be loaded.
+    """
+    model = blank_model(directory, dtype, attention=attention, trust_remote_code=trust_remote_code)
+    files = WeightFiles(directory, model)
+    if files.cover():
+        return model, files.fill
+    cpu = torch.device("cpu")
+    whole = load_model(directory, dtype, cpu, attention=attention, trust_remote_code=trust_remote_code)
+    return whole, _filled
+
+
+def _filled(_: nn.Module) -> None:
+    """Fills nothing: transformers has read the weights already."""
 
 
 def blank_model(

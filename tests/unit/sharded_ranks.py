@@ -17,15 +17,22 @@ from rollout_samples import make_config
 from test_trainer_packing import sequences
 
 from inflight.config import ObjectiveConfig, TrainerConfig
+from inflight.config.lora import LoraConfig
+from inflight.peft_layers import matrices_of
 from inflight.sampling import Sampling
+from inflight.trainer.adapter import adapter_policy
 from inflight.trainer.checkpoint.snapshot import model_tensors
 from inflight.trainer.policy import Policy, load_policy, reference
 from inflight.trainer.sharding import form_group
+from inflight.weights.adapter import AdapterSource
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all": {"bfloat16": True, "packing": True, "gradient_checkpointing": True},
 }
+
+
+ADAPTED: dict[str, dict[str, Any]] = {"plain": {}, "packed bfloat16": {"autocast": True, "packing": True}}
 
 
 def measured(policy: Policy, at_once: int, packing: bool, size: int, rank: int) -> dict[str, Any]:
@@ -46,6 +53,35 @@ def measured(policy: Policy, at_once: int, packing: bool, size: int, rank: int) 
     }
 
 
+def adapted(directory: Path, out: Path, ranks: list[int], size: int, **settings: Any) -> dict[str, Any]:
+    """Two steps of an adapter on the batches of `ranks`, one of `size` processes: what is published after each, the
+    reference's scores, and how much of the base lies here."""
+    lora = LoraConfig(rank=4, alpha=20.0)
+    config = make_config(out)
+    object.__setattr__(config, "trainer", TrainerConfig(processes=size, lora=lora, **({"autocast": False} | settings)))
+    policy = adapter_policy(config, directory, torch.device("cpu"))
+    optimizer = torch.optim.AdamW(policy.master.parameters(), lr=1e-2)
+    found: dict[str, Any] = {"sent": []}
+    for _ in range(2):
+        for rank in ranks:
+            batch = sequences((9, 2, 6, 1), kept=False) if rank == 0 else sequences((3, 8, 1), kept=False)
+            scores = policy.score(batch, Sampling(temperature=0.7), packing=config.trainer.packing)
+            with torch.no_grad():  # between forward and backward, as the KL reference
+                start = policy.score_base(batch, Sampling(temperature=0.7), packing=config.trainer.packing)
+            (size * (scores.logprobs - start.logprobs - 0.1).square().sum()).backward()
+            policy.collect_gradients()
+            found["base"] = start.logprobs
+        optimizer.step()
+        policy.drop_gradients()
+        policy.refresh()
+        sent = AdapterSource(policy.master, "float32", lora.scaling)
+        found["sent"].append({name: tensor.clone() for name, tensor in sent})
+    trained = {id(twin) for _, twin in matrices_of(policy.compute)}
+    base = [each for each in policy.compute.parameters() if id(each) not in trained]
+    found["held"] = sum(each.to_local().numel() if size > 1 else each.numel() for each in base)
+    return found
+
+
 def main(rank: int, store: str, out: Path, directories: list[Path]) -> None:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
@@ -64,6 +100,8 @@ def main(rank: int, store: str, out: Path, directories: list[Path]) -> None:
         found["reference"] = start.score(sequences((9, 2, 6, 1), kept=False), Sampling()).logprobs
     start.reshard()
     found["reference local"] = sum(each.to_local().numel() for each in start.master.parameters())
+    for way, trainer in ADAPTED.items():
+        found["adapter", way] = adapted(directories[0], out, [rank], 2, **trainer)
     torch.save(found, out / f"{rank}.pt")
     dist.destroy_process_group()
 

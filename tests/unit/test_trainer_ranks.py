@@ -22,7 +22,8 @@ from safetensors.torch import load_file
 from test_trainer_run import PPO, FakeActor, Run
 
 from inflight.bus import Listener
-from inflight.config import ConfigError, ModelConfig, TrainerConfig, save
+from inflight.config import ConfigError, ModelConfig, ObjectiveConfig, TrainerConfig, save
+from inflight.config.lora import LoraConfig
 from inflight.exits import STOPPED
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
@@ -164,9 +165,14 @@ def test_a_published_version_is_byte_for_byte_that_of_one_process(one, two):
 
 def go_on(trainers, folder, **trainer):
     """A copy of the run, resumed from its checkpoint."""
-    shutil.copytree(trainers.run.folder, folder, ignore=shutil.ignore_patterns("bus"))
+    return Trainers(resumed(trainers.run, folder, **trainer).start())
+
+
+def resumed(before, folder, **trainer):
+    """A copy of a run, to be resumed."""
+    shutil.copytree(before.folder, folder, ignore=shutil.ignore_patterns("bus"))
     (folder / "bus").mkdir()
-    run = copy.copy(trainers.run)
+    run = copy.copy(before)
     run.folder, run.statuses = folder, []
     run.config = dataclasses.replace(
         run.config,
@@ -177,7 +183,45 @@ def go_on(trainers, folder, **trainer):
     )
     save(run.config)
     run.launcher = Listener(run.config.endpoint("status"), run.config.bus)
-    return Trainers(run.start())
+    return run
+
+
+def alone(run):
+    """Trains in this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert main(["--run-dir", str(run.folder)]) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        run.close()
+    return run
+
+
+def test_two_ranks_train_an_adapter_on_from_where_one_was(tmp_path):
+    """Over a sharded base, with a KL to it: what is published, kept and saved is what one process has."""
+    settings = {"steps": 2, "groups_per_step": 4, "micro_batch": 3, "autocast": False}
+    (tmp_path / "start").mkdir()
+    objective, lora = ObjectiveConfig(kl=0.1), LoraConfig(rank=4, alpha=20.0)
+    start = Run(tmp_path / "start", **settings, objective=objective, lora=lora)
+    start.config = dataclasses.replace(start.config, model=ModelConfig(name="tiny", dtype="float32"))
+    save(start.config)
+    alone(start.start())
+    two = Trainers(resumed(start, tmp_path / "two", processes=2, steps=4).start())
+    try:
+        assert two.wait() == [0, 0], two.log(0) + two.log(1)
+    finally:
+        two.close()
+    one = alone(resumed(start, tmp_path / "one", steps=4).start())
+    ours, theirs = ([load_file(run.config.version_file(step)) for step in range(2, 5)] for run in (two.run, one))
+    assert distance(ours[0], theirs[0]) == 0
+    assert all(distance(*versions) <= 10 * TOLERANCE for versions in zip(ours, theirs, strict=True))
+    assert distance(theirs[2], theirs[0]) > 1000 * TOLERANCE
+    live = two.run.generator.shadows[0].live
+    assert live.keys() == ours[2].keys()
+    assert all(torch.equal(live[name], matrix) for name, matrix in ours[2].items())
+    for name in ("adapter_model", "trainer/optimizer"):
+        saved = [load_file(index.newest(run.folder) / f"{name}.safetensors") for run in (two.run, one)]
+        assert distance(*saved) <= 1e-4
 
 
 def test_a_run_is_resumed_with_another_number_of_ranks(two, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sharded_ranks import WAYS, measured
+from sharded_ranks import ADAPTED, WAYS, adapted, measured
 from test_trainer_packing import sequences
 from transformers import AutoModelForCausalLM
 
@@ -76,6 +76,23 @@ def test_two_ranks_hold_and_compute_what_one_does(directories, ranks, number, wa
         assert error < (3e-2 if settings["bfloat16"] else 1e-5), name
     parameters = sum(each.numel() for each in policy.master.parameters())
     assert max(each["local"] for each in got) <= parameters // 2 + 17 * 128
+
+
+@pytest.mark.parametrize("way", ADAPTED)
+def test_two_ranks_train_the_adapter_that_one_does_over_a_sharded_base(directories, ranks, way, tmp_path):
+    """The ranks' gradients are added up; both hold the whole adapter, equal bit for bit, and half of the base."""
+    near = 1e-4
+    whole = adapted(directories[0], tmp_path, [0, 1], 1, **ADAPTED[way])
+    ours, theirs = (each["adapter", way] for each in ranks)
+    for step in range(2):
+        assert ours["sent"][step].keys() == whole["sent"][step].keys()
+        for name, matrix in whole["sent"][step].items():
+            assert torch.equal(ours["sent"][step][name], theirs["sent"][step][name]), name
+            assert (ours["sent"][step][name] - matrix).norm() <= near * matrix.norm(), name
+    b = next(name for name in whole["sent"][0] if ".lora_B." in name)
+    assert whole["sent"][0][b].abs().max() > 0
+    torch.testing.assert_close(theirs["base"], whole["base"], rtol=near, atol=near)
+    assert max(ours["held"], theirs["held"]) <= whole["held"] // 2 + 17 * 128
 
 
 def test_the_reference_is_sharded_as_well(directories, ranks):

@@ -132,6 +132,7 @@ MAY_IMPORT = {
         "actor",
     },
     "audit": {
+        "base_digest",
         "agreement",
         "exits",
         "groups",

@@ -5,12 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from inflight.audit.replay import KeptVersions, TransformersReplayer
+from inflight.audit.replay import AuditError, KeptVersions, TransformersReplayer
+from inflight.base_digest import base_digest, require_base
 from inflight.config.lora import LoraConfig
 from inflight.peft_layers import matrices_of, with_adapter
 from inflight.sampling import Sampling
+
+
+def _require_base(kept: KeptVersions, model_dir: Path) -> None:
+    try:
+        digest = base_digest(model_dir)
+        for path in sorted(kept.folder.glob("*.safetensors")):
+            require_base(path, digest, model_dir)
+    except (ValueError, OSError, SafetensorError) as error:
+        raise AuditError(str(error)) from None
 
 
 class AdapterReplayer(TransformersReplayer):
@@ -29,7 +40,9 @@ class AdapterReplayer(TransformersReplayer):
         device: str = "cpu",
     ) -> None:
         """`settings` are the run's, and `base_dtype` is that in which its base computed: its weights are rounded to
-        that. Raises as TransformersReplayer does, and ConfigError without PEFT."""
+        that. Raises as TransformersReplayer does, AuditError for versions that were trained on another base than that
+        of `model_dir`, and ConfigError without PEFT."""
+        _require_base(kept, model_dir)
         self._settings = settings
         self._base_dtype = base_dtype
         super().__init__(model_dir, kept, sampling, dtype=dtype, token_by_token=token_by_token, device=device)

@@ -227,6 +227,8 @@ def test_an_adapter_of_another_base_is_refused_by_name_and_live_is_untouched(ben
     worker = bench.core.engine_core.engine_core.model_executor.driver_worker.worker
     shadow, base = worker.inflight_adapters[POLICY], base_digest(bench.model)
     assert worker._find_base() == base
+    with mock.patch.object(worker.vllm_config.load_config, "load_format", "dummy"):
+        assert worker._find_base() == ""
     metas = [
         ParamMeta(name=name, shape=tuple(tensor.shape), dtype="float32")
         for name, tensor in load_file(bench.files["b"]).items()

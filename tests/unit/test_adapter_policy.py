@@ -16,7 +16,7 @@ from rollout_samples import make_config
 from safetensors.torch import load_file, save_file
 
 from inflight.audit.adapter import AdapterReplayer
-from inflight.audit.replay import KeptVersions
+from inflight.audit.replay import AuditError, KeptVersions
 from inflight.base_digest import base_digest
 from inflight.config import ConfigError, ModelConfig, RunConfig, Sampling
 from inflight.config.effect import require_effect
@@ -27,6 +27,7 @@ from inflight.merge import MergeError
 from inflight.models import prepare
 from inflight.trainer.adapter import CONFIG_FILE, AdapterPolicy, adapter_policy
 from inflight.trainer.checkpoint.companions import dtype_of
+from inflight.trainer.checkpoint.io import keep_version
 from inflight.trainer.checkpoint.snapshot import model_tensors
 from inflight.trainer.coordinator import Coordinator
 from inflight.trainer.loading import load_model
@@ -168,7 +169,6 @@ def test_what_can_not_be_swapped_is_refused_by_name(tmp_path: Path, tiny_model: 
         adapter_policy(run_of(tmp_path, target_modules=["nothing"]), tiny_model, CPU)
     config = run_of(tmp_path)
     for changed, text in (
-        ({"processes": 2}, r"trainer\.processes=2"),
         ({"checkpoint_dtype": "bfloat16"}, r"trainer\.checkpoint_dtype=bfloat16"),
         ({"gradient_checkpointing": True}, r"trainer\.gradient_checkpointing=True"),
         ({"lora": LoraConfig(rank=4, name="tiny")}, r"trainer\.lora\.name=tiny"),
@@ -197,6 +197,19 @@ def test_the_audit_replays_over_the_base_as_generators_round_it(tmp_path: Path, 
     assert found.dtype == torch.float32
     assert torch.equal(found, exact.bfloat16().float())
     assert not torch.equal(found, exact)
+
+
+def test_the_audit_refuses_versions_of_another_base(trained: AdapterPolicy, tmp_path: Path, tiny_model: Path) -> None:
+    """Versions that name none, of earlier releases, fit any."""
+    config = run_of(tmp_path)
+    keep_version(source_of(config, trained.master, Coordinator(None, config)), 3, tmp_path / "000003.safetensors")
+    kept, settings, dtype = KeptVersions(tmp_path), LoraConfig(rank=4), torch.float32
+    AdapterReplayer(tiny_model, kept, Sampling(), settings, base_dtype=dtype)
+    other = another_base(tiny_model, tmp_path / "other")
+    with pytest.raises(AuditError, match=r"^.*/000003\.safetensors was trained on another base \(\w{12}\) than .*$"):
+        AdapterReplayer(other, kept, Sampling(), settings, base_dtype=dtype)
+    save_file(kept.load(3), kept.path(3), metadata={"version": "3"})
+    AdapterReplayer(other, kept, Sampling(), settings, base_dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])

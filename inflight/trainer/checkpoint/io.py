@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.base_digest import BASE_DIGEST
 from inflight.trainer.checkpoint import rng
 from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, plain_generation
 from inflight.trainer.checkpoint.index import STATE_FILE, CheckpointError, Saved, all_of, name_of
@@ -35,7 +36,8 @@ _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 
 
 def keep_version(source: WeightSource, version: int, path: Path) -> None:
-    """Writes the current tensors of `source` in the wire dtype, under checkpoint names; tied parameters once.
+    """Writes the current tensors of `source` in the wire dtype, under checkpoint names; tied parameters once. Those of
+    an adapter name the digest of their base.
 
     Equal to the published bytes, because packing is the same cast. Not synced to the disk: this survives a killed
     process, not a power cut. Raises OSError when it can't be written; then no part of the file remains.
@@ -48,7 +50,8 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
     partial = path.with_suffix(".partial")
     try:
         with _writing(path):
-            save_file(tensors, partial, metadata={"version": str(version), "format": "pt"})
+            base = {BASE_DIGEST: source.base} if source.base else {}
+            save_file(tensors, partial, metadata={"version": str(version), "format": "pt", **base})
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)

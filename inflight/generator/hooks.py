@@ -1,40 +1,26 @@
-"""The functions of vLLM that inflight replaces, overrides or calls although they are not a public interface.
+"""The functions of vLLM that inflight replaces, overrides or calls although they are not a public interface, and the
+attributes of its objects that it reads or sets.
 
-Each is listed with every signature that a supported vLLM version has. `require` compares them with the sources of the
-installed vLLM before an engine starts, so that a changed function is refused by name instead of raising a TypeError in
-the middle of a step. Sources are parsed, not imported: the check runs without a GPU and on an unpacked wheel (`make
-verify-patches`). docs/patches.md describes how to add a version.
+Each function is listed with every signature that a supported vLLM version has. `require` compares them with the sources
+of the installed vLLM before an engine starts, so that what changed is refused by name instead of raising a TypeError or
+an AttributeError in the middle of a step. The check also runs on an unpacked wheel (`make verify-patches`).
+docs/patches.md describes how to add a version.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib.util
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from inflight.generator.declared import Attributes, Hook, function
 
 Side = Literal["cuda", "cpu", "server", "adapters"]
 """The part that uses a hook: the CUDA worker, the CPU worker (and the audit's engine), the HTTP server's process, or
 the workers of engines whose LoRA adapters have versions."""
 
-Node = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
 class HookChanged(RuntimeError):
-    """The installed vLLM changed the signature of a function that inflight depends on."""
-
-
-@dataclass(frozen=True)
-class Hook:
-    """One function of vLLM."""
-
-    name: str
-    """`Class.method` or `function`."""
-    files: tuple[str, ...]
-    """Files that define it in supported versions, relative to the package `vllm`; every definition found must match."""
-    signatures: tuple[str, ...]
-    """Accepted parameter lists without annotations, as `ast.unparse` writes them."""
+    """The installed vLLM changed a function or a class that inflight depends on."""
 
 
 _RUNNERS = ("v1/worker/gpu/model_runner.py", "v1/worker/gpu_model_runner.py")
@@ -45,12 +31,16 @@ _ENGINE = (
     "client_count=1, client_index=0"
 )
 _PLAIN = ("self",)
+_GRAPHS = "compilation/cuda_graph.py"
 _NUMBERS = ("self, token_lora_mapping",)
 _BASE_NUMBERS = ("self, mapping, lora_index_to_id, max_loras, vocab_size",)
+_CORE = ("v1/engine/core.py",)
 _MANAGER = ("lora/model_manager.py",)
+_LINEAR = ("lora/layers/base_linear.py", "lora/layers/column_parallel_linear.py")
+_START = ("self, vllm_config, local_rank, rank, distributed_init_method, is_driver_worker=False",)
 _WORKERS = (("Worker", "v1/worker/gpu_worker.py"), ("CPUWorker", "v1/worker/cpu_worker.py"))
 
-HOOKS: dict[Side, tuple[Hook, ...]] = {
+HOOKS: dict[Side, tuple[Hook | Attributes, ...]] = {
     "cuda": (
         Hook("Worker.load_model", ("v1/worker/gpu_worker.py",), ("self, *, load_dummy_weights=False",)),
         Hook("Worker.determine_available_memory", ("v1/worker/gpu_worker.py",), _PLAIN),
@@ -61,6 +51,14 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
         Hook("GPUModelRunner.profile_cudagraph_memory", _RUNNERS, _PLAIN),
         Hook("GPUModelRunner.capture_model", _RUNNERS, ("self", "self, *, profile_only=False")),
         Hook("GPUModelRunner._model_forward", ("v1/worker/gpu_model_runner.py",), (_FORWARD,)),
+        Attributes("GPUModelRunner", _RUNNERS, ("model_memory_usage", "parallel_config")),
+        Attributes("GPUModelRunner", _RUNNERS[:1], ("cudagraph_manager", "kv_connector")),
+        Attributes("Worker", ("v1/worker/gpu_worker.py",), ("init_snapshot", "requested_memory", "model_runner")),
+        Attributes("CudaGraphManager", ("v1/worker/gpu/cudagraph_utils.py",), ("graphs",)),
+        Attributes("CUDAGraphWrapper", (_GRAPHS,), ("_all_instances", "concrete_cudagraph_entries")),
+        Attributes("CUDAGraphEntry", (_GRAPHS,), ("cudagraph",)),
+        Attributes("BreakableCUDAGraphWrapper", ("compilation/breakable_cudagraph.py",), ("_all_instances",)),
+        Hook("KVCacheSpec.max_memory_usage_bytes", ("v1/kv_cache_interface.py",), ("self, vllm_config",)),
         Hook(
             "KVConnector.pre_forward",
             ("v1/worker/gpu/kv_connector.py",),
@@ -74,6 +72,14 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
             "initialize_model",
             ("model_executor/model_loader/utils.py",),
             ("vllm_config, *, prefix='', model_class=None, model_config=None",),
+        ),
+        Hook("set_default_torch_dtype", ("utils/torch_utils.py",), ("dtype",)),
+        Hook("SchedulerOutput.make_empty", ("v1/core/sched/output.py",), ("cls",)),
+        Hook("Worker.execute_model", ("v1/worker/gpu_worker.py",), ("self, scheduler_output",)),
+        Attributes(
+            "GPUModelRunner",
+            ("v1/worker/gpu_model_runner.py",),
+            ("execute_model_state", "input_batch", "kv_cache_config"),
         ),
         Hook(
             "BaseModelLoader.load_model",
@@ -95,8 +101,45 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
         Hook("PunicaWrapperBase._update_base_metadata", ("lora/punica_wrapper/punica_base.py",), _BASE_NUMBERS),
         Hook("LoRAModelManager._create_merged_loras_inplace", _MANAGER, ("self, lora_model",)),
         Hook("LoRAModelManager._get_lora_layer_weights", _MANAGER, ("self, lora_model, module_name",)),
-        Hook("BaseLinearLayerWithLoRA.set_lora", ("lora/layers/base_linear.py",), ("self, index, lora_a, lora_b",)),
-        Hook("BaseLinearLayerWithLoRA.reset_lora", ("lora/layers/base_linear.py",), ("self, index",)),
+        Hook("BaseLinearLayerWithLoRA.set_lora", _LINEAR[:1], ("self, index, lora_a, lora_b",)),
+        Hook("MergedColumnParallelLinearWithLoRA.set_lora", _LINEAR[1:], ("self, index, lora_a, lora_b",)),
+        Hook("BaseLinearLayerWithLoRA.reset_lora", _LINEAR[:1], ("self, index",)),
+        Attributes("BaseLinearLayerWithLoRA", _LINEAR[:1], ("lora_a_stacked", "lora_b_stacked")),
+        *(Hook(f"{name}.__init__", (file,), _START) for name, file in _WORKERS),
+        Hook(
+            "LoRAModel.__init__",
+            ("lora/lora_model.py",),
+            tuple(
+                f"self, lora_model_id, rank, loras, is_3d_lora_weight=False{further}"
+                for further in ("", ", *, modules_to_save=None")
+            ),
+        ),
+        Attributes(
+            "LoRAModelManager",
+            _MANAGER,
+            (
+                *("lora_index_to_id", "lora_slots", "lora_config", "modules", "model", "punica_wrapper_mapping"),
+                *("_registered_adapters", "_active_adapters", "_last_mapping", "_last_slot_layout"),
+            ),
+        ),
+        Attributes("WorkerLoRAManager", ("lora/worker_manager.py",), ("_adapter_manager",)),
+        Attributes("LoRAModelRunnerMixin", ("v1/worker/lora_model_runner_mixin.py",), ("lora_manager",)),
+        Attributes(
+            "PunicaWrapperBase",
+            ("lora/punica_wrapper/punica_base.py",),
+            ("indices_len", "_token_lora_indices", "_sampler_indices"),
+        ),
+        Attributes(
+            "PunicaWrapperGPU", ("lora/punica_wrapper/punica_gpu.py",), ("token_mapping_meta", "prompt_mapping_meta")
+        ),
+        Attributes(
+            "LoRAKernelMeta",
+            ("lora/ops/triton_ops/lora_kernel_metadata.py",),
+            ("token_lora_mapping", "active_lora_ids", "no_lora_flag_cpu"),
+        ),
+        Attributes(
+            "OpenAIServingModels", ("entrypoints/openai/models/serving.py",), ("lora_requests", "base_model_paths")
+        ),
         Hook(
             "LoRAModel.from_lora_tensors",
             ("lora/lora_model.py",),
@@ -110,6 +153,13 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
     "server": (
         Hook("AsyncLLM.from_vllm_config", ("v1/engine/async_llm.py",), (_ENGINE,)),
         Hook("AsyncLLM.shutdown", ("v1/engine/async_llm.py",), ("self, timeout=None",)),
+        Attributes(
+            "AsyncLLM", ("v1/engine/async_llm.py",), ("engine_core", "output_processor", "errored", "dead_error")
+        ),
+        Hook("AsyncMPClient.call_utility_async", ("v1/engine/core_client.py",), ("self, method, *args",)),
+        Hook("OutputProcessor.get_num_unfinished_requests", ("v1/engine/output_processor.py",), _PLAIN),
+        Hook("EngineCore.collective_rpc", _CORE, ("self, method, timeout=None, args=(), kwargs=None",)),
+        Hook("EngineCore.reset_prefix_cache", _CORE, ("self, reset_running_requests=False, reset_connector=False",)),
         Hook(
             "build_app",
             ("entrypoints/launchers/app.py", "entrypoints/openai/api_server.py"),
@@ -130,7 +180,7 @@ HOOKS: dict[Side, tuple[Hook, ...]] = {
 
 
 def require(side: Side) -> None:
-    """Checks the installed vLLM. Raises HookChanged with one line that names every changed function."""
+    """Checks the installed vLLM. Raises HookChanged with one line that names everything that changed."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise HookChanged("vLLM is not installed")
@@ -146,45 +196,11 @@ def locate(name: str) -> str:
     if spec is None or not spec.submodule_search_locations:
         raise HookChanged("vLLM is not installed")
     for file in hook.files:
-        if _find(Path(spec.submodule_search_locations[0]) / file, name) is not None:
+        if function(Path(spec.submodule_search_locations[0]) / file, name) is not None:
             return "vllm." + file.removesuffix(".py").replace("/", ".")
     raise HookChanged(f"the installed vLLM has no {name} in {' or '.join(hook.files)}")
 
 
 def changes(root: Path, side: Side) -> list[str]:
-    """Differences between the package `vllm` at `root` and the table: one line per function."""
-    return [line for hook in HOOKS[side] for line in _changes(root, hook)]
-
-
-def _changes(root: Path, hook: Hook) -> list[str]:
-    known = " or ".join(f"({signature})" for signature in hook.signatures)
-    found = {file: node for file in hook.files if (node := _find(root / file, hook.name)) is not None}
-    if not found:
-        return [f"{hook.name}{known} is in none of {', '.join(hook.files)}"]
-    return [
-        f"{file} has {hook.name}({_signature(node)}), known is {known}"
-        for file, node in found.items()
-        if _signature(node) not in hook.signatures
-    ]
-
-
-def _find(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    if not path.is_file():
-        return None
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    node: Node | None = None
-    for part in name.split("."):
-        node = next((each for each in body if isinstance(each, Node) and each.name == part), None)
-        if node is None:
-            return None
-        body = node.body
-    return node if not isinstance(node, ast.ClassDef) else None
-
-
-def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """Parameters and defaults; annotations are ignored, because their changes between versions have no effect."""
-    arguments = node.args
-    for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if each is not None:
-            each.annotation = None
-    return ast.unparse(arguments)
+    """Differences between the package `vllm` at `root` and the table: one line per function or class."""
+    return [line for hook in HOOKS[side] for line in hook.changes(root)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from inflight.generator import hooks
+from inflight.generator.declared import Attributes
 from inflight.generator.hooks import HOOKS, HookChanged, changes
 
 (VLLM,) = (Path(path) for path in importlib.util.find_spec("vllm").submodule_search_locations)
@@ -52,6 +53,36 @@ def test_a_function_that_is_gone_is_named(changed: Path) -> None:
     rewrite(path, "def compile_or_warm_up_model(self)", "def warm_up(self)")
     (line,) = changes(changed, "cuda")
     assert line == "Worker.compile_or_warm_up_model(self) is in none of v1/worker/gpu_worker.py"
+
+
+def test_an_attribute_that_is_gone_is_named(changed: Path) -> None:
+    path = changed / "lora/model_manager.py"
+    path.write_text(path.read_text().replace("_last_slot_layout", "_slots_seen"))
+    assert changes(changed, "adapters") == ["lora/model_manager.py: LoRAModelManager has no _last_slot_layout"]
+    assert changes(changed, "cpu") == changes(changed, "cuda") == []
+
+
+def test_a_class_that_is_gone_is_named(changed: Path) -> None:
+    rewrite(changed / "v1/worker/gpu/cudagraph_utils.py", "class CudaGraphManager", "class Graphs")
+    assert changes(changed, "cuda") == ["class CudaGraphManager is in none of v1/worker/gpu/cudagraph_utils.py"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "    held = 1",
+        "    held: int",
+        "    def __init__(self): self.held = 1",
+        "    def __init__(self): self.held: int = 1",
+        "    def begin(self): self.other, self.held = 1, 2",
+        "    @property\n    def held(self): return 1",
+    ],
+)
+def test_a_class_may_declare_an_attribute_in_any_way(tmp_path: Path, source: str) -> None:
+    found = Attributes("Manager", ("manager.py",), ("held",))
+    for text, lines in ((source, []), ("    unlike = 1", ["manager.py: Manager has no held"])):
+        (tmp_path / "manager.py").write_text(f"class Manager:\n{text}\n")
+        assert found.changes(tmp_path) == lines
 
 
 def test_annotations_are_not_part_of_a_signature(changed: Path) -> None:

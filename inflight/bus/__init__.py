@@ -14,6 +14,6 @@ from inflight.bus.endpoint import BusError, PeerLost
 from inflight.bus.keys import make_keys
 from inflight.bus.link import Link
 from inflight.bus.listener import Listener, Lost, Received
-from inflight.bus.pump import pumped
+from inflight.bus.pump import Arrivals, pumped
 
-__all__ = ["BusError", "Link", "Listener", "Lost", "PeerLost", "Received", "make_keys", "pumped"]
+__all__ = ["Arrivals", "BusError", "Link", "Listener", "Lost", "PeerLost", "Received", "make_keys", "pumped"]

@@ -9,7 +9,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import zmq
@@ -50,6 +50,10 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
         """Leaves the context to the end of the process."""
 
 
+def _nothing() -> None:
+    """For whoever waits in `receive`."""
+
+
 class Endpoint:
     """The common part of Link and Listener: the thread, the outgoing and incoming queues, and waking the thread."""
 
@@ -72,6 +76,9 @@ class Endpoint:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._broken: BaseException | None = None
+        self.arrived: Callable[[], None] = _nothing
+        """Called by the endpoint's thread after each item that it has received, and when the thread ends by an error;
+        must neither block nor raise."""
         self.refusals = Refusals(name)
         """Input that was refused, by reason."""
 
@@ -125,6 +132,7 @@ class Endpoint:
             self._send_last()
         except BaseException as error:  # noqa: BLE001 - stored, and raised by the next call of a method
             self._broken = error
+            self.arrived()
         finally:
             self._free()
 
@@ -165,6 +173,7 @@ class Endpoint:
         with self._lock:
             self._bytes_in += nbytes
         self._inbox.put((item, nbytes))
+        self.arrived()
 
     def _free(self) -> None:
         """Frees objects that only the thread may use."""

@@ -1,4 +1,4 @@
-"""Moves what a link receives into an event loop: a link's `receive` blocks its thread."""
+"""What a link receives, in an event loop: a link's own `receive` blocks its thread."""
 
 from __future__ import annotations
 
@@ -41,3 +41,30 @@ def pumped(link: Link, put: Callable[[AnyMessage | BusError], None], name: str) 
         yield
     finally:
         ended.set()
+
+
+class Arrivals:
+    """The messages of a link for the one coroutine that reads it, with no thread between the socket's and the loop: a
+    thread that only passes a message on waits for the GIL, which the loop of a busy server holds."""
+
+    def __init__(self, link: Link) -> None:
+        """Must be made inside the event loop that reads."""
+        self._link = link
+        self._loop = asyncio.get_running_loop()
+        self._came = asyncio.Event()
+        link.arrived = self._wake
+
+    def _wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: its owner has ended
+            self._loop.call_soon_threadsafe(self._came.set)
+
+    async def receive(self, timeout_s: float) -> AnyMessage | None:
+        """As Link.receive: the next message, or None when nothing came within `timeout_s`. Raises BusError."""
+        self._came.clear()
+        message = self._link.receive(0)
+        if message is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._came.wait()
+            message = self._link.receive(0)
+        return message

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import msgspec
 
-from inflight.bus import Link, PeerLost
+from inflight.bus import Arrivals, Link, PeerLost
 from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Refused
 from inflight.messages.base import MAX_REASON
 
@@ -86,11 +86,12 @@ class EngineAgent:
 
         Raises GeneratorEnded when the publisher refuses this engine, is silent for too long, or a commit failed.
         """
+        arrivals = Arrivals(self.link)
         self.link.send(self.hello)
         alone_since: float | None = None
         while True:
             try:
-                message = await asyncio.to_thread(self.link.receive, POLL_S)
+                message = await arrivals.receive(POLL_S)
             except PeerLost as error:
                 alone_since = await self._be_alone(alone_since, error)
                 continue

@@ -1,5 +1,6 @@
 """The bus over real sockets: order, loss, refusals and bounds."""
 
+import asyncio
 import contextlib
 import gc
 import os
@@ -13,7 +14,7 @@ import time
 import pytest
 import zmq
 
-from inflight.bus import BusError, Link, Listener, Lost, PeerLost, Received
+from inflight.bus import Arrivals, BusError, Link, Listener, Lost, PeerLost, Received
 from inflight.bus.endpoint import HIGH_WATER, _Context
 from inflight.config import BusConfig
 from inflight.messages import SCHEMA, Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
@@ -306,3 +307,69 @@ def test_an_endpoint_that_nobody_closes_does_not_block_a_garbage_collection(endp
     collecting.start()
     collecting.join(10)
     assert not collecting.is_alive()
+
+
+def test_a_coroutine_reads_a_link_in_order_and_without_a_further_thread(endpoint):
+    """What came before it reads, what comes while it waits, nothing in time, and the loss of the other side."""
+
+    async def read(listener, link):
+        before = threading.active_count()
+        arrivals = Arrivals(link)
+        for version in range(3):
+            listener.send("a0", Commit(version=version))
+        wait_for_queued(link, 3)
+        found = [await arrivals.receive(5) for _ in range(3)]
+        waiting = asyncio.ensure_future(arrivals.receive(60))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        listener.send("a0", Commit(version=3))
+        found.append(await asyncio.wait_for(waiting, 5))
+        assert [message.version for message in found] == [0, 1, 2, 3]
+        assert await arrivals.receive(0.05) is None
+        assert threading.active_count() == before
+        listener.close()
+        with pytest.raises(PeerLost):
+            while True:
+                await arrivals.receive(0.2)
+
+    with Listener(endpoint, QUICK) as listener, Link(endpoint, "a0", QUICK) as link:
+        link.send(Commit(version=0))
+        wait_for(listener.receive, Received)
+        asyncio.run(read(listener, link))
+
+
+def wait_for_queued(link, count):
+    deadline = time.monotonic() + 5
+    while link._inbox.qsize() < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_link_that_outlives_its_event_loop_receives_on(endpoint):
+    async def read(link):
+        Arrivals(link)
+
+    with Listener(endpoint, QUICK) as listener, Link(endpoint, "a0", QUICK) as link:
+        asyncio.run(read(link))
+        link.send(Commit(version=0))
+        wait_for(listener.receive, Received)
+        listener.send("a0", Commit(version=1))
+        assert link.receive(5) == Commit(version=1)
+        listener.send("a0", Commit(version=2))
+        assert link.receive(5) == Commit(version=2)
+
+
+def test_a_coroutine_that_reads_is_woken_when_the_socket_ends(endpoint):
+    async def read(link):
+        arrivals = Arrivals(link)
+        waiting = asyncio.ensure_future(arrivals.receive(60))
+        await asyncio.sleep(0)
+        link._read_all = broken
+        with pytest.raises(BusError, match="bus thread ended"):
+            await asyncio.wait_for(waiting, 5)
+
+    def broken():
+        raise RuntimeError("no descriptor")
+
+    with Listener(endpoint, QUICK), Link(endpoint, "a0", QUICK) as link:
+        asyncio.run(read(link))

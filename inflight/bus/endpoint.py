@@ -51,7 +51,7 @@ class _Context(zmq.Context[zmq.Socket[bytes]]):
 
 
 def _nothing() -> None:
-    """For whoever waits in `receive`."""
+    """Nothing is called: a thread waits in `receive`."""
 
 
 class Endpoint:

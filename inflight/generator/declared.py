@@ -48,12 +48,12 @@ class Attributes:
     attributes: tuple[str, ...]
 
     def changes(self, root: Path) -> list[str]:
-        """As a Hook's: one line for each class that lacks attributes, whose methods assign none of that name either."""
+        """As a Hook's: one line for each class that neither declares an attribute nor assigns it in a method."""
         found = {file: node for file in self.files if (node := _class(root / file, self.name)) is not None}
         if not found:
             return [f"class {self.name} is in none of {', '.join(self.files)}"]
-        lacking = {file: sorted(set(self.attributes) - set(_assigned(node))) for file, node in found.items()}
-        return [f"{file}: {self.name} has no {', '.join(names)}" for file, names in lacking.items() if names]
+        missing = {file: sorted(set(self.attributes) - set(_assigned(node))) for file, node in found.items()}
+        return [f"{file}: {self.name} has no {', '.join(names)}" for file, names in missing.items() if names]
 
 
 def function(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -19,6 +19,7 @@ Side = Literal["cuda", "cpu", "server", "adapters"]
 """The part that uses a hook: the CUDA worker, the CPU worker (and the audit's engine), the HTTP server's process, or
 the workers of engines whose LoRA adapters have versions."""
 
+
 class HookChanged(RuntimeError):
     """The installed vLLM changed a function or a class that inflight depends on."""
 

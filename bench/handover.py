@@ -56,7 +56,7 @@ class Core:
         self._receiver = receiver
         self._step_s = step_s
 
-    async def call_utility_async(self, _: str, version: int) -> list[dict[str, Any]]:
+    async def commit(self, _: str, version: int) -> list[dict[str, Any]]:
         """`commit_weights`."""
         if self._step_s:
             now = time.perf_counter()
@@ -70,7 +70,8 @@ async def generate(endpoint: str, step_s: float, serving_s: float) -> None:
     receiver = WeightReceiver(rank, ByteShadow(), RankHello(generator="g0", rank=0, world_size=1))
     receiver.start()
     counted = SimpleNamespace(get_num_unfinished_requests=lambda: 64)
-    engine: Any = SimpleNamespace(engine_core=Core(receiver, step_s), output_processor=counted)
+    core = SimpleNamespace(call_utility_async=Core(receiver, step_s).commit)
+    engine: Any = SimpleNamespace(engine_core=core, output_processor=counted)
     hello = EngineHello(generator="g0", world_size=1, url="http://127.0.0.1:1")
     with Link(endpoint, "g0.engine", BUS) as link:
         agent = asyncio.ensure_future(EngineAgent(link, engine, hello, 60.0).run())

@@ -114,7 +114,8 @@ def _run(
     progress: Progress, commands: Sequence[Command], folder: RunFolder, listener: Listener
 ) -> tuple[RunOutcome, list[str]]:
     """Starts the processes and waits for the end. Returns how the run ended, and the names that had to be killed."""
-    config, interrupt = progress.config, Interrupt()
+    config = progress.config
+    interrupt = Interrupt()
     with (
         View(progress, line_every_s=config.launch.line_every_s, kept=config.snapshot_file) as view,
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter_of(config)) as processes,

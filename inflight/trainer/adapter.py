@@ -11,6 +11,7 @@ each rank holds all of it with its optimizer state: the ranks' gradients are ave
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -136,16 +137,18 @@ def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> 
     Raises ConfigError when PEFT is not installed, or a module can't have an adapter that generators swap; ValueError
     for a checkpoint of another base; OSError or ValueError as `load_model` does.
     """
-    settings, sharded = config.trainer.lora, config.trainer.processes > 1
+    settings = config.trainer.lora
+    sharded = config.trainer.processes > 1
     dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
     attention = attention_for(device, dtype, packing=config.trainer.packing)
     place: dict[str, Any] = {"attention": attention, "trust_remote_code": config.model.trust_remote_code}
     # Rank 0 publishes and saves. The ranks read the same files.
     digest = base_digest(directory) if not sharded or dist.get_rank() == 0 else ""
+    fill: Callable[[nn.Module], None] | None = None
     if sharded:
         base, fill = to_shard(directory, dtype, **place)
     else:
-        base, fill = load_model(directory, dtype, device, **place), None
+        base = load_model(directory, dtype, device, **place)
     with_adapter(base, settings.rank, settings.target_modules, device)
     twins = dict(matrices_of(base))
     matrices = _new({name: tuple(twin.shape) for name, twin in twins.items()}, config.seed)

@@ -176,7 +176,8 @@ class RankMetrics:
 
     def _families(self) -> Iterator[Metric]:
         with self._lock:
-            orders, seconds = dict(self._orders), dict(self._seconds)
+            orders = dict(self._orders)
+            seconds = dict(self._seconds)
         own = "inflight_trainer_rank"
         yield from counters(f"{own}_orders", "Orders of rank 0 that were carried out.", "order", orders)
         text = "Time that they took, the wait for other ranks in collective operations included."

@@ -1,7 +1,8 @@
 """Transactions on GPUs: what is verified, and what a death in the middle of a version's bytes does to those who live.
 
 The figures are printed (`-s`), one JSON object a line. `INFLIGHT_SHAPE` is the model's (bench/gpu_shapes.py),
-`INFLIGHT_EAGER=1` leaves graphs out.
+`INFLIGHT_EAGER=1` leaves graphs out, `INFLIGHT_APART=1` puts each process on a host of its own as far as NCCL can tell:
+it then takes sockets, neither peer access nor shared memory.
 """
 
 from __future__ import annotations
@@ -319,7 +320,11 @@ def placed(generators: int) -> dict[str, dict[str, str]]:
     made = {name: {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} for name, gpus in seen.items()}
     for i in range(beside):
         made[f"g{i}"]["NCCL_HOSTID"] = f"g{i}"
-    return {"trainer": {"CUDA_VISIBLE_DEVICES": gpu(0)}, **made}
+    made["trainer"] = {"CUDA_VISIBLE_DEVICES": gpu(0)}
+    if os.environ.get("INFLIGHT_APART"):
+        for name, variables in made.items():
+            variables |= {"NCCL_HOSTID": name, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    return made
 
 
 @pytest.fixture

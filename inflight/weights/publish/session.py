@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,8 @@ from inflight.weights.publish.channel import Channel, ChannelSource
 from inflight.weights.publish.events import EventLog
 from inflight.weights.publish.outbox import Outbox
 from inflight.weights.transport.choice import TransportChoice
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -49,6 +52,7 @@ class Session:
         kind = self.choice.of(list(places.values()))
         ranks = list(places)
         channel = self.channels.open(generator, len(ranks), kind)
+        log.info("weights go to %s over %s", generator, kind)
         for number, rank in enumerate(ranks, start=1):
             welcome = Welcome(
                 manifest=self.manifest,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import logging
 import os
 import socket
@@ -36,6 +37,8 @@ from inflight.starters.placement import described, no_room, node_of, require_res
 CONNECT_S = 10.0
 NEVER = {"max_restarts": 0, "max_task_retries": 0}
 """What Ray does about an actor that has ended."""
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable of the entrypoint of a Ray job: a JSON object that names the job."""
 
 
 class RayCalls:
@@ -102,7 +105,7 @@ class RayStarter:
         _connect(config.hosts.ray)
         try:
             self._gpus = ray.cluster_resources().get("GPU", 0) > 0
-            self._reservation = _reserve(trainer_gpus) if self._gpus and trainer_gpus else None
+            self._reservation = _reserve(trainer_gpus) if self._gpus and trainer_gpus and not _job_has_gpus() else None
             for name in [*config.hosts.names, *config.hosts.actors]:
                 if name != HERE and node_of(name, ray.nodes()) is None:
                     raise ConfigError(f"{name!r} is no node of the cluster, which has {described(ray.nodes())}")
@@ -149,6 +152,18 @@ class RayStarter:
             remove_placement_group(group)
             raise no_room(self._shares, ray.cluster_resources(), within_s)
         return group
+
+
+def _job_has_gpus() -> bool:
+    """Whether this process is the entrypoint of a Ray job that has GPUs (`--entrypoint-num-gpus`): it sees these alone,
+    and Ray has reserved them already."""
+    job = json.loads(os.environ.get(JOB, "{}")).get("metadata", {}).get("job_submission_id")
+    if not job:
+        return False
+    from ray.util.state import list_actors  # slow to import
+
+    supervisors = list_actors(filters=[("name", "=", f"_ray_internal_job_actor_{job}")], detail=True)
+    return any((each.required_resources or {}).get("GPU") for each in supervisors)
 
 
 class Reservation:

@@ -77,9 +77,9 @@ class Run:
         """Whether the launcher is gone."""
         return self._launcher is None or self._launcher.poll() is not None
 
-    def wait(self) -> int:
+    def wait(self, bound_s: float = BOUND_S) -> int:
         """The launcher's exit code; its output is kept."""
-        self.output, _ = self._launcher.communicate(timeout=BOUND_S)
+        self.output, _ = self._launcher.communicate(timeout=bound_s)
         return self._launcher.returncode
 
     def process(self, name: str) -> psutil.Process | None:
@@ -106,11 +106,11 @@ class Run:
             return False
         return process is not None
 
-    def until(self, condition: Callable[[], bool], *, alive: bool = False) -> None:
+    def until(self, condition: Callable[[], bool], *, alive: bool = False, bound_s: float = BOUND_S) -> None:
         """Polls; a launcher that ends first is enough, too, unless it must stay `alive`."""
-        deadline = time.monotonic() + BOUND_S
+        deadline = time.monotonic() + bound_s
         while not condition() and not self.ended():
-            assert time.monotonic() < deadline, f"it did not happen within {BOUND_S} s\n{self.logs()}"
+            assert time.monotonic() < deadline, f"it did not happen within {bound_s:g} s\n{self.logs()}"
             time.sleep(0.05)
         assert not (alive and self.ended()), f"the run has ended\n{self.wait()}\n{self.logs()}"
 

@@ -19,7 +19,13 @@ PARTS: dict[str, dict[str, Any]] = {
         "enable_sleep_mode": False,
         "is_multimodal_model": False,
     },
-    "parallel_config": {"enable_expert_parallel": False, "data_parallel_size": 1, "pipeline_parallel_size": 1},
+    "parallel_config": {
+        "enable_expert_parallel": False,
+        "data_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "distributed_executor_backend": "mp",
+        "nnodes": 1,
+    },
     "cache_config": {"cache_dtype": "auto", "kv_offloading_size": None},
     "compilation_config": {"mode": 0},
 }
@@ -70,6 +76,9 @@ def test_a_dense_model_is_taken(device: str, dtype: str) -> None:
         ({"cache_dtype": "fp8_e5m2"}, "KV caches quantised with fixed scales: "),
         ({"cache_dtype": "nvfp4"}, "KV caches quantised with fixed scales: "),
         ({"data_parallel_size": 2}, "data parallelism: .* generator.count gives more generators"),
+        ({"distributed_executor_backend": "ray"}, "vLLM's Ray executors: ranks on other nodes have neither"),
+        ({"distributed_executor_backend": type("Own", (), {"uses_ray": True})}, "vLLM's Ray executors: "),
+        ({"nnodes": 2}, r"an engine over several nodes \(nnodes\): .* generator.count gives more generators"),
     ],
 )
 def test_what_a_swap_would_leave_half_updated_is_refused(device: str, change: dict[str, Any], named: str) -> None:
@@ -106,6 +115,8 @@ def test_another_devices_way_to_swap_is_refused(device: str, other: str) -> None
         ("enable_lora", True, "LoRA"),
         ("quantization", "fp8", "quantised weights"),
         ("data_parallel_size", 2, "data parallelism"),
+        ("distributed_executor_backend", "ray", "vLLM's Ray executors"),
+        ("nnodes", 2, "an engine over several nodes"),
     ],
 )
 def test_a_setting_that_brings_it_is_refused_by_name_before_anything_starts(name: str, value: Any, says: str) -> None:
@@ -119,6 +130,7 @@ def test_a_setting_that_brings_it_is_refused_by_name_before_anything_starts(name
 @pytest.mark.vllm
 def test_a_setting_that_brings_nothing_of_it_is_taken() -> None:
     require_extra({"kv_cache_dtype": "auto", "kv_offloading_size": None, "data_parallel_size": 1})
+    require_extra({"distributed_executor_backend": "mp", "nnodes": 1})
 
 
 @pytest.mark.vllm

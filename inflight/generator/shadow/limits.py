@@ -41,6 +41,11 @@ def _more_than_one(value: object) -> bool:
     return isinstance(value, int) and value > 1
 
 
+def _is_ray(backend: object) -> bool:
+    """Whether it names one of vLLM's Ray executors, or is a class of that kind."""
+    return backend == "ray" or getattr(backend, "uses_ray", False) is True
+
+
 def _has_fixed_scales(dtype: object) -> bool:
     """Whether a KV cache's dtype has fixed scales. The `per_token` dtypes compute a scale with each token instead."""
     return str(dtype).startswith(("fp8", "nvfp4")) and "per_token" not in str(dtype)
@@ -144,6 +149,18 @@ LIMITS = (
         "only one of its engine cores would get the commit; generator.count gives more generators",
         lambda config: _more_than_one(config.parallel_config.data_parallel_size),
         arguments={"data_parallel_size": _more_than_one},
+    ),
+    Limit(
+        "vLLM's Ray executors",
+        "ranks on other nodes have neither keys nor an address of the run; hosts.starter=ray places whole generators",
+        lambda config: _is_ray(config.parallel_config.distributed_executor_backend),
+        arguments={"distributed_executor_backend": _is_ray},
+    ),
+    Limit(
+        "an engine over several nodes (nnodes)",
+        "ranks on other nodes have neither keys nor an address of the run; generator.count gives more generators",
+        lambda config: _more_than_one(config.parallel_config.nnodes),
+        arguments={"nnodes": _more_than_one},
     ),
     Limit(
         "pipeline parallelism",

@@ -26,6 +26,12 @@ Prompt = str | Sequence[int] | Chat
 """Text gets the special tokens that the tokenizer puts before a text, once. Token ids stay as they are."""
 
 
+NO_TEMPLATE = (
+    "the model's tokenizer has no chat template; name a file with one in task.options.chat_template, take an instruct "
+    "model, or ask with plain text (task.options.prompt)"
+)
+
+
 class ModelTokens:
     """A model's own tokenizer."""
 
@@ -65,6 +71,8 @@ class ModelTokens:
 
     def _chat(self, chat: Chat) -> list[int]:
         """The template writes all special tokens itself: none is added to its text."""
+        if not (self._tokenizer.chat_template or chat.arguments.get("chat_template")):
+            raise ValueError(NO_TEMPLATE)
         continues = bool(chat.messages) and chat.messages[-1].get("role") == "assistant"
         ids = self._tokenizer.apply_chat_template(
             chat.messages,

@@ -61,6 +61,11 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     return replace(config, run_dir=str(config.path.expanduser().resolve()), chosen=names)
 
 
+def configurations(folders: Sequence[Path]) -> list[str]:
+    """The names that `--config-name` takes, in order."""
+    return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+
+
 def _one_line(error: Exception, folders: Sequence[Path]) -> str:
     """Messages of Hydra and OmegaConf in one line, without their explanations, and with the available names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -70,13 +75,15 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
         said = lines[0].removesuffix(" Check that it's in your config search path.").removesuffix(".")
         if error.options:
             return f"{said}; there are: {', '.join(error.options)}"
-        names = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
-        return f"{said}; the configurations are: {', '.join(names)}"
+        return f"{said}; the configurations are: {', '.join(configurations(folders))}"
     cause = error.__cause__ or error.__context__  # the latter for an error in a file
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and is_dataclass(cause.object_type):
         groups = sorted({path.name for folder in folders for path in folder.glob("[!._]*/")})
         file = lines[0].partition(":")[0] + ": " if lines[0].startswith("In ") else ""
         return file + _unknown(cause.full_key, cause.object_type, groups)
+    override = lines[0].removeprefix("Error merging override ") if lines else ""
+    if cause is not None and str(cause) and lines and override != lines[0]:
+        return f"{override} is not allowed: {str(cause).splitlines()[0]}"
     if cause is not None and str(cause):
         return f"{lines[0]} ({str(cause).splitlines()[0]})" if lines else str(cause).splitlines()[0]
     return lines[0] if lines else type(error).__name__

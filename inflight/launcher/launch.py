@@ -1,4 +1,4 @@
-"""Starts a run and supervises it: `python -m inflight.launcher --config-name demo trainer.steps=10`.
+"""Starts a run and supervises it: `inflight launch --config-name demo trainer.steps=10`.
 
 The run ends with the trainer, when any process fails permanently (its exit code and the end of its log are shown), or
 on Ctrl-C or SIGTERM; the exit code tells which (exits.py). In every case all processes and their descendants have ended
@@ -23,7 +23,7 @@ from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import environment
 from inflight.launcher.commands import starter_of, usual_commands
-from inflight.launcher.compose import compose
+from inflight.launcher.compose import compose, configurations
 from inflight.launcher.exported import LauncherMetrics
 from inflight.launcher.interrupt import Interrupt
 from inflight.launcher.outcome import RunOutcome, report
@@ -35,6 +35,7 @@ from inflight.launcher.targets import Targets
 from inflight.messages import Status
 from inflight.processes import Ended, Processes
 from inflight.prometheus.endpoint import MetricsEndpoint
+from inflight.resources import folder as shipped
 from inflight.starters.base import Command
 from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
@@ -49,16 +50,20 @@ ASKS = ("actor", "evaluator")
 """Kinds of processes that end by themselves when the trainer reports the end of the run."""
 FAREWELL_S = 30.0
 """Seconds for which the trainer may outlive processes that exited after its Finish message."""
+EXAMPLES = """examples:
+  inflight launch --config-name tiny                                     a random model: all of a run in a minute or two
+  inflight launch --config-name demo run_dir=runs/mine trainer.checkpoint_every=10
+  inflight launch --config-name demo run_dir=runs/mine resume=true       from its newest checkpoint
+  inflight launch --config-name demo --print                             all options, with their values
+  inflight launch --config-dir . --config-name dataset                   your own dataset.yaml: docs/own_model.md
+
+Without run_dir the folder is runs/TIME-NAME. Exit codes: 0 all steps are done, 1 a failure, 2 bad input (the last line
+names it), 3 the data ended before the steps; docs/operations.md has all, and what to do."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Returns one of exits.py, or 128 + signal when interrupted."""
-    parser = argparse.ArgumentParser(prog="inflight launch", description=__doc__.split("\n")[0])
-    parser.add_argument("--config-name", required=True, metavar="NAME", help="a file of the configuration folder")
-    parser.add_argument("--config-dir", type=Path, help="your own configuration folder (default: the one shipped)")
-    parser.add_argument("--print", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as trainer.steps=10 or machine=gpu")
-    arguments = parser.parse_args(argv)
+    arguments = _arguments(argv)
     try:
         config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
         if arguments.print:
@@ -74,6 +79,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before anything was started; afterwards Interrupt handles it
         print("inflight launch: stopped by SIGINT", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="inflight launch",
+        usage="inflight launch --config-name NAME [--config-dir FOLDER] [--print] [KEY=VALUE ...]",
+        description="Start a run, show it and supervise it to its end.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = ", ".join(configurations([shipped("configs")]))
+    parser.add_argument("--config-name", metavar="NAME", help=f"{names}, or a file of --config-dir")
+    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with configurations of your own")
+    parser.add_argument("--print", action="store_true", help="print the resolved configuration and stop")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as trainer.steps=10 or machine=gpu")
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"unknown: {' '.join(unknown)}; options of a run are given as trainer.steps=10")
+    if arguments.config_name is None:
+        parser.error(f"--config-name is missing; the configurations are: {names}")
+    return arguments
 
 
 def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:

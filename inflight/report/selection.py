@@ -50,6 +50,8 @@ class Selection:
     reward: Range | None = None
     lag: Range | None = None
     version: Range | None = None
+    dropped: bool = False
+    """Only rollouts that were not trained on."""
 
     def names(self, group: RolloutGroup) -> bool:
         """Whether something of the group may be asked for by its name."""
@@ -61,6 +63,8 @@ class Selection:
     def takes(self, answer: ShownRollout) -> bool:
         """Whether the rollout is to be shown, of a group that `names` is true of."""
         if self.name is not None and "/" in self.name and answer.rollout.rollout_id != self.name:
+            return False
+        if self.dropped and answer.trained_at is not None and not answer.left_out:
             return False
         if self.reward is not None and not self.reward.holds(answer.rollout.reward):
             return False

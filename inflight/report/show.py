@@ -32,6 +32,7 @@ EXAMPLES = """examples:
   inflight show runs/mine q5/0                     one rollout
   inflight show runs/mine --version 3 --reward :0  rollouts with tokens of version 3 and no reward
   inflight show runs/mine --lag 4: --limit 0       all that were trained on with tokens 4 versions old or older
+  inflight show runs/mine --dropped                what was not trained on; the first line of a group says why
   inflight show runs/mine --json | jq .            one JSON object per group
 
 Ranges include both ends: 3, 2:5, 2: or :5; one that begins with a minus is written --reward=-1:0.
@@ -51,11 +52,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--reward", type=_range, metavar="RANGE", help="rollouts with such a reward")
     parser.add_argument("--version", type=_range, metavar="RANGE", help="rollouts with a token of such a version")
     parser.add_argument("--lag", type=_range, metavar="RANGE", help="rollouts trained on with a token of such a lag")
+    parser.add_argument("--dropped", action="store_true", help="only rollouts that were not trained on")
     parser.add_argument("--limit", type=_count, default=SHOWN, metavar="N", help="groups at most (default 5; 0: all)")
     parser.add_argument("--last", action="store_true", help="the newest groups instead of the first ones")
     parser.add_argument("--json", action="store_true", help="one JSON object per group")
     given = parser.parse_args(argv)
-    selection = Selection(name=given.name, reward=given.reward, lag=given.lag, version=given.version)
+    selection = Selection(
+        name=given.name, reward=given.reward, lag=given.lag, version=given.version, dropped=given.dropped
+    )
     try:
         return _show(given.run_dir, selection, limit=given.limit or None, last=given.last, as_json=given.json)
     except BrokenPipeError:
@@ -85,7 +89,8 @@ def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool,
     if reader.torn is not None:
         print(f"inflight show: the file is still written, or its writer was killed: {reader.torn}", file=sys.stderr)
     if not shown:
-        print(f"inflight show: {run_dir} has no such rollout", file=sys.stderr)
+        named = "" if selection.name is None else f" by the name {selection.name} (such as q5, q5.1 or q5/0)"
+        print(f"inflight show: {run_dir} has no such rollout{named}; --last shows the newest", file=sys.stderr)
     return 0 if shown else 1
 
 

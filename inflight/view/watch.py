@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.config import load
+from inflight.config import CONFIG_FILE, load
 from inflight.exits import BAD_INPUT, say_why
 from inflight.report.html.state import is_running, state
 from inflight.view.progress import Progress
@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
 def watch(run_dir: Path, *, once: bool = False) -> int:
     """Shows the run until it has ended. Raises ConfigError for a folder without a run, ValueError for a damaged
     snapshot."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ValueError(f"{run_dir} is not a run folder, or not yet: the launcher makes it when its checks are done")
     config = load(run_dir)
     progress = Progress(config)
     file = config.snapshot_file

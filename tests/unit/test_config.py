@@ -55,7 +55,7 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
     [
         ("trainer.stepz=3", "stepz"),
         ("nonsense=1", "nonsense"),
-        ("trainer.steps=abc", "could not be converted"),
+        ("trainer.steps=abc", r"^trainer\.steps=abc is not allowed: Value 'abc' .* could not be converted to Integer$"),
         ("launch.line_every_s=0.9", r"launch\.line_every_s=0\.9 is not allowed: 1 or more"),
         ("trainer.steps=0", r"trainer\.steps=0 is not allowed: 1 or more"),
         ("trainer.stesp=3", r"^trainer\.stesp is not known; did you mean trainer\.steps\?$"),

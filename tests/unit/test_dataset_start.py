@@ -85,7 +85,7 @@ def test_the_launcher_keeps_what_the_data_hold(tmp_path, monkeypatch):
     [
         (chats(3), {"messages": "mesages"}, r"data\.jsonl, line \d: there is no column 'mesages'; there are: messages"),
         (chats(3), {"messages": None, "prompt": "answer", "system": "x", "chat": True}, "TemplateError: no system"),
-        (chats(3), {"chat_template": None}, "chat_template is not set"),
+        (chats(3), {"chat_template": None}, r"has no chat template; name a file with one in task"),
         (["{", "["], {}, r"the first 2 questions can't be asked; the first: NotJson: .*data\.jsonl, line \d: it"),
         ([{"messages": [{"role": "user", "content": "1" * 300}]}], {}, "the only question .* tokens, and generator"),
         ([], {}, "is empty: it has no row"),

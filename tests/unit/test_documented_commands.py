@@ -145,3 +145,18 @@ def test_commands_that_read_a_run_do_what_the_pages_say(tmp_path, monkeypatch, c
         assert cli.main(words[1:]) == 0, f"{words}: {capsys.readouterr().err}"
     assert (tmp_path / "both.html").is_file()
     assert (tmp_path / "runs" / "mine" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--config-name is missing; the configurations are: dataset, demo, demo_gpu, tiny"),
+        (["tiny"], "--config-name is missing; the configurations are: "),
+        (["--config-name", "tiny", "--trainer.steps", "5"], "unknown: --trainer.steps; options of a run are given as"),
+    ],
+)
+def test_a_launch_without_what_it_needs_names_it(arguments, says, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["launch", *arguments])
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err.splitlines()[-1]

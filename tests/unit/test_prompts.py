@@ -99,5 +99,5 @@ def test_a_prompt_that_can_not_be_made_costs_itself(with_bos, prompt, kind, says
 
 
 def test_a_model_without_a_template_says_so(tmp_path):
-    with pytest.raises(ValueError, match="chat_template is not set"):
+    with pytest.raises(ValueError, match=r"has no chat template; name a file with one in task\.options\.chat_template"):
         save(tmp_path).encode(Chat([{"role": "user", "content": "1"}]))

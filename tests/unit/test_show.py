@@ -120,10 +120,17 @@ def test_what_became_of_each_group(run, capsys):
         (["--lag", "2"], {"q0": 1}),
         (["--lag", "0", "--reward", "0.75"], {"q1.1": 2}),
         (["q7"], {}),
+        (["--dropped"], {"q0": 1, "q1": 2, "q2": 2}),
+        (["--dropped", "--reward", "0.25"], {"q1": 2}),
     ],
 )
 def test_filters(run, capsys, arguments, found):
     assert {name: len(record["rollouts"]) for name, record in shown(capsys, run, *arguments).items()} == found
+
+
+def test_a_name_that_does_not_exist_is_in_the_error(run, capsys):
+    assert main(["show", str(run), "7"]) == 1
+    assert "has no such rollout by the name 7 (such as q5, q5.1 or q5/0)" in capsys.readouterr().err
 
 
 def test_the_newest_and_a_limit(run, capsys):

@@ -217,7 +217,7 @@ def _judge(folder: Path, dtype: str, stage: str) -> None:
         lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for group in sound for rollout in group]
         replayer = EngineReplayer(model, kept, sampling, config, lengths=lengths)
     replayer = _Remembering(replayer)
-    stories = STANDARD if stage == "transformers" and dtype == "bfloat16" else ()
+    hypotheses = STANDARD if stage == "transformers" and dtype == "bfloat16" else ()
 
     def verdict(groups: Groups, count: int, change: Callable[[Groups], Groups] = list) -> str:
         path = _write(folder, config, f"{stage} judges", groups[:count])
@@ -228,7 +228,7 @@ def _judge(folder: Path, dtype: str, stage: str) -> None:
             (path / "metrics.jsonl").write_bytes(counted)
         record = read(path / ROLLOUTS_FILE, None)
         replays = "float32" if stage == "transformers" else dtype
-        return SHOWN[judge(path, run, record, replayer, kept, dtype=replays, alternatives=stories).outcome]
+        return SHOWN[judge(path, run, record, replayer, kept, dtype=replays, alternatives=hypotheses).outcome]
 
     found = {fault: [verdict(_groups(folder, fault), count) for count in PROMPTS] for fault in ENGINE}
     found |= {fault: [verdict(sound, count, change) for count in PROMPTS] for fault, change in RECORDED.items()}

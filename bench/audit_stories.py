@@ -1,8 +1,8 @@
-"""Which stories the audit tells apart in a bfloat16 engine: `python -m bench.audit_stories RUN`.
+"""Which hypotheses the audit tells apart in a bfloat16 engine: `python -m bench.audit_stories RUN`.
 
 RUN is a finished run that kept its rollouts and versions (`make demo ARGS="audit.keep_versions=true"`). Its prompts are
 served again by a vLLM on CPU that commits its versions one after the other while sequences run: once as it is, and once
-with each fault planted. What was recorded is audited through the engine's kernels, and by each story over again.
+with each fault planted. What was recorded is audited through the engine's kernels, and by each hypothesis over again.
 Prints a Markdown table; each fault has a process and a folder of its own under `--out`.
 """
 
@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple[str, Callable[[FaultyEngine], Fault]]] = {
     "stale lm_head": ("head", lambda engine: torn_swap(engine, "lm_head")),
     "prefix hit across versions": ("prefix", shared_prefix),
 }
-"""Fault → the stories to test, and how it is planted."""
+"""Fault → the hypotheses to test, and how it is planted."""
 
 
 def main() -> None:
@@ -55,7 +55,7 @@ def main() -> None:
     if arguments.fault is not None:
         _one(arguments)
         return
-    print("| planted | alike | story | slope | |\n|---|---|---|---|---|", flush=True)
+    print("| planted | alike | hypothesis | slope | |\n|---|---|---|---|---|", flush=True)
     for fault in FAULTS:
         started = time.perf_counter()
         subprocess.run([sys.executable, "-m", "bench.audit_stories", *sys.argv[1:], "--fault", fault], check=True)
@@ -63,14 +63,14 @@ def main() -> None:
 
 
 def _one(arguments: argparse.Namespace) -> None:
-    stories, plant = FAULTS[arguments.fault]
+    hypotheses, plant = FAULTS[arguments.fault]
     engine = _engine(load(arguments.run), arguments.run, arguments.out / arguments.fault.replace(" ", "-"))
     requests = _requests(arguments.run, arguments.prompts, engine.config.rollout.max_tokens)
     steps = -(-len(requests) // RUNNING) * engine.config.rollout.max_tokens
     with plant(engine):
         outputs = engine.serve(requests, every=max(1, steps // arguments.versions))
     engine.close()
-    report = engine.audit_through_engine(outputs, stories)
+    report = engine.audit_through_engine(outputs, hypotheses)
     for line in _lines(arguments.fault, report):
         print(line, flush=True)
 
@@ -103,11 +103,11 @@ def _lines(fault: str, report: AuditReport) -> list[str]:
     assert report.total.same is not None
     alike = f"{report.total.same.share:.1%} of {report.total.tokens}"
     lines = []
-    for story in report.stories:
-        decided = sum(each.verdict is story.overall.verdict for each in story.by_version.values())
-        slope = f"{story.overall.slope:+.3f} ± {story.overall.error:.3f}"
-        verdict = f"{story.overall.verdict} ({decided} of {len(story.by_version)} versions by themselves)"
-        lines.append(f"| {fault} | {alike} | `{story.name}` | {slope} | {verdict} |")
+    for hypothesis in report.hypotheses:
+        decided = sum(each.verdict is hypothesis.overall.verdict for each in hypothesis.by_version.values())
+        slope = f"{hypothesis.overall.slope:+.3f} ± {hypothesis.overall.error:.3f}"
+        verdict = f"{hypothesis.overall.verdict} ({decided} of {len(hypothesis.by_version)} versions by themselves)"
+        lines.append(f"| {fault} | {alike} | `{hypothesis.name}` | {slope} | {verdict} |")
     outcome = "passed" if report.passed else f"{len(report.faults)} faults, first: {report.faults[0]}"
     return [*lines, f"| {fault} | {alike} | | | {report.swaps} swaps in sequences; audit {outcome} |"]
 

@@ -1,7 +1,7 @@
 """The audit: replays a run's rollouts under the versions that their tags claim and compares every log-probability.
 
 segments.py derives the claimed forward passes from the tags, replay.py runs them through plain transformers,
-alternatives.py defines other stories, evidence.py decides which one fits, report.py has the result. See docs/audit.md.
+alternatives.py defines fault hypotheses, evidence.py decides which fits, report.py has the result. See docs/audit.md.
 """
 
 from inflight.audit.command import main, run

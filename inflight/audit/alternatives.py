@@ -1,7 +1,7 @@
-"""Other stories that could explain the record: each is a fault that the audit must be able to detect.
+"""Other hypotheses that could explain the record: each is a fault that the audit must be able to detect.
 
 An alternative retags a rollout, or takes part of the weights from the version before, or both. Replaying it gives what
-would have been recorded if it were true; evidence.py decides which story fits better.
+would have been recorded if it were true; evidence.py decides which hypothesis fits better.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Previous = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A story: `retag` returns the rollout as it would have been tagged (None: no different for this one)."""
+    """A hypothesis: `retag` returns the rollout as it would have been tagged (None: no different for this one)."""
 
     name: str
     says: str
@@ -67,7 +67,7 @@ def old_prefix(rollout: Rollout, previous: Previous) -> Rollout | None:
 
 
 def as_tagged(rollout: Rollout, previous: Previous) -> Rollout | None:
-    """For stories about weights alone; the first version has no predecessor."""
+    """For hypotheses about weights alone; the first version has no predecessor."""
     mentioned = {span.version for span in rollout.turn.token_versions}
     return rollout if mentioned & previous.keys() else None
 

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--alternatives",
-        help="stories to test, such as late,old,layer.3, or none (default: none for float32, else all but layer.K)",
+        help="hypotheses to test, such as late,old,layer.3, or none (default: none for float32, else all but layer.K)",
     )
     parser.add_argument("--dtype", choices=list(DTYPES), help="dtype of the replay's computation (default: float32)")
     parser.add_argument(
@@ -136,7 +136,7 @@ def run(
     if config.model.trust_remote_code:
         raise AuditError("the run's model has code of its own (model.trust_remote_code), which a replay does not load")
     model_dir = prepare(config.model.name, revision=config.model.revision)
-    stories = _alternatives(alternatives, exact, model_dir)
+    hypotheses = _alternatives(alternatives, exact, model_dir)
     replayer: Replayer
     if through == "engine":
         from inflight.audit.engine import EngineReplayer  # imported here, because it needs vLLM
@@ -157,7 +157,7 @@ def run(
         else:
             replayer = TransformersReplayer(model_dir, kept, sampling, **passes)
     replayer.rounding = config.model.dtype if dtype == "float32" else dtype
-    report = judge(run_dir, config, record, replayer, kept, tolerance=tolerance, alternatives=stories, dtype=dtype)
+    report = judge(run_dir, config, record, replayer, kept, tolerance=tolerance, alternatives=hypotheses, dtype=dtype)
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report
 

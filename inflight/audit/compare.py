@@ -14,7 +14,7 @@ from inflight.audit.alternatives import Alternative, Previous, previous_of
 from inflight.audit.claims import Claim, Claims, ReplayedTokens
 from inflight.audit.evidence import MIN_PROMPTS, Excess, Slope, estimate, excess, same_share, vote
 from inflight.audit.replay import KeptVersions, Replayer, Stale
-from inflight.audit.report import AuditReport, Completeness, Story, Unalike
+from inflight.audit.report import AuditReport, Completeness, Hypothesis, Unalike
 from inflight.audit.rows import VersionRow, Worst, row
 from inflight.audit.segments import segments
 from inflight.types import Rollout
@@ -59,7 +59,7 @@ class Auditor:
         rule = _Rule(recorded_in if dtype == "float32" else dtype, sampling.temperature, tolerance)
         agreement = rule.agreement(tokens, np.ones(len(tokens), dtype=bool))
         previous = previous_of(segment.version for claim in whole for segment in claim.passes)
-        # With almost no noise, least squares would depend on the few tokens that a story moves most.
+        # With almost no noise, least squares would depend on the few tokens that a hypothesis moves most.
         judge = vote if exact or tolerance is not None else estimate
         hidden = rule.hidden(tokens, self._replayer.rounds_alike)
         fits = agreement.agrees and not (unalike is not None and unalike.wrong)
@@ -81,7 +81,7 @@ class Auditor:
             versions=self._rows(tokens, exact, rule),
             first=same_share(tokens.misses(tokens.index == 0)) if unalike is not None else None,
             unalike=unalike,
-            stories=[self._story(each, whole, tokens, previous, judge, fits) for each in alternatives],
+            hypotheses=[self._hypothesis(each, whole, tokens, previous, judge, fits) for each in alternatives],
             same=sorted(self._replayer.same),
             contradictions=claims.contradictions,
             missing=dict(sorted(claims.missing.items())),
@@ -155,7 +155,7 @@ class Auditor:
             agreement,
         )
 
-    def _story(
+    def _hypothesis(
         self,
         alternative: Alternative,
         claims: Sequence[Claim],
@@ -163,7 +163,7 @@ class Auditor:
         previous: Previous,
         judge: Judge,
         fits: bool,
-    ) -> Story:
+    ) -> Hypothesis:
         """Replays only what the alternative changes; the rest does not distinguish it from the tags."""
         retold: dict[int, Claim] = {}
         for number, claim in enumerate(claims):
@@ -180,7 +180,7 @@ class Auditor:
             return Slope(slope=slope.slope, error=slope.error, tokens=slope.tokens, fits=fits)
 
         by_version = {int(v): over(tokens.version == v) for v in np.unique(tokens.version)}
-        return Story(
+        return Hypothesis(
             name=alternative.name,
             says=alternative.says,
             overall=over(np.ones(len(other), dtype=bool)),

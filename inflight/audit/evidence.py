@@ -1,4 +1,4 @@
-"""Decides which story fits the record: the tags, or an alternative.
+"""Decides which hypothesis fits the record: the tags, or an alternative.
 
 Let r0 be a token's log-probability in the replay under the tags, r1 under the alternative, and x the recorded one. Both
 replays are exact (float32), so all noise is in x: the engine's rounding. Then
@@ -6,10 +6,10 @@ replays are exact (float32), so all noise is in x: the engine's rounding. Then
     x - r0 = slope * (r1 - r0) + noise
 
 has slope 0 when the tags are right and slope 1 when the alternative is. Least squares over all tokens for which the two
-stories differ estimates it, with weights by how little tokens of their confidence miss. Its standard error is the
+hypotheses differ estimates it, with weights by how little tokens of their confidence miss. Its standard error is the
 jackknife's over prompts: the tokens of one depend on each other (its samples share contexts, which an engine rounds
 equally), and an estimate that depends on a few prompts gets the large error that it deserves. The noise may be far
-larger than what a version changes in a single token: that only requires more tokens. Tokens for which the stories do
+larger than what a version changes in a single token: that only requires more tokens. Tokens for which the hypotheses do
 not differ have no weight.
 """
 
@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 STANDARD_ERRORS = 4.0
-"""Distance from the middle between the stories, in standard errors, at which an estimate counts: chance exceeds it once
-in 30,000 times, and an audit makes some hundred estimates (alternatives by versions)."""
+"""Distance from the middle between the hypotheses, in standard errors, at which an estimate counts: chance exceeds it
+once in 30,000 times, and an audit makes some hundred estimates (alternatives by versions)."""
 MIN_PROMPTS = 20
 """With fewer, their spread is unknown."""
 MAX_SHARE = 0.5
@@ -55,7 +55,7 @@ class Slope(msgspec.Struct, frozen=True, kw_only=True):
     error: float
     """Standard error."""
     tokens: int
-    """Number of tokens for which the stories differ."""
+    """Number of tokens for which the hypotheses differ."""
     fits: bool = True
     """Whether the record fits the tags at all: if it does not, it rules nothing out."""
 
@@ -95,7 +95,7 @@ def estimate(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, pr
 def vote(recorded: np.ndarray, tags: np.ndarray, alternative: np.ndarray, prompt: np.ndarray) -> Slope:
     """As `estimate`, for almost no noise (float32, or a replay that rounds as the engine did).
 
-    The share of tokens closer to the alternative, among those for which the stories differ.
+    The share of tokens closer to the alternative, among those for which the hypotheses differ.
     """
     telling = np.isfinite(alternative) & np.isfinite(tags) & np.isfinite(recorded) & (alternative != tags)
     to_tags = np.abs(recorded - tags)[telling]

@@ -27,7 +27,7 @@ class AuditOutcome(StrEnum):
     """No fault was found, but it is not shown that there is none; `open` says why."""
 
 
-class Story(msgspec.Struct, frozen=True, kw_only=True):
+class Hypothesis(msgspec.Struct, frozen=True, kw_only=True):
     """The result for an alternative."""
 
     name: str
@@ -98,7 +98,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     kernels."""
     unalike: Unalike | None = None
     """Set with the engine's kernels."""
-    stories: list[Story]
+    hypotheses: list[Hypothesis]
     same: list[tuple[int, int]]
     """Versions whose weights are bit-identical to those of the one before: their tags can't be distinguished."""
     contradictions: dict[str, str]
@@ -117,12 +117,12 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         found = [*self.complete.wrong, *self._contradictory(), *self._disagreeing(), *self._unalike()]
         for version, tokens in self.missing.items():
             found.append(f"version {version} was not kept: {tokens} tokens depend on it")
-        for story in self.stories:
-            where = [f"version {version}" for version in story.better]
-            if story.overall.verdict is Verdict.ALTERNATIVE:
+        for hypothesis in self.hypotheses:
+            where = [f"version {version}" for version in hypothesis.better]
+            if hypothesis.overall.verdict is Verdict.ALTERNATIVE:
                 where.insert(0, "the whole run")
             if where:
-                found.append(f"{story.says}: fits better than the tags for {', '.join(where)}")
+                found.append(f"{hypothesis.says}: fits better than the tags for {', '.join(where)}")
         return found + [
             f"version {each.version}: differences are {each.excess.ratio:.2g} times those of the first version"
             for each in self.versions
@@ -142,7 +142,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             )
             if self.prompts < MIN_PROMPTS:
                 found.append(f"{self.prompts} prompts are too few to tell versions by, {MIN_PROMPTS} are needed")
-            undecided = [story.name for story in self.stories if story.overall.verdict is Verdict.UNDECIDED]
+            undecided = [
+                hypothesis.name for hypothesis in self.hypotheses if hypothesis.overall.verdict is Verdict.UNDECIDED
+            ]
             if undecided:
                 found.append(f"undecided for the whole run: {', '.join(undecided)}")
         if self.unalike is not None and self.unalike.unknown:

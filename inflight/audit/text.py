@@ -6,7 +6,7 @@ import numpy as np
 
 from inflight.agreement import Agreement
 from inflight.audit.evidence import Verdict
-from inflight.audit.report import AuditOutcome, AuditReport, Story
+from inflight.audit.report import AuditOutcome, AuditReport, Hypothesis
 from inflight.audit.rows import VersionRow
 
 
@@ -35,9 +35,9 @@ def text(report: AuditReport) -> str:
     if report.same:
         pairs = ", ".join(f"{older} and {newer}" for older, newer in report.same)
         lines.append(f"the same weights, so that their tags can't be distinguished: {pairs}")
-    if report.stories:
-        lines.append("is another story true? (slope 0: the tags are right, 1: the story is)")
-        lines += [_story_text(story) for story in report.stories]
+    if report.hypotheses:
+        lines.append("does a fault explain the record better? (slope 0: the tags are right, 1: that fault happened)")
+        lines += [_hypothesis_text(hypothesis) for hypothesis in report.hypotheses]
     lines += [f"FAULT  {fault}" for fault in report.faults]
     lines += [f"OPEN   {reason}" for reason in report.open]
     lines.append(_LAST[report.outcome])
@@ -66,11 +66,11 @@ def _row_text(row: VersionRow) -> str:
     return f"{name:>9} {row.tokens:>8} {figures}{same}  {row.worst.rollout_id} [{row.worst.index}]"
 
 
-def _story_text(story: Story) -> str:
-    slope = story.overall
+def _hypothesis_text(hypothesis: Hypothesis) -> str:
+    slope = hypothesis.overall
     figures = f"{slope.slope:+.3f} ± {slope.error:.3f}" if np.isfinite(slope.error) else "no evidence"
-    decided = sum(each.verdict is Verdict.TAGS for each in story.by_version.values())
+    decided = sum(each.verdict is Verdict.TAGS for each in hypothesis.by_version.values())
     return (
-        f"  {story.name:<8} {story.says}: {figures} over {slope.tokens} tokens, {slope.verdict}; "
-        f"ruled out for {decided} of {len(story.by_version)} versions by themselves"
+        f"  {hypothesis.name:<8} {hypothesis.says}: {figures} over {slope.tokens} tokens, {slope.verdict}; "
+        f"ruled out for {decided} of {len(hypothesis.by_version)} versions by themselves"
     )

@@ -82,15 +82,16 @@ def _find(name: str, place: str) -> Callable[..., Any]:
             " path/to/file.py:function"
         )
     try:
-        found = getattr(_module(module), attribute)
+        loaded = _module(module)
     except ConfigError:
         raise
-    except (ImportError, AttributeError) as error:
+    except ImportError as error:
         raise ConfigError(f"{place}.name={name!r} can't be imported: {error}") from None
     except Exception as error:  # foreign code
         raise ConfigError(f"{place}.name={name!r} can't be imported: {_told(error)}") from error
+    found = getattr(loaded, attribute, None)
     if not callable(found):
-        raise ConfigError(f"{place}.name={name!r} is no function")
+        raise ConfigError(f"{place}.name={name!r}: {module} has no function {attribute}")
     return found  # type: ignore[no-any-return]
 
 

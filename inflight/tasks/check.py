@@ -48,7 +48,9 @@ def require_columns(config: RunConfig, item: Item) -> None:
         needs = frozenset[str]() if each.is_task else make(each, place).needs
         if missing := sorted(needs - columns.keys()):
             there = ", ".join(sorted(columns)) or "none"
-            raise ConfigError(f"{place} needs the column {missing[0]}, which task {name} does not have: {there}")
+            raise ConfigError(
+                f"{place} needs the column {missing[0]}, which task {name} does not have; it has: {there}"
+            )
     if taken := sorted(columns.keys() & set(RESERVED)):
         raise ConfigError(
             f"task.name={name!r} has a column {taken[0]}, a name that rewards are given something else by: rename it"

@@ -69,36 +69,39 @@ def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     engine.close()
 
 
-def record(engine: FaultyEngine, fault: Fault, stories: str) -> AuditReport:
+def record(engine: FaultyEngine, fault: Fault, hypotheses: str) -> AuditReport:
     """What the audit says of a batch; the engine is whole again afterwards."""
     outputs = engine.serve_with(fault, requests(), every=30)
     try:
-        report = engine.audit_through_engine(outputs, stories)
+        report = engine.audit_through_engine(outputs, hypotheses)
     except RuntimeError as error:
         if ROUNDS_BY_BATCH in str(error):  # what the audit refuses can't be shown here
             pytest.skip(ROUNDS_BY_BATCH)
         raise
     assert report.total is not None
     assert report.total.same is not None
-    print(f"\nalike: {report.total.same.share:.1%}", *(f"{story.name} {story.overall}" for story in report.stories))
+    print(
+        f"\nalike: {report.total.same.share:.1%}",
+        *(f"{hypothesis.name} {hypothesis.overall}" for hypothesis in report.hypotheses),
+    )
     return report
 
 
-def verdict(report: AuditReport, story: str) -> Verdict:
+def verdict(report: AuditReport, hypothesis: str) -> Verdict:
     """Over all versions."""
-    return next(each.overall.verdict for each in report.stories if each.name == story)
+    return next(each.overall.verdict for each in report.hypotheses if each.name == hypothesis)
 
 
-def test_a_sound_engine_comes_out_bit_for_bit_and_each_story_is_ruled_out(engine: FaultyEngine) -> None:
+def test_a_sound_engine_comes_out_bit_for_bit_and_each_hypothesis_is_ruled_out(engine: FaultyEngine) -> None:
     report = record(engine, contextlib.nullcontext(), "early,late,old,prefix,head,layer.1")
     assert report.passed, report.faults
     assert report.swaps >= 20
     assert report.total.same.share > 0.9
-    assert {story.overall.verdict for story in report.stories} == {Verdict.TAGS}
+    assert {hypothesis.overall.verdict for hypothesis in report.hypotheses} == {Verdict.TAGS}
 
 
 @pytest.mark.parametrize(
-    ("story", "fault"),
+    ("hypothesis", "fault"),
     [
         ("early", late_tags),
         ("layer.1", lambda engine: torn_swap(engine, "layers.1.")),
@@ -107,11 +110,11 @@ def test_a_sound_engine_comes_out_bit_for_bit_and_each_story_is_ruled_out(engine
     ids=["tags a step late", "torn swap", "stale output layer"],
 )
 def test_each_fault_is_found_and_named(
-    engine: FaultyEngine, story: str, fault: Callable[[FaultyEngine], Fault]
+    engine: FaultyEngine, hypothesis: str, fault: Callable[[FaultyEngine], Fault]
 ) -> None:
-    report = record(engine, fault(engine), story)
+    report = record(engine, fault(engine), hypothesis)
     assert not report.passed
-    assert verdict(report, story) is Verdict.ALTERNATIVE
+    assert verdict(report, hypothesis) is Verdict.ALTERNATIVE
 
 
 def test_a_prefix_hit_across_versions_is_found_in_the_first_tokens(engine: FaultyEngine) -> None:

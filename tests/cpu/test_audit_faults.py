@@ -116,8 +116,8 @@ def accuse(engine: FaultyEngine, fault: Fault, count: int = 6, **options: Any) -
 
 def test_fault_a_tags_that_are_a_step_late(engine: FaultyEngine) -> None:
     report = accuse(engine, late_tags(engine), 3 * MIN_PROMPTS, alternatives="early,late")
-    print(*(f"{story.name} {story.overall}" for story in report.stories))
-    verdicts = {story.name: story.overall.verdict for story in report.stories}
+    print(*(f"{hypothesis.name} {hypothesis.overall}" for hypothesis in report.hypotheses))
+    verdicts = {hypothesis.name: hypothesis.overall.verdict for hypothesis in report.hypotheses}
     assert verdicts["early"] is Verdict.ALTERNATIVE, "swaps took effect earlier than the tags say"
     assert verdicts["late"] is not Verdict.ALTERNATIVE
 

@@ -134,7 +134,7 @@ def accuse(engine: Engine, fault: Fault, count: int = BATCH, **options: Any) -> 
 
 def test_fault_a_tags_that_are_a_step_late(engine: Engine) -> None:
     report = accuse(engine, late_tags(engine), MIN_PROMPTS + 4, alternatives="early,late")
-    verdicts = {story.name: story.overall.verdict for story in report.stories}
+    verdicts = {hypothesis.name: hypothesis.overall.verdict for hypothesis in report.hypotheses}
     assert verdicts["early"] is Verdict.ALTERNATIVE, "swaps took effect earlier than the tags say"
     assert verdicts["late"] is not Verdict.ALTERNATIVE
 

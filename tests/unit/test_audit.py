@@ -200,8 +200,8 @@ def noisy_run(tmp_path_factory, tiny_model):
     return NoisyRun(tmp_path_factory.mktemp("noisy"), tiny_model)
 
 
-def stories(report):
-    return {story.name: story for story in report.stories}
+def hypotheses(report):
+    return {hypothesis.name: hypothesis for hypothesis in report.hypotheses}
 
 
 def test_noise_alone_is_no_fault_and_other_stories_are_ruled_out(noisy_run):
@@ -209,17 +209,17 @@ def test_noise_alone_is_no_fault_and_other_stories_are_ruled_out(noisy_run):
     assert report.outcome is AuditOutcome.NOT_SHOWN, report.faults
     assert report.open[0].startswith("single tokens can't be judged in bfloat16")
     assert report.total.max > 3 * NOISE
-    found = stories(report)
+    found = hypotheses(report)
     assert set(found) == {"late", "early", "old", "prefix", "head"}
     assert found["old"].overall.verdict is Verdict.TAGS
     assert found["head"].overall.verdict is Verdict.TAGS
-    assert all(story.overall.verdict is not Verdict.ALTERNATIVE for story in report.stories)
+    assert all(hypothesis.overall.verdict is not Verdict.ALTERNATIVE for hypothesis in report.hypotheses)
 
 
 def test_an_engine_that_never_swapped_is_found_under_noise(noisy_run):
     report = noisy_run.audit(tagged=[at(0, 4), at(0, 9)], really=[at(0)], alternatives="old")
     assert not report.passed
-    assert stories(report)["old"].overall.verdict is Verdict.ALTERNATIVE
+    assert hypotheses(report)["old"].overall.verdict is Verdict.ALTERNATIVE
     assert any("the version before ran under each tag" in fault for fault in report.faults)
 
 
@@ -227,20 +227,20 @@ def test_tags_one_token_early_are_found_under_noise(noisy_run):
     many = [[index % 3 if index < cut else 2 for index in range(LENGTH)] for cut in range(3, LENGTH)]
     late = [[plan[0], *plan[:-1]] for plan in many]
     report = noisy_run.audit(tagged=many, really=late, alternatives="late,early", many=30)
-    assert stories(report)["late"].overall.verdict is Verdict.ALTERNATIVE
-    assert stories(report)["early"].overall.verdict is not Verdict.ALTERNATIVE
+    assert hypotheses(report)["late"].overall.verdict is Verdict.ALTERNATIVE
+    assert hypotheses(report)["early"].overall.verdict is not Verdict.ALTERNATIVE
 
 
 def test_a_stale_output_layer_is_found_under_noise(noisy_run):
     report = noisy_run.audit(tagged=PLANS, stale=r"^lm_head\.", alternatives="head")
-    assert stories(report)["head"].overall.verdict is Verdict.ALTERNATIVE
+    assert hypotheses(report)["head"].overall.verdict is Verdict.ALTERNATIVE
     assert not report.passed
 
 
 def test_a_torn_layer_is_found_under_noise_when_it_is_asked_for(noisy_run):
     report = noisy_run.audit(tagged=[at(0), [1] * LENGTH], stale=r"\.layers\.1\.", alternatives="layer.0,layer.1")
-    assert stories(report)["layer.1"].better == [1]
-    assert stories(report)["layer.0"].better == []
+    assert hypotheses(report)["layer.1"].better == [1]
+    assert hypotheses(report)["layer.0"].better == []
 
 
 # --- what can't be audited ------------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ def test_stories_about_tags(name, spans, prefills):
     assert told.turn.prefill_versions == [PrefillSpan(*each) for each in prefills]
 
 
-def test_the_story_of_an_old_prefix():
+def test_the_hypothesis_of_an_old_prefix():
     rollout = tagged([(0, 2)], [(0, 0, 2), (3, 0, 2)], prompt=9)
     told = by_name("prefix", 2).retag(rollout, previous_of([0, 2]))
     assert told.turn.prefill_versions == [PrefillSpan(0, 0, 0), PrefillSpan(0, 8, 2), PrefillSpan(3, 0, 2)]
@@ -445,7 +445,7 @@ def estimates(truth, noise, tokens=2000, seed=0):
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.05])
-def test_the_slope_tells_which_story_is_true(noise):
+def test_the_slope_tells_which_hypothesis_is_true(noise):
     assert estimates(False, noise).verdict is Verdict.TAGS
     assert estimates(True, noise).verdict is Verdict.ALTERNATIVE
 
@@ -462,7 +462,7 @@ def test_the_error_of_the_slope_is_honest():
 
 
 def test_an_estimate_that_hangs_on_a_few_rollouts_claims_no_more_than_they_can_say():
-    """One rollout in twenty tells the stories apart ten times better than the others: errors stay honest."""
+    """One rollout in twenty tells the hypotheses apart ten times better than the others: errors stay honest."""
     found = []
     for seed in range(300):
         source = np.random.default_rng(seed)

@@ -69,7 +69,11 @@ def test_a_record_that_does_not_fit_rules_nothing_out(noisy_run):
         lambda turn: {"logprobs": GARBAGE["constant"](turn, None)},
     )
     report = judged(noisy_run, [rollout for rollout, _ in wrong], alternatives=[by_name("old", 3), by_name("head", 3)])
-    verdicts = [each.verdict for story in report.stories for each in (story.overall, *story.by_version.values())]
+    verdicts = [
+        each.verdict
+        for hypothesis in report.hypotheses
+        for each in (hypothesis.overall, *hypothesis.by_version.values())
+    ]
     assert len(verdicts) > 4
     assert Verdict.TAGS not in verdicts
 

@@ -124,7 +124,7 @@ def test_what_will_be_left_out_is_counted_and_printed(tmp_path, capsys):
 
 
 def test_a_column_that_a_reward_needs_must_be_there(tmp_path):
-    says = r"rewards\[0\] needs the column answer, which task dataset does not have: none"
+    says = r"rewards\[0\] needs the column answer, which task dataset does not have; it has: none"
     with pytest.raises(ConfigError, match=says):
         examined(run(tmp_path, rows=[{"messages": chats(1)[0]["messages"]}]))
     other = lines(tmp_path / "other.jsonl", [{"messages": chats(1)[0]["messages"]}])

@@ -74,9 +74,9 @@ def test_a_column_that_is_not_there_is_named():
     [
         ("exact", {}, r"rewards\[0\]\.name='exact' is not known: exact_match, .*, task, package\.module:function"),
         ("no_such_module:f", {}, "can't be imported: No module named"),
-        ("reward_samples:absent", {}, "can't be imported: module 'reward_samples' has no attribute"),
+        ("reward_samples:absent", {}, "name='reward_samples:absent': reward_samples has no function absent"),
         ("/nowhere/r.py:f", {}, "/nowhere/r.py is not a file"),
-        ("reward_samples:NO_FUNCTION", {}, "is no function"),
+        ("reward_samples:NO_FUNCTION", {}, "reward_samples has no function NO_FUNCTION"),
         ("reward_samples:Failing", {}, "can't be made: OSError: no disk .*reward_samples.py, line"),
         ("reward_samples:share", {"leter": "b"}, r"rewards\[0\]\.options\.leter is not an option: answer, letter"),
         ("reward_samples:share", {"completions": []}, "options.completions is not an option"),

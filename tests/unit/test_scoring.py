@@ -160,10 +160,10 @@ def test_a_task_without_a_score_and_a_column_that_is_not_there_are_refused(tmp_p
     wrong, right = (
         replace(config, rewards=[RewardConfig("exact_match", options=each)]) for each in ({}, {"column": "gold"})
     )
-    with pytest.raises(ConfigError, match=r"needs the column answer, which task dataset does not have: gold"):
+    with pytest.raises(ConfigError, match=r"needs the column answer, which task dataset does not have; it has: gold"):
         require_columns(wrong, usable_task(wrong).item(0))
     require_columns(right, usable_task(right).item(0))
-    with pytest.raises(ConfigError, match="needs the column gold, which task addition does not have: answer"):
+    with pytest.raises(ConfigError, match="needs the column gold, which task addition does not have; it has: answer"):
         usable_task(replace(right, task=TaskConfig("addition")))
     data.write_text('{"q": "1", "prompts": 1}\n')
     taken = replace(config, rewards=[RewardConfig("reward_samples:soon")])

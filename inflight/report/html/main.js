@@ -6,8 +6,8 @@ inflight.SECTIONS = [
   ["bands", "Version bands", inflight.bandsOf],
   ["lag", "Lag at training", inflight.lagging],
   ["swaps", "Swaps", inflight.swapping],
-  ["age", "What age does to tokens", inflight.ageing],
-  ["waits", "Who waited for whom", inflight.waiting],
+  ["age", "Effect of staleness", inflight.ageing],
+  ["waits", "Where the time went", inflight.waiting],
   ["gate", "Gate", inflight.gating],
   ["audit", "Audit", inflight.auditing],
 ];

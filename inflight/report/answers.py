@@ -11,6 +11,7 @@ from inflight.types import Rollout, RolloutGroup, versions_of_tokens
 
 Texts = Callable[[Sequence[int]], list[str]]
 """[T] token ids → [T] their texts."""
+NOT_YET = "not trained on: in the trainer's buffer, or in a step that was not finished"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Training:
         if reason is not None:
             return f"dropped by the gate: {reason}"
         at = self.trained_at(group_id)
-        return "not trained on" if at is None else f"trained on in step {at + 1}, at version {at}"
+        return NOT_YET if at is None else f"trained on in step {at + 1}, at version {at}"
 
 
 def asked(group: RolloutGroup, training: Training, texts: Texts | None) -> ShownGroup:

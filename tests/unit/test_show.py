@@ -100,7 +100,7 @@ def test_what_became_of_each_group(run, capsys):
         "q0": "trained on in step 4, at version 3",
         "q1": "dropped by the gate: too old",
         "q1.1": "trained on in step 5, at version 4",
-        "q2": "not trained on",
+        "q2": "not trained on: in the trainer's buffer, or in a step that was not finished",
     }
     assert main(["show", str(run), "q0"]) == 0
     assert len(re.findall(r"q0/1 .*left out by the gate", capsys.readouterr().out)) == 1

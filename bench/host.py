@@ -3,8 +3,10 @@
     python -m bench.host [--rounds 3] [--front-end]
 
 A group of 8 rollouts of 4,096 tokens, once plain and once with a recorded support of 19 tokens a position (top-k,
-top-p). CPU seconds of this process (`time.process_time`), the best of several rounds, so that other load matters less.
-Prints one JSON line a stage, and for the actor and the trainer the whole path of the one thread that holds the GIL.
+top-p). Prints one JSON line a stage, and for the actor and the trainer the whole path of the one thread that holds the
+GIL. `tokens_per_s` is by the CPU time of this process (`time.process_time`), `tokens_per_s_wall` by the clock: on a
+machine that does something else too only the first is a figure of the code. Each is the best of the rounds.
+Generators send STREAM_INTERVAL tokens per event; the actor is also given events of other sizes. Sockets are not in it.
 `--front-end` adds the stages of a generator's front end before that (front_end.py; it imports vLLM).
 """
 
@@ -25,7 +27,7 @@ import numpy as np
 import torch
 
 from inflight.actor.sequence import Sequence
-from inflight.actor.streaming import DONE, choices_of, events_of
+from inflight.actor.streaming import choices_of
 from inflight.config import GateConfig
 from inflight.generator.engine_args import STREAM_INTERVAL
 from inflight.groups import defect
@@ -45,16 +47,18 @@ VOCABULARY = 151_936
 SUPPORT = 20
 """Log-probabilities asked for beside the drawn token's, where the support is recorded; 19 of them are possible."""
 VERSION = 6
+EVENTS = (1, 8, STREAM_INTERVAL, 128)
+"""Tokens of an event."""
 
 
-def answer(source: np.random.Generator, asked: int) -> bytes:
-    """The events of a completion's stream as the patched server writes them."""
+def answer(source: np.random.Generator, asked: int, interval: int = STREAM_INTERVAL) -> bytes:
+    """The events of a completion's stream as the patched server writes them, `interval` tokens in each."""
     events = []
-    for start in range(0, TOKENS, STREAM_INTERVAL):
-        end = start + STREAM_INTERVAL
+    for start in range(0, TOKENS, interval):
+        end = start + interval
         choice = {
             "index": 0,
-            "text": "abcd" * STREAM_INTERVAL,
+            "text": "abcd" * interval,
             "logprobs": None,
             "stop_reason": None,
             "finish_reason": "length" if end == TOKENS else None,
@@ -62,7 +66,7 @@ def answer(source: np.random.Generator, asked: int) -> bytes:
             "token_ids": None,
             "token_versions": [[start, 3 + start // 1500]],
             "prefill_versions": [[0, 0, 3]] if end == TOKENS else [],
-            "packed_logprobs": base64.b64encode(field(source, STREAM_INTERVAL, max(1, asked - 1))).decode(),
+            "packed_logprobs": base64.b64encode(field(source, interval, max(1, asked - 1))).decode(),
         }
         whole = {"id": "cmpl-0", "object": "text_completion", "created": 1, "model": "m", "choices": [choice]}
         events.append(b"data: " + json.dumps(whole).encode() + b"\n\n")
@@ -94,10 +98,8 @@ async def turn_of(body: bytes, asked: int) -> Turn:
     socket: Any = Socket(body)
     sequence = Sequence(PROMPT, TOKENS, asked)
     sequence.begin("g0")
-    async for event in events_of(socket, "g0"):
-        if event != DONE:
-            for choice in choices_of(event, "g0"):
-                sequence.add(choice)
+    async for choice in choices_of(socket, "g0"):
+        sequence.add(choice)
     return sequence.turn()
 
 
@@ -142,6 +144,7 @@ def stages(asked: int, writer: Writer) -> dict[str, Callable[[], object]]:
     """What is timed, by name; each handles one group."""
     source = np.random.default_rng(0)
     bodies = [answer(source, asked) for _ in range(GROUP)]
+    by_event = {size: [answer(source, asked, size) for _ in range(GROUP)] for size in EVENTS}
     group = group_of(turns_of(bodies, asked))
     frame = encode(GroupDone(group=group))
     received: Any = decode(frame)
@@ -155,8 +158,11 @@ def stages(asked: int, writer: Writer) -> dict[str, Callable[[], object]]:
         writer.append(arrived.group)
         return batch_of(arrived.group)
 
+    def reading(size: int) -> Callable[[], object]:
+        return lambda: turns_of(by_event[size], asked)
+
     return {
-        "actor: read": lambda: turns_of(bodies, asked),
+        **{f"actor: read, events of {size}": reading(size) for size in EVENTS},
         "actor: encode": lambda: encode(GroupDone(group=group)),
         "trainer: decode": lambda: decode(frame),
         "trainer: check": lambda: defect(received.group, GROUP, VOCABULARY),
@@ -168,16 +174,20 @@ def stages(asked: int, writer: Writer) -> dict[str, Callable[[], object]]:
     }
 
 
-def best_s(work: Callable[[], object], rounds: int) -> float:
-    """CPU seconds of the fastest of `rounds` calls after a first one."""
+def rates(work: Callable[[], object], rounds: int) -> dict[str, int]:
+    """Tokens per second of CPU time and of the clock: the best of `rounds` calls after a first one."""
     work()
-    found = []
+    cpu = []
+    wall = []
     for _ in range(rounds):
         gc.collect()
+        clock = time.perf_counter()
         started = time.process_time()
         work()
-        found.append(time.process_time() - started)
-    return min(found)
+        cpu.append(time.process_time() - started)
+        wall.append(time.perf_counter() - clock)
+    tokens = GROUP * TOKENS
+    return {"tokens_per_s": round(tokens / min(cpu)), "tokens_per_s_wall": round(tokens / min(wall))}
 
 
 def front_end(rounds: int) -> None:
@@ -210,8 +220,7 @@ def main() -> None:
         for asked in (0, SUPPORT):
             with Writer(Path(folder) / f"rollouts-{asked}.msgpack") as writer:
                 for name, work in stages(asked, writer).items():
-                    seconds = best_s(work, rounds)
-                    print(json.dumps({"asked": asked, "stage": name, "tokens_per_s": round(GROUP * TOKENS / seconds)}))
+                    print(json.dumps({"asked": asked, "stage": name, **rates(work, rounds)}))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import base64
 import binascii
 import errno
 import io
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import aiohttp
@@ -123,7 +124,8 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
     choice = answer.choices[0]
     if choice.finish_reason in (None, "abort", "error"):
         raise RetryableFailure("aborted", detail=f"{generator}: finish_reason {choice.finish_reason}")
-    drawn = drawn_of(choice, asked, generator)
+    require_tags(choice, generator)
+    drawn = drawn_of([choice.packed_logprobs or b""], asked, generator)
     try:
         require_spans(choice.token_versions or [], len(drawn))
     except ValueError as error:
@@ -140,19 +142,22 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
     )
 
 
-def drawn_of(choice: Choice, asked: int, generator: str) -> Drawn:
-    """The tokens of a choice; `asked` is the number of log-probabilities requested beside the sampled one.
-
-    Raises Unpatched when they have no version tags or are not packed, Rejected for a log-probability that is no number
-    (under these weights a retry would give the same, and the sample can't be trained on), and
-    RetryableFailure("malformed answer") for a damaged field.
-    """
+def require_tags(choice: Choice, generator: str) -> None:
+    """Raises Unpatched for a choice without version tags or packed log-probabilities."""
     if choice.token_versions is None or (choice.finish_reason is not None and choice.prefill_versions is None):
         raise Unpatched(f"{generator} answers without token_versions: its vLLM is not patched (inflight patch apply)")
     if choice.packed_logprobs is None:
         raise Unpatched(f"{generator} answers without packed_logprobs: its vLLM has an older patch of inflight")
+
+
+def drawn_of(fields: Sequence[bytes], asked: int, generator: str) -> Drawn:
+    """The tokens of packed fields; `asked` is the number of log-probabilities requested beside the sampled one.
+
+    Raises Rejected for a log-probability that is no number (under these weights a retry would give the same, and the
+    sample can't be trained on), and RetryableFailure("malformed answer") for a damaged field.
+    """
     try:
-        drawn = unpack(choice.packed_logprobs, asked)
+        drawn = unpack(fields, asked)
     except ValueError as error:
         raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
     finite = np.isfinite(drawn.logprobs)

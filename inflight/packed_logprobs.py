@@ -8,6 +8,7 @@ the sampled token gets the whole set that it was sampled from wherever a count i
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Self
 
@@ -19,6 +20,7 @@ from inflight.arrays import MAX_LENGTH, MAX_SET, Sets
 
 MAX_BYTES = 1 << 26
 """Of a field, decoded."""
+_LENGTH = struct.Struct("<i")
 
 
 class Drawn(msgspec.Struct, frozen=True, eq=False):
@@ -53,37 +55,64 @@ class Drawn(msgspec.Struct, frozen=True, eq=False):
         )
 
 
-def unpack(data: bytes, requested: int) -> Drawn:
-    """The tokens in a field of an answer to a request for `requested` log-probabilities beside the sampled token's; an
-    empty field has none.
-
-    Raises ValueError with the reason for bytes that are not such a field.
-    """
-    data = data or bytes(4)
-    if len(data) % 4 or not 4 <= len(data) <= MAX_BYTES:
+def tokens_in(data: bytes) -> int:
+    """Number of tokens in a field, by its head and its size; an empty field has none. Raises ValueError with the reason
+    for bytes that can't be a field; `unpack` checks the rest."""
+    if not data:
+        return 0
+    if len(data) % 4 or len(data) > MAX_BYTES:
         raise ValueError(f"{len(data)} bytes are no packed log-probabilities")
-    numbers = np.frombuffer(data, "<i4")
-    length = int(numbers[0])
-    counts = numbers[1 : length + 1]
-    if not 0 <= length <= MAX_LENGTH or len(counts) != length:
+    length: int = _LENGTH.unpack_from(data)[0]
+    entries, odd = divmod(len(data) // 4 - 1 - length, 2)
+    if odd or not 0 <= length <= min(entries, MAX_LENGTH) or (entries and not length):
         raise ValueError(f"packed log-probabilities of {length} tokens in {len(data)} bytes")
-    sizes = counts.tolist()  # most fields are of 32 tokens: numpy takes longer for each of the three below
-    least = min(sizes, default=1)
-    most = max(sizes, default=1)
-    entries = sum(sizes)
+    return length
+
+
+def unpack(fields: Sequence[bytes], requested: int) -> Drawn:
+    """The tokens in fields of an answer to a request for `requested` log-probabilities beside the sampled token's,
+    those of one field after those of the other.
+
+    Raises ValueError with the reason for bytes that are not such fields.
+    """
+    heads: list[bytes] = []
+    ids_of: list[bytes] = []
+    logprobs_of: list[bytes] = []
+    lengths: list[int] = []
+    entries: list[int] = []
+    for data in fields:  # slices of bytes: numpy's take longer than what is in most fields, which have 32 tokens
+        if length := tokens_in(data):
+            middle = 4 + 4 * length
+            end = (middle + len(data)) // 2
+            heads.append(data[4:middle])
+            ids_of.append(data[middle:end])
+            logprobs_of.append(data[end:])
+            lengths.append(length)
+            entries.append((end - middle) // 4)
+    counts = np.frombuffer(b"".join(heads), "<i4")
+    ids = np.frombuffer(b"".join(ids_of), "<i4")
+    logprobs = np.frombuffer(b"".join(logprobs_of), "<f4")
+    least = int(counts.min()) if lengths else 1
+    most = int(counts.max()) if lengths else 1
     if least < 1 or most > requested + 1:
         raise ValueError(
             f"{least} to {most} packed log-probabilities of a token, {requested} beside its own were requested"
         )
-    if len(numbers) != 1 + length + 2 * entries:
-        raise ValueError(f"{len(data)} bytes, and {entries} packed log-probabilities of {length} tokens were announced")
-    ids = numbers[1 + length : 1 + length + entries]
-    if (lowest := np.minimum.reduce(ids, initial=0)) < 0:
+    _require_entries(counts, lengths, entries)
+    if (lowest := int(ids.min(initial=0))) < 0:
         raise ValueError(f"{lowest} is no token id")
-    logprobs = numbers[1 + length + entries :].view("<f4")
-    sampled = slice(None) if entries == length else np.add.accumulate(counts) - counts
+    sampled = slice(None) if len(ids) == len(counts) else np.add.accumulate(counts, dtype=np.int64) - counts
     kept = _kept(counts, ids, requested, most) if requested else None
     return Drawn(ids[sampled], logprobs[sampled], kept)
+
+
+def _require_entries(counts: NDArray[np.int32], lengths: list[int], entries: list[int]) -> None:
+    """Raises ValueError unless the counts of each field add up to its entries."""
+    starts = np.add.accumulate([0, *lengths[:-1]])
+    announced = np.add.reduceat(counts, starts, dtype=np.int64).tolist() if lengths else []
+    for length, said, there in zip(lengths, announced, entries, strict=True):
+        if said != there:
+            raise ValueError(f"{there} packed log-probabilities where {said} of {length} tokens were announced")
 
 
 def _kept(counts: NDArray[np.int32], ids: NDArray[np.int32], requested: int, most: int) -> Sets:

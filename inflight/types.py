@@ -6,6 +6,7 @@ run (rollouts.msgpack) hold them unchanged, and decoding validates every field.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -155,7 +156,8 @@ class Rollout(Record, omit_defaults=True):
     unscored: Annotated[str, Meta(max_length=128)] = ""
     """Why scoring failed, if the run takes failed scores as 0; empty: it was scored."""
     score_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Seconds from `finished` that scoring took, failed attempts and pauses included; 0: it was not measured."""
+    """Seconds after `finished` that scoring took, failed attempts and pauses included, the wait for the group's other
+    samples not; 0: it was not measured."""
     actor: Annotated[str, Meta(max_length=512)] = ""
     """The actor that had it sampled and scored; empty: it was not recorded."""
     pieces: Annotated[list[GeneratorSpan], Meta(max_length=1 << 16)] = []
@@ -175,16 +177,16 @@ class RolloutGroup(Record):
     rollouts: Annotated[list[Rollout], Meta(min_length=1, max_length=4096)]
 
 
-def require_spans(spans: list[VersionSpan], length: int) -> None:
-    """Raises ValueError unless the spans start at 0, ascend, and start within `length` tokens."""
+def require_spans(spans: Sequence[VersionSpan], length: int, first: int = 0) -> None:
+    """Raises ValueError unless the spans start at `first`, ascend, and start within the `length` tokens from there."""
     if length == 0:
         return
-    if not spans or spans[0].start != 0:
-        raise ValueError(f"version spans must start at token 0, got {spans[:1]}")
-    before = -1
+    if not spans or spans[0].start != first:
+        raise ValueError(f"version spans must start at token {first}, got {spans[:1]}")
+    before = first - 1
     for span in spans:
-        if not before < span.start < length:
-            raise ValueError(f"version span {span} does not fit after token {before} of {length} tokens")
+        if not before < span.start < first + length:
+            raise ValueError(f"version span {span} does not fit after token {before} of {first + length} tokens")
         before = span.start
 
 

@@ -135,6 +135,7 @@ class Answers:
         try:
             reading = self._read(generator, rest, answer, call)
             await unless_silent(reading, call, generator.calls, generator.name, self._silence_s)
+            sequence.read()
             if sequence.finish_reason in (None, "abort", "error"):
                 raise RetryableFailure("aborted", detail=f"{generator.name}: finish_reason {sequence.finish_reason}")
             return sequence.turn()

@@ -94,14 +94,14 @@ class AskScore(_CallMessage, tag=True):
 
 
 class AskReward(_CallMessage, tag=True):
-    """One reward of a completion: which of those that the child has made."""
+    """One reward of N completions of a question: which of those that the child has made."""
 
     call: Call
     which: Annotated[int, Meta(ge=0)]
     question: Question
-    completion: str
-    completion_ids: list[int]
-    finish_reason: str
+    completions: list[str]
+    completion_ids: list[list[int]]
+    finish_reasons: list[str]
 
 
 class AskEncode(_CallMessage, tag=True):
@@ -171,11 +171,11 @@ class ScoreIs(_CallMessage, tag=True):
     teacher_logprobs: list[float] | None
 
 
-class RewardIs(_CallMessage, tag=True):
-    """None: the reward does not apply to the completion."""
+class RewardsAre(_CallMessage, tag=True):
+    """[N] None: the reward does not apply to the completion."""
 
     call: Call
-    value: float | None
+    values: list[float | None]
 
 
 class TokensAre(_CallMessage, tag=True):
@@ -202,7 +202,7 @@ class Raised(_CallMessage, tag=True, kw_only=True):
 
 Make = MakeTask | MakeRewards | MakeTokenizer
 Ask = AskItem | AskScore | AskReward | AskEncode | AskDecode
-Answer = ItemIs | NoItem | ScoreIs | RewardIs | TokensAre | TextIs
+Answer = ItemIs | NoItem | ScoreIs | RewardsAre | TokensAre | TextIs
 FromChild = Constructed | Unusable | Begun | Raised | Answer
 ToChild = Make | Ask
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from inflight.actor.called import Caller, ForeignError, GroupLost, all_of, calle
 from inflight.actor.calls import Answer, Ask, ItemIs, MakeTask, MakeTokenizer, Question
 from inflight.actor.crew import Crew
 from inflight.actor.pending import NotMade
-from inflight.actor.scoring import Rewards, rewards_of
+from inflight.actor.scoring import Completion, Rewards, rewards_of
 from inflight.actor.worker_process import Bounds
 from inflight.config import ConfigError, ModelConfig, RolloutConfig, RunConfig
 from inflight.groups import is_usable
@@ -33,6 +33,16 @@ __all__ = ["Foreign", "ForeignError", "GroupLost", "foreign"]
 
 MAX_WORKERS = 8
 """Most children for scores if their number is not configured; otherwise one per CPU core."""
+
+
+@dataclass(frozen=True)
+class ScoredAlone:
+    """What was found of a completion without a look at the others of its question."""
+
+    values: Mapping[str, float]
+    """Of the rewards that apply, by name."""
+    own: Score | None
+    """The task's own score, where it counts."""
 
 
 class Foreign:
@@ -58,6 +68,11 @@ class Foreign:
     def held_out(self) -> int:
         """Number of questions that the task holds out for an evaluation."""
         return self._items.ready.held_out
+
+    @property
+    def compares(self) -> bool:
+        """Whether a reward looks at all completions of a question together."""
+        return self._rewards is not None and self._rewards.compares
 
     async def question(self, index: int, *, held_out: bool = False) -> Question:
         """The task's question `index`, or its held-out question `index`. Raises GroupLost, or NoMoreQuestions when
@@ -86,30 +101,51 @@ class Foreign:
         assert isinstance(answer, calls.TextIs)
         return answer.text
 
-    async def score(self, question: Question, prompt_ids: list[int], turn: Turn) -> Score:
-        """The task's score, or the sum of the rewards. If one fails, is late or is not a number, the group is lost:
-        it is never taken as 0.
+    async def completion(self, question: Question, turn: Turn) -> Completion:
+        """A turn with its text. Raises GroupLost."""
+        return Completion(turn, await self.decode(turn.token_ids.tolist(), question.key))
+
+    async def score(self, question: Question, prompt_ids: list[int], completion: Completion) -> ScoredAlone:
+        """What the task and those rewards give that look at one completion. If one fails, is late or is not a number,
+        the group is lost: it is never taken as 0.
 
         Raises GroupLost.
         """
-        text = await self.decode(turn.token_ids.tolist(), question.key)
-        if self._rewards is None:
-            return await self._task_score(question, prompt_ids, turn, text)
-        own = [] if self._rewards.task is None else [self._task_score(question, prompt_ids, turn, text)]
-        parts: list[Coroutine[Any, Any, Any]] = [self._rewards.values(question, text, turn), *own]
-        values, *scores = await all_of(parts)
-        return self._rewards.sum(question, values, scores[0] if scores else None)
+        rewards = self._rewards
+        parts: list[Coroutine[Any, Any, Any]] = []
+        if rewards is not None:
+            parts.append(rewards.values(question, [completion], of_group=False))
+        if rewards is None or rewards.task is not None:
+            parts.append(self._task_score(question, prompt_ids, completion))
+        found = await all_of(parts)
+        values = {} if rewards is None else found[0][0]
+        return ScoredAlone(values, found[-1] if rewards is None or rewards.task is not None else None)
 
-    async def _task_score(self, question: Question, prompt_ids: list[int], turn: Turn, text: str) -> Score:
+    async def compare(self, question: Question, completions: Sequence[Completion]) -> list[dict[str, float]]:
+        """For each of a question's completions, the values of the rewards that look at all of them, by name; each
+        reward is called once. Raises GroupLost."""
+        if self._rewards is None:
+            return [{} for _ in completions]
+        return await self._rewards.values(question, completions, of_group=True)
+
+    def total(self, question: Question, alone: ScoredAlone, compared: Mapping[str, float]) -> Score:
+        """The task's score, or the sum of the rewards. Raises GroupLost when no reward applies or the sum can't be
+        trained on."""
+        if self._rewards is None:
+            assert alone.own is not None
+            return alone.own
+        return self._rewards.sum(question, {**alone.values, **compared}, alone.own)
+
+    async def _task_score(self, question: Question, prompt_ids: list[int], completion: Completion) -> Score:
         assert self._scores is not None
-        whole = (prompt_ids, turn) if self._scores.ready.turns else ([], None)
+        whole = (prompt_ids, completion.turn) if self._scores.ready.turns else ([], None)
         key = question.key
         answer = await self._call(
-            self._scores, "reward", key, lambda call: calls.AskScore(call, question, text, *whole)
+            self._scores, "reward", key, lambda call: calls.AskScore(call, question, completion.text, *whole)
         )
         assert isinstance(answer, calls.ScoreIs)
         score = Score(answer.reward, answer.step_rewards, answer.teacher_logprobs)
-        if (reason := _defect(score, len(turn.token_ids))) is not None:
+        if (reason := _defect(score, len(completion.turn.token_ids))) is not None:
             raise GroupLost(f"reward error: {reason}", f"{key}: {answer}"[:1000])
         return score
 

@@ -24,14 +24,14 @@ from inflight.actor.calls import (
     MakeTask,
     NoItem,
     Question,
-    RewardIs,
+    RewardsAre,
     ScoreIs,
     TextIs,
     TokensAre,
 )
 from inflight.config import TaskConfig
 from inflight.prompts import Chat, ModelTokens
-from inflight.rewards import Reward, RewardError, Sample, make_all
+from inflight.rewards import Reward, RewardError, Samples, make_all
 from inflight.tasks import make
 from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, columns_of, plain_score, turn_score
 from inflight.tasks.course import Course, NoMoreQuestions
@@ -88,16 +88,16 @@ class RewardsHost:
         if not isinstance(ask, AskReward) or ask.which >= len(self._rewards):
             raise UnusableResult("call", f"{len(self._rewards)} rewards take no {type(ask).__name__}")
         question = ask.question
-        prompt = ask.question.prompt
-        sample = Sample(
-            completion=ask.completion,
+        prompt = question.prompt
+        samples = Samples(
+            completions=ask.completions,
             completion_ids=ask.completion_ids,
             prompt=prompt.messages if isinstance(prompt, Chat) else prompt,
-            finish_reason=ask.finish_reason,
+            finish_reasons=ask.finish_reasons,
             columns=columns_of(Item(question.key, prompt, question.answer, question.columns)),
         )
         try:
-            return RewardIs(ask.call, await self._rewards[ask.which].value(sample))
+            return RewardsAre(ask.call, await self._rewards[ask.which].values(samples))
         except RewardError as error:
             raise UnusableResult(error.kind, str(error)) from None
 

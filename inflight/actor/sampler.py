@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import aiohttp
@@ -12,17 +12,24 @@ from inflight.actor.answers import Answers, SampleInProgress
 from inflight.actor.called import GroupLost, all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign
+from inflight.actor.grading import Grade, Graded, Grader
 from inflight.actor.pool import NoGenerator, Pool, Together
 from inflight.arrays import Floats, Tokens
 from inflight.completions import TOO_LONG, Rejected, RetryableFailure, sampling
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
 from inflight.messages.reasons import NO_GENERATOR
-from inflight.tasks.base import Score
 from inflight.types import Rollout, RolloutGroup, StepReward, Turn
 
-SCORE_AGAIN_AFTER_S = (2.0, 8.0, 32.0)
-"""Pauses in seconds before a failed score is retried: a judge that is down for half a minute costs no question."""
+
+@dataclass(frozen=True)
+class _Sample:
+    """A complete sample, scored as far as it can be without the others."""
+
+    answer: SampleInProgress
+    finished: float
+    """Unix seconds."""
+    graded: Graded
 
 
 class Sampler:
@@ -49,9 +56,7 @@ class Sampler:
         self._actor = actor
         self._longest_prompt = longest_prompt
         self._together_from = together_from
-        self.scores = 0
-        self.score_s = 0.0
-        """Rollouts that were scored, or could not be, and the seconds that this took."""
+        self.grader = Grader(foreign, config.on_reward_failure)
         request = sampling(config, foreign.vocabulary, model)
         self.answers = Answers(session, pool, request, silence_s=config.token_timeout_s, decode=foreign.decode)
 
@@ -66,47 +71,26 @@ class Sampler:
         together = Together(worth=size) if 0 < self._together_from <= len(prompt_ids) else None
         answers = [self.answers.begin(prompt_ids, together) for _ in range(size)]
         try:
-            rollouts = await all_of(
-                [self._rollout(group_id, sample, question, prompt_ids, answer) for sample, answer in enumerate(answers)]
+            samples = await all_of(
+                [self._sample(group_id, sample, question, prompt_ids, answer) for sample, answer in enumerate(answers)]
             )
+            grades = await self.grader.together(question, [each.graded for each in samples])
         except GroupLost as lost:
             lost.lengths = [answer.length for answer in answers]
             raise
+        rollouts = [
+            self._rollout(group_id, number, prompt_ids, sample, grade)
+            for number, (sample, grade) in enumerate(zip(samples, grades, strict=True))
+        ]
         return RolloutGroup(group_id=group_id, prompt_key=question.key, rollouts=rollouts)
 
-    async def _rollout(
-        self, group_id: str, sample: int, question: Question, prompt_ids: list[int], answer: SampleInProgress
-    ) -> Rollout:
-        rollout_id = f"{group_id}/{sample}"
-        drawn_as = f"{first_name(group_id)}/{sample}"
-        turn = await self._turn(answer, prompt_ids, self._seed_of(drawn_as))
+    async def _sample(
+        self, group_id: str, number: int, question: Question, prompt_ids: list[int], answer: SampleInProgress
+    ) -> _Sample:
+        turn = await self._turn(answer, prompt_ids, self._seed_of(f"{first_name(group_id)}/{number}"))
         finished = time.time()
-        began = time.monotonic()
-        try:
-            score, unscored = await self._score(question, prompt_ids, turn)
-        finally:
-            took = time.monotonic() - began
-            self.scores += 1
-            self.score_s += took
-        return Rollout(
-            rollout_id=rollout_id,
-            group_id=group_id,
-            prompt_ids=Tokens(prompt_ids),
-            turn=turn,
-            reward=score.reward,
-            generator=answer.generator,
-            started=answer.started,
-            finished=finished,
-            first_token_s=answer.first_token_s,
-            step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
-            teacher_logprobs=None if score.teacher_logprobs is None else Floats(score.teacher_logprobs),
-            retries=dict(answer.retries),
-            unscored=unscored,
-            score_s=took,
-            rewards=dict(score.parts),
-            actor=self._actor,
-            pieces=answer.pieces,
-        )
+        completion = await self._foreign.completion(question, turn)
+        return _Sample(answer, finished, await self.grader.alone(question, prompt_ids, completion))
 
     async def _turn(self, answer: SampleInProgress, prompt_ids: list[int], seed: int | None) -> Turn:
         """The finished sample. Raises GroupLost or Unpatched."""
@@ -119,26 +103,31 @@ class Sampler:
         except NoGenerator as error:
             raise GroupLost(NO_GENERATOR, str(error), again=True) from None
 
-    async def _score(self, question: Question, prompt_ids: list[int], turn: Turn) -> tuple[Score, str]:
-        """The score and an empty reason, or the replacement according to `rollout.on_reward_failure` and the failure's
-        reason. Raises GroupLost."""
-        policy = self._config.on_reward_failure
-        pauses = iter(SCORE_AGAIN_AFTER_S if policy == "retry" else ())
-        while True:
-            try:
-                return await self._foreign.score(question, prompt_ids, turn), ""
-            except GroupLost as failed:
-                pause = next(pauses, None)
-                if not failed.reason.startswith("reward"):  # the tokenizer is at fault
-                    raise
-                if policy == "zero":
-                    return Score(0.0), failed.reason[:128]
-                if pause is None:
-                    raise
-                await asyncio.sleep(pause)
-
     def _seed_of(self, rollout_id: str) -> int | None:
         """A separate sampling seed for each sample, the same in every run with the same seed."""
         if self._seed is None:
             return None
         return int.from_bytes(blake2b(f"{self._seed}:{rollout_id}".encode(), digest_size=8).digest()) >> 1
+
+    def _rollout(self, group_id: str, number: int, prompt_ids: list[int], sample: _Sample, grade: Grade) -> Rollout:
+        answer = sample.answer
+        score = grade.score
+        return Rollout(
+            rollout_id=f"{group_id}/{number}",
+            group_id=group_id,
+            prompt_ids=Tokens(prompt_ids),
+            turn=sample.graded.completion.turn,
+            reward=score.reward,
+            generator=answer.generator,
+            started=answer.started,
+            finished=sample.finished,
+            first_token_s=answer.first_token_s,
+            step_rewards=[StepReward(index, reward) for index, reward in score.step_rewards],
+            teacher_logprobs=None if score.teacher_logprobs is None else Floats(score.teacher_logprobs),
+            retries=dict(answer.retries),
+            unscored=grade.unscored,
+            score_s=grade.took_s,
+            rewards=dict(score.parts),
+            actor=self._actor,
+            pieces=answer.pieces,
+        )

@@ -1,4 +1,7 @@
-"""The rewards of a run, added up by weight: each is a call of its own, with its own time limit and its own name."""
+"""The rewards of a run, added up by weight: each is a call of its own, with its own time limit and its own name.
+
+A reward is called with all completions of a question, or with one (RewardConfig.per).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,15 @@ from inflight.config import RewardConfig
 from inflight.groups import is_usable
 from inflight.tasks.base import Score
 from inflight.types import Turn
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A sampled completion of a question."""
+
+    turn: Turn
+    text: str
+    """Without special tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +51,24 @@ class Rewards:
         every = [each.config for each in rewards] + ([task] if task is not None else [])
         self._weights = {each.known_as: each.weight for each in every}
 
-    async def values(self, question: Question, completion: str, turn: Turn) -> dict[str, float]:
-        """The value of each reward that applies to a completion, by name. Raises GroupLost, or ForeignError."""
-        asked = [self._value(each, question, completion, turn) for each in self._rewards]
-        values = zip(self._rewards, await all_of(asked), strict=True)
-        return {each.config.known_as: value for each, value in values if value is not None}
+    @property
+    def compares(self) -> bool:
+        """Whether one of them is called once for a group."""
+        return any(each.config.of_group for each in self._rewards)
+
+    async def values(
+        self, question: Question, completions: Sequence[Completion], *, of_group: bool
+    ) -> list[dict[str, float]]:
+        """For each completion the value of each reward that applies to it, by name: of the rewards that are called
+        once for a group, or of the others. Raises GroupLost, or ForeignError."""
+        asked = [each for each in self._rewards if each.config.of_group == of_group]
+        found: list[dict[str, float]] = [{} for _ in completions]
+        given = await all_of([self._values(each, question, completions) for each in asked])
+        for each, values in zip(asked, given, strict=True):
+            for named, value in zip(found, values, strict=True):
+                if value is not None:
+                    named[each.config.known_as] = value
+        return found
 
     def sum(self, question: Question, values: dict[str, float], score: Score | None) -> Score:
         """The weighted sum of the values and the task's own score; step rewards and teacher log-probabilities are the
@@ -59,21 +84,28 @@ class Rewards:
             raise GroupLost("reward error: not finite", f"{question.key}: {parts}"[:1000])
         return replace(score or Score(total), reward=total, parts=parts)
 
-    async def _value(self, reward: Rewarded, question: Question, completion: str, turn: Turn) -> float | None:
+    async def _values(
+        self, reward: Rewarded, question: Question, completions: Sequence[Completion]
+    ) -> list[float | None]:
         name = f"reward {reward.config.known_as}"
         answer = await called(
             reward.crew,
             name,
             question.key,
             lambda call: calls.AskReward(
-                call, reward.which, question, completion, turn.token_ids.tolist(), turn.finish_reason
+                call,
+                reward.which,
+                question,
+                completions=[each.text for each in completions],
+                completion_ids=[each.turn.token_ids.tolist() for each in completions],
+                finish_reasons=[each.turn.finish_reason for each in completions],
             ),
             self._limit_s,
         )
-        assert isinstance(answer, calls.RewardIs)
-        if answer.value is not None and not is_usable(answer.value):
-            raise GroupLost(f"{name} error: not finite", f"{question.key}: {answer.value}")
-        return answer.value
+        assert isinstance(answer, calls.RewardsAre)
+        if not all(value is None or is_usable(value) for value in answer.values):
+            raise GroupLost(f"{name} error: not finite", f"{question.key}: {answer.values}"[:1000])
+        return answer.values
 
 
 async def rewards_of(

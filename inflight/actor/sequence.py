@@ -8,17 +8,18 @@ versions, and their KV is marked as unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from inflight.arrays import Tokens
-from inflight.completions import Choice, RetryableFailure, checked, drawn_of
-from inflight.packed_logprobs import Drawn, unpack
+from inflight.completions import Choice, Rejected, RetryableFailure, checked, drawn_of, require_tags
+from inflight.packed_logprobs import Drawn, tokens_in
 from inflight.types import GeneratorSpan, PrefillSpan, Turn, VersionSpan, require_spans, versions_of_tokens
 
 UNKNOWN = -1
 """Version in a prefill event if it is unknown."""
+READ_AT_ONCE = 1024
+"""Tokens whose packed fields are read together: numpy takes as long for a chunk of 32 tokens as for all of these. A
+damaged field is found at most that many tokens late, and always before its piece ends."""
 
 
 class Sequence:
@@ -34,13 +35,18 @@ class Sequence:
         self.length = 0
         """Number of tokens."""
         self._drawn: list[Drawn] = []
+        self._fields: list[bytes] = []
+        """Packed fields of the newest piece that come after `_drawn`."""
+        self._unread = 0
+        """Tokens in them."""
         self._spans: list[VersionSpan] = []
         self._prefills: list[PrefillSpan] = []
         self.finish_reason: str | None = None
 
     @property
     def token_ids(self) -> Tokens:
-        """The tokens so far."""
+        """The tokens so far. Raises as `add`."""
+        self.read()
         return Tokens(np.concatenate([each.token_ids for each in self._drawn]) if self._drawn else ())
 
     @property
@@ -55,42 +61,69 @@ class Sequence:
 
     def begin(self, generator: str) -> None:
         """Starts a piece: the following tokens come from `generator`."""
+        self.read()
         self.pieces.append(GeneratorSpan(self.length, generator))
 
     def add(self, choice: Choice) -> None:
         """Appends one chunk of a stream, whose spans count from the first token of the newest piece.
 
-        Raises Unpatched for a chunk without tags, Rejected for a log-probability that is no number, and
-        RetryableFailure("malformed answer") for a chunk that contradicts itself or earlier ones; nothing of it is kept.
+        Raises Unpatched for a chunk without tags, and RetryableFailure("malformed answer") for one that contradicts
+        itself or earlier ones; nothing of it is kept. What its log-probabilities say is read later, with those of
+        up to READ_AT_ONCE tokens: this, `read`, `token_ids` and `turn` raise Rejected for one that is no number, and
+        RetryableFailure for a damaged field; nothing of what was read with it is kept.
         """
         generator = self.pieces[-1].generator
-        seam = self.seam
-        drawn = drawn_of(choice, self._asked, generator)
-        have = self.length - seam
-        if self.length + len(drawn) > self._most:
-            detail = f"{generator}: more than the requested {self._most} tokens"
-            raise RetryableFailure("malformed answer", detail=detail)
+        seam = self.pieces[-1].start
+        require_tags(choice, generator)
+        field = choice.packed_logprobs or b""
+        spans = choice.token_versions or ()
         try:
-            own = [VersionSpan(_not_below(span.start - have), span.version) for span in choice.token_versions or ()]
-            require_spans(own, len(drawn))
-            prefills = [
-                PrefillSpan(_not_below(each.output_index) + seam, each.position, each.version)
-                for each in choice.prefill_versions or ()
-            ]
+            length = tokens_in(field)
+            require_spans(spans, length, self.length - seam)
         except ValueError as error:
             raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
-        if len(drawn):
-            self._extend(VersionSpan(span.start + self.length, span.version) for span in own)
-            self._drawn.append(drawn)
-            self.length += len(drawn)
-        self._prefills += prefills
+        if self.length + length > self._most:
+            detail = f"{generator}: more than the requested {self._most} tokens"
+            raise RetryableFailure("malformed answer", detail=detail)
         self.finish_reason = choice.finish_reason
+        for each in choice.prefill_versions or ():
+            self._prefills.append(PrefillSpan(each.output_index + seam, each.position, each.version))
+        if not length:
+            return
+        for span in spans:
+            if not self._spans or self._spans[-1].version != span.version:
+                self._spans.append(VersionSpan(span.start + seam, span.version))
+        self._fields.append(field)
+        self.length += length
+        self._unread += length
+        if self._unread >= READ_AT_ONCE:
+            self.read()
+
+    def read(self) -> None:
+        """Makes arrays of the fields that came since it was last called, or removes them and their tags and raises as
+        `add`."""
+        fields = self._fields
+        if not fields:
+            return
+        try:
+            drawn = drawn_of(fields, self._asked, self.pieces[-1].generator)
+        except (RetryableFailure, Rejected):
+            self.cut(self.length - self._unread)
+            raise
+        self._fields = []
+        self._unread = 0
+        self._drawn.append(drawn)
 
     def lose(self) -> None:
-        """Ends the newest piece, whose generator sends no more. A piece without tokens is removed.
+        """Ends the newest piece, whose generator sends no more. A piece without tokens, or with damaged ones, is
+        removed.
 
-        A generator that aborted the request itself has sent its prefill events.
+        A generator that aborted the request itself has sent its prefill events. Raises Rejected.
         """
+        try:
+            self.read()
+        except RetryableFailure:
+            self.cut(self.seam)
         self.finish_reason = None
         self._prefills = [each for each in self._prefills if each.output_index < self.length]
         if self.seam == self.length:
@@ -100,6 +133,10 @@ class Sequence:
 
     def cut(self, length: int) -> None:
         """Removes all tokens of the newest piece from index `length` on."""
+        if length > self.length - self._unread:
+            self.read()
+        self._fields = []
+        self._unread = 0
         self._drawn = [self._whole().first(length)] if length and self._drawn else []
         self.length = min(self.length, length)
         self._spans = [span for span in self._spans if span.start < length]
@@ -131,14 +168,10 @@ class Sequence:
 
     def _whole(self) -> Drawn:
         """All that was drawn."""
+        self.read()
         if len(self._drawn) != 1:
-            self._drawn = [Drawn.joined([unpack(b"", self._asked), *self._drawn])]
+            self._drawn = [Drawn.joined(self._drawn) if self._drawn else drawn_of([], self._asked, "")]
         return self._drawn[0]
-
-    def _extend(self, spans: Iterable[VersionSpan]) -> None:
-        for span in spans:
-            if not self._spans or self._spans[-1].version != span.version:
-                self._spans.append(span)
 
     def _unknown_prefills(self) -> list[PrefillSpan]:
         """Prefill events that hold without the generator's report: the step that samples a token computes the position
@@ -155,9 +188,3 @@ class Sequence:
             events += [PrefillSpan(start, 0, UNKNOWN)] if last else []
             events.append(PrefillSpan(start, last, versions[start]))
         return events
-
-
-def _not_below(index: int) -> int:
-    if index < 0:
-        raise ValueError(f"a span begins {-index} tokens before the chunk that it is in")
-    return index

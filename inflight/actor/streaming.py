@@ -51,19 +51,39 @@ async def chunks(
             if response.status != 200:
                 body = await bounded_body(response, MAX_ANSWER_BYTES, too_large(generator))
                 raise refused(response.status, body, generator)
-            async for event in events_of(response.content, generator):
-                if event == DONE:
-                    return
-                for choice in choices_of(event, generator):
-                    yield choice
+            async for choice in choices_of(response.content, generator):
+                yield choice
     except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError: no connection within CONNECT_S
         raise lost(error, generator) from None
+
+
+async def choices_of(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[Choice]:
+    """The choices in a body, until its last event; vLLM writes one line per event.
+
+    Raises RetryableFailure or Rejected for an event that reports an error or is damaged, and for a body that ends
+    before its last event. aiohttp's own line reader has a limit that the first chunk of a long prompt exceeds.
+    """
+    size = 0
+    rest = b""
+    async for data in content.iter_any():
+        size += len(data)
+        if size > MAX_ANSWER_BYTES:
+            raise too_large(generator)
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            event = line[5:].strip()
+            if event == DONE:
+                return
+            choice = _choice_of(event, generator)
+            if choice is not None:
+                yield choice
     raise RetryableFailure("connection lost", down=True, detail=f"{generator}: the stream ended before its last event")
 
 
-def choices_of(event: bytes, generator: str) -> list[Choice]:
-    """The choices in one event. Raises RetryableFailure or Rejected for an event that reports an error, or is
-    damaged."""
+def _choice_of(event: bytes, generator: str) -> Choice | None:
+    """The choice in one event, if it has one."""
     try:
         chunk = _decoder.decode(event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -73,22 +93,7 @@ def choices_of(event: bytes, generator: str) -> list[Choice]:
         raise refused(code, chunk.error.message.encode(), generator)
     if len(chunk.choices) > 1:
         raise RetryableFailure("malformed answer", detail=f"{generator}: {len(chunk.choices)} choices instead of one")
-    return chunk.choices
-
-
-async def events_of(content: aiohttp.StreamReader, generator: str) -> AsyncIterator[bytes]:
-    """The data of each event; vLLM writes one line per event. aiohttp's own line reader has a limit that the first
-    chunk of a long prompt exceeds."""
-    size = 0
-    rest = b""
-    async for data in content.iter_any():
-        size += len(data)
-        if size > MAX_ANSWER_BYTES:
-            raise too_large(generator)
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
+    return chunk.choices[0] if chunk.choices else None
 
 
 async def unless_silent(

@@ -12,6 +12,8 @@ from inflight.config.checks import ConfigError, require
 
 TASK = "task"
 """The name that stands for the task's own score."""
+GROUP = "group"
+COMPLETION = "completion"
 _LABEL = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 MAX_REWARDS = 64
 
@@ -25,6 +27,9 @@ class RewardConfig:
     """Factor of its value in the sum that is trained on; 0: it is only measured."""
     label: str = ""
     """Its name in metrics; empty: `name`, or for a path the part after the colon."""
+    per: str = ""
+    """`group`: one call has all completions of a question; `completion`: each has a call of its own, as soon as it is
+    complete. Empty: `group` for functions of one's own, `completion` for built-in ones, which look at no other one."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -34,6 +39,9 @@ class RewardConfig:
         require(fits, f"rewards ({self.name}): weight", self.weight, "a number of at most 1000000")
         wanted = "letters, digits, _, . and -, at most 64"
         require(_LABEL.fullmatch(self.known_as) is not None, f"rewards ({self.name}): label", self.known_as, wanted)
+        require(self.per in ("", GROUP, COMPLETION), f"rewards ({self.name}): per", self.per, f"{GROUP}, {COMPLETION}")
+        if self.is_task and self.per:
+            raise ConfigError("rewards (task): per is not allowed: a task scores one completion at a time")
         if self.is_task and self.options:
             raise ConfigError("rewards (task): options are not allowed: those of the task are task.options")
 
@@ -41,6 +49,11 @@ class RewardConfig:
     def is_task(self) -> bool:
         """Whether it is the task's own score."""
         return self.name == TASK
+
+    @property
+    def of_group(self) -> bool:
+        """Whether one call has all completions of a question."""
+        return self.per == GROUP or (not self.per and ":" in self.name)
 
     @property
     def known_as(self) -> str:

@@ -40,11 +40,13 @@ def model(config: RunConfig) -> tuple[int | None, Finding]:
     return count, ok("model", f"{count / 1e9:.3g} billion parameters, {config.model.dtype}, {found['directory']}")
 
 
-def trainer_bytes(parameters: int, config: RunConfig) -> int:
-    """Of one of the trainer's processes: its share of the float32 state, the twin that computes, the send buffer."""
-    width = BYTES[config.model.dtype]
-    twin = 0 if config.model.dtype == "float32" else width * parameters
-    return MASTER_BYTES * parameters // config.trainer.processes + twin + width * parameters
+def trainer_bytes(parameters: int, config: RunConfig, rank: int = 0) -> int:
+    """Of one of the trainer's processes: its share of the float32 state, the twin that computes if the weights are not
+    sharded, and of rank 0 the send buffer."""
+    processes = config.trainer.processes
+    whole = BYTES[config.model.dtype] * parameters
+    twin = whole if processes == 1 and config.model.dtype != "float32" else 0
+    return MASTER_BYTES * parameters // processes + twin + (0 if rank else whole)
 
 
 def generator_bytes(parameters: int, config: RunConfig) -> int:
@@ -57,7 +59,8 @@ def generator_bytes(parameters: int, config: RunConfig) -> int:
 def on_cpu(parameters: int, config: RunConfig) -> Iterator[Finding]:
     """All processes of a run against the memory that is there."""
     generators = config.generator.count * config.generator.tensor_parallel_size
-    needed = config.trainer.processes * (trainer_bytes(parameters, config) + PROCESS_BYTES)
+    ranks = range(config.trainer.processes)
+    needed = sum(trainer_bytes(parameters, config, rank) + PROCESS_BYTES for rank in ranks)
     needed += generators * (generator_bytes(parameters, config) + PROCESS_BYTES)
     yield _compared("memory", needed, available_bytes(), "the machine")
 
@@ -70,10 +73,11 @@ def on_gpus(parameters: int, config: RunConfig, there: Sequence[str]) -> Iterato
         yield fail("GPU memory", str(error), "fewer processes, or more GPUs")
         return
     needed: defaultdict[str, int] = defaultdict(int)
+    ranks = config.rank_names()
     for name, visible in seen.items():
         own = visible.split(",")
-        if name.startswith("trainer"):
-            needed[own[0]] += trainer_bytes(parameters, config) + TRAINER_BYTES
+        if name in ranks:
+            needed[own[0]] += trainer_bytes(parameters, config, ranks.index(name)) + TRAINER_BYTES
             continue
         for rank in range(config.generator.tensor_parallel_size):
             needed[own[rank]] += generator_bytes(parameters, config) + ENGINE_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -12,7 +12,8 @@ import aiohttp
 
 from inflight.actor.called import all_of
 from inflight.actor.calls import Question
-from inflight.actor.foreign import Foreign, GroupLost
+from inflight.actor.foreign import Foreign, GroupLost, ScoredAlone
+from inflight.actor.scoring import Completion
 from inflight.completions import TOO_LONG, Rejected, RetryableFailure, complete, endings
 from inflight.config import RunConfig
 from inflight.evaluation.answer import MIXED, Answered, versions_of
@@ -31,6 +32,14 @@ class _PreparedQuestion:
     question: Question | None
     prompt_ids: list[int]
     failed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Alone:
+    """An answer with what was found of it without a look at the others of its question."""
+
+    completion: Completion
+    scored: ScoredAlone
 
 
 class Asking:
@@ -59,21 +68,24 @@ class Asking:
         """All answers of the generator at `url`, which stamps `version`, scored, in the order of the questions.
 
         One that is not wholly computed under `version`, or that fails, is given with its reason. `settled` is called
-        with each at once. Raises Unpatched, or ForeignError when no process for the task's code can be started.
+        with each as soon as it is scored. Raises Unpatched, or ForeignError when no process for the task's code can be
+        started.
         """
         self.done = 0
         samples = self._config.eval.sampling.samples
         for index in range(len(self._asked), self.answers // samples):
             self._asked.append(await self._question(index))
 
-        async def one(index: int, sample: int) -> Answered:
-            async with self._room:
-                answered = await self._answer(url, version, index, sample)
-            self.done += 1
-            settled(answered)
-            return answered
+        async def answers(index: int, chosen: Sequence[int]) -> list[Answered]:
+            found = await all_of([self._answer(url, version, index, sample) for sample in chosen])
+            scored = await self._scored(index, dict(zip(chosen, found, strict=True)))
+            for each in scored:
+                settled(each)
+            return scored
 
-        return await all_of([one(index, sample) for index in range(len(self._asked)) for sample in range(samples)])
+        together = [range(samples)] if self._foreign.compares else [[sample] for sample in range(samples)]
+        parts = [answers(index, chosen) for index in range(len(self._asked)) for chosen in together]
+        return [each for part in await all_of(parts) for each in part]
 
     async def _question(self, index: int) -> _PreparedQuestion:
         try:
@@ -85,17 +97,48 @@ class Asking:
             return _PreparedQuestion(question, prompt_ids, TOO_LONG)
         return _PreparedQuestion(question, prompt_ids)
 
-    async def _answer(self, url: str, version: int, index: int, sample: int) -> Answered:
-        asked = self._asked[index]
+    async def _answer(self, url: str, version: int, index: int, sample: int) -> _Alone | str:
+        """An answer, scored without a look at the others of its question, or why there is none."""
+        async with self._room:
+            found = await self._alone(url, version, self._asked[index], sample)
+        self.done += 1
+        return found
+
+    async def _alone(self, url: str, version: int, asked: _PreparedQuestion, sample: int) -> _Alone | str:
         if asked.question is None or asked.failed:
-            return Answered(index, sample, failed=asked.failed)
+            return asked.failed
         try:
             turn = await self._turn(url, self._request(asked.prompt_ids, asked.question.key, sample))
             if versions_of(turn) - {version}:
-                return Answered(index, sample, failed=MIXED)
-            score = await self._foreign.score(asked.question, asked.prompt_ids, turn)
+                return MIXED
+            completion = await self._foreign.completion(asked.question, turn)
+            return _Alone(completion, await self._foreign.score(asked.question, asked.prompt_ids, completion))
         except (RetryableFailure, Rejected, GroupLost) as error:
-            return Answered(index, sample, failed=error.reason)
+            return error.reason
+
+    async def _scored(self, index: int, found: Mapping[int, _Alone | str]) -> list[Answered]:
+        """Samples of a question, after the rewards that look at all of them."""
+        question = self._asked[index].question
+        there = {sample: each for sample, each in found.items() if isinstance(each, _Alone)}
+        answers = [Answered(index, sample, failed=each) for sample, each in found.items() if isinstance(each, str)]
+        if question is not None and there:
+            try:
+                compared = await self._foreign.compare(question, [each.completion for each in there.values()])
+            except GroupLost as lost:
+                answers += [Answered(index, sample, failed=lost.reason) for sample in there]
+            else:
+                for (sample, each), values in zip(there.items(), compared, strict=True):
+                    answers.append(self._answered(index, sample, question, each, values))
+        return sorted(answers, key=lambda answer: answer.sample)
+
+    def _answered(
+        self, index: int, sample: int, question: Question, found: _Alone, compared: dict[str, float]
+    ) -> Answered:
+        try:
+            score = self._foreign.total(question, found.scored, compared)
+        except GroupLost as lost:
+            return Answered(index, sample, failed=lost.reason)
+        turn = found.completion.turn
         return Answered(index, sample, score.reward, len(turn.token_ids), turn.finish_reason == "length")
 
     async def _turn(self, url: str, request: dict[str, Any]) -> Turn:

@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from inflight.config import ConfigError, RewardConfig
-from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Sample
+from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Samples
 
-__all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Sample", "make", "make_all"]
+__all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Samples", "make", "make_all"]
 
 REWARDS = {
     "exact_match": "inflight.rewards.match:ExactMatch",

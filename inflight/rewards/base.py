@@ -1,8 +1,8 @@
 """What a reward function is given, and what it gives back.
 
 A reward function is `f(completions, prompts, completion_ids, **columns) -> list[float | None]`, plain or asynchronous.
-It is called with one completion at a time, so that each list has one entry; the result has one entry, too. None says
-that the reward does not apply to the completion.
+It is called with all completions of a question, or with one at a time (RewardConfig.per): each list has an entry for
+each completion, and so has the result. None says that the reward does not apply to the completion.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion, as it is scored."""
+class Samples:
+    """N completions of one question that are scored in one call."""
 
-    completion: str
-    """Text without special tokens."""
-    completion_ids: list[int]
+    completions: list[str]
+    """[N] texts without special tokens."""
+    completion_ids: list[list[int]]
+    """[N]"""
     prompt: str | list[Any]
     """Text, token ids, or the messages of a chat."""
-    finish_reason: str = ""
-    """`stop`, or `length` where the sequence was cut off."""
+    finish_reasons: list[str]
+    """[N] `stop`, or `length` where the sequence was cut off."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Of the question: `answer`, `key`, and the columns of a data set."""
 
     def arguments(self) -> dict[str, list[Any]]:
-        """All that a reward function may ask for, as lists of one entry."""
-        own = {
-            "completions": self.completion,
-            "prompts": self.prompt,
+        """All that a reward function may ask for, as lists of N entries."""
+        count = len(self.completions)
+        return {name: [value] * count for name, value in self.columns.items()} | {
+            "completions": self.completions,
+            "prompts": [self.prompt] * count,
             "completion_ids": self.completion_ids,
-            "completion_messages": [{"role": "assistant", "content": self.completion}],
-            "finish_reasons": self.finish_reason,
+            "completion_messages": [[{"role": "assistant", "content": text}] for text in self.completions],
+            "finish_reasons": self.finish_reasons,
         }
-        return {name: [value] for name, value in (dict(self.columns) | own).items()}
 
 
 def text_of(prompt: str | list[Any]) -> str:
@@ -59,7 +60,7 @@ def text_of(prompt: str | list[Any]) -> str:
     return "\n\n".join(f"{each.get('role', '')}: {each.get('content') or ''}" for each in messages)
 
 
-RESERVED = tuple(Sample("", [], "").arguments())
+RESERVED = tuple(Samples([], [], "", []).arguments())
 """Names of arguments that every question has, which no column may have."""
 
 
@@ -75,24 +76,29 @@ class Reward:
     """Names of columns without which it can't be called."""
     asynchronous: bool
 
-    async def value(self, sample: Sample) -> float | None:
-        """Raises RewardError for a missing column or a result of another kind, or what the function does."""
-        arguments = sample.arguments()
+    async def values(self, samples: Samples) -> list[float | None]:
+        """[N] Raises RewardError for a missing column or a result of another kind, or what the function does."""
+        arguments = samples.arguments()
         if missing := sorted(self.needs - arguments.keys()):
-            raise RewardError("column", f"the question has no column {missing[0]}: {', '.join(sorted(sample.columns))}")
+            raise RewardError(
+                "column", f"the question has no column {missing[0]}: {', '.join(sorted(samples.columns))}"
+            )
         if self.takes is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.takes}
         given = self.function(**arguments)
-        return _one(await given if inspect.isawaitable(given) else given)
+        return _numbers(await given if inspect.isawaitable(given) else given, len(samples.completions))
 
 
-def _one(given: Any) -> float | None:
-    """The only entry of a result, as a plain number. Raises RewardError for a result of another shape or type."""
+def _numbers(given: Any, count: int) -> list[float | None]:
+    """A result as plain numbers. Raises RewardError for one of another shape or type."""
     if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__len__") or not hasattr(given, "__getitem__"):
         raise RewardError("no list", f"a reward function gives a list, not {type(given).__name__}")
-    if len(given) != 1:
-        raise RewardError("length", f"a reward function gives one value for each completion: {len(given)} for 1")
-    value = given[0]
+    if len(given) != count:
+        raise RewardError("length", f"a reward function gives one value for each completion: {len(given)} for {count}")
+    return [_number(given[index]) for index in range(count)]
+
+
+def _number(value: Any) -> float | None:
     if value is None:
         return None
     if not hasattr(type(value), "__float__"):

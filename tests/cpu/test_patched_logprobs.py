@@ -234,7 +234,7 @@ def test_the_answer_has_the_numbers_of_top_logprobs(stream: bool) -> None:
         assert entries(other["packed_logprobs"]) == [
             possible(token, given) for token, given in zip(one["token_ids"], tops, strict=True)
         ]
-        drawn = unpack(b64decode(other["packed_logprobs"]), ASKED)
+        drawn = unpack([b64decode(other["packed_logprobs"])], ASKED)
         assert drawn.token_ids.tolist() == one["token_ids"] == other["token_ids"]
         assert drawn.logprobs.tolist() == one["logprobs"]["token_logprobs"]
         assert other["logprobs"] is None

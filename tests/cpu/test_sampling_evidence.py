@@ -171,7 +171,7 @@ def test_packed_numbers_are_those_of_top_logprobs(served, stream, kept_tokens):
     for one, other in zip(told, got, strict=True):
         assert "token_ids" not in other or other["token_ids"] is None
         assert other["logprobs"] is None
-        drawn = unpack(b64decode(other["packed_logprobs"]), packed["logprobs"])
+        drawn = unpack([b64decode(other["packed_logprobs"])], packed["logprobs"])
         assert drawn.token_ids.tolist() == one["token_ids"]
         assert drawn.logprobs.tolist() == one["logprobs"]["token_logprobs"], "to the last bit"
         for kept, top in zip(drawn.kept, one["logprobs"]["top_logprobs"], strict=True):

@@ -43,7 +43,7 @@ from inflight.messages import (
     encode,
 )
 from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
-from inflight.packed_logprobs import unpack
+from inflight.packed_logprobs import tokens_in, unpack
 from inflight.report import summary, summary_text
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.part import start_of
@@ -96,7 +96,8 @@ def _turn(data: bytes) -> None:
 
 
 def _packed(data: bytes) -> None:
-    drawn = unpack(data, 3)
+    drawn = unpack([data, data], 3)
+    assert len(drawn) == 2 * tokens_in(data)
     assert len(drawn.token_ids) == len(drawn.logprobs) == len(drawn.kept)
     assert drawn.kept.widest < 3
     for token, kept in zip(drawn.token_ids.tolist(), drawn.kept, strict=True):

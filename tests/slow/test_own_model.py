@@ -18,6 +18,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -42,10 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 PAGE = Path(__file__).parents[2] / "docs" / "own_model.md"
 COMMIT, MODEL = commit_of("first"), "owner/model"
-ROWS, EPOCHS, HELD_OUT = 200, 2, 10
-TRAINED_ON = (ROWS - HELD_OUT) * EPOCHS
-STEP = 19
-STEPS = TRAINED_ON // STEP
+ROWS, EPOCHS, EVALUATED = 200, 2, 10
 EVERY = 5
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
 """For the tiny model, which has none of its own."""
@@ -56,17 +54,44 @@ SMALL = (
     "generator.max_num_seqs=16",
     "generator.kv_cache_gib=0.25",
     "rollout.group_size=2",
-    f"trainer.groups_per_step={STEP}",
-    "trainer.micro_batch=19",
+    "rollout.max_tokens=4",
+    "rollout.file_mib=0.05",
     "publish.join_timeout_s=400",
     "generator.start_timeout_s=400",
-    "rollout.file_mib=0.1",
+    "model.dtype=float32",
+    "trainer.autocast=false",
 )
-MODELS = {
-    "tiny": ("model.dtype=float32", "trainer.autocast=false", "rollout.max_tokens=4"),
-    "smollm2": ("rollout.max_tokens=8",),
-}
 TIMEOUT_S = 1200
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of the page's run a model can do on two cores in some minutes."""
+
+    held_out: int
+    """Rows."""
+    step: int
+    """Groups."""
+
+    @property
+    def trained_on(self) -> int:
+        return (ROWS - self.held_out) * EPOCHS
+
+    @property
+    def steps(self) -> int:
+        return self.trained_on // self.step
+
+    def overrides(self) -> tuple[str, ...]:
+        return (
+            *SMALL,
+            f"task.options.held_out={self.held_out / ROWS}",
+            f"eval.questions={EVALUATED}",
+            f"trainer.groups_per_step={self.step}",
+            f"trainer.micro_batch={self.step}",
+        )
+
+
+MODELS = {"tiny": Scale(held_out=10, step=19), "smollm2": Scale(held_out=100, step=20)}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -77,9 +102,10 @@ def test_the_page_from_a_file_of_problems_to_a_served_model(model, tmp_path, mon
     except ModelError as error:
         pytest.skip(str(error))
     write_files(tmp_path)
+    scale = MODELS[model]
     with serving() as hub:
         hub.repositories[MODEL] = Repository({COMMIT: repository(directory, tmp_path / "hub")}, {"main": COMMIT})
-        train = Commands(hub.url, tmp_path, MODELS[model])
+        train = Commands(hub.url, tmp_path, scale.overrides())
         begun = train.start(train.page[0])
         at_least(7, tmp_path / "runs/mine", begun)
         kill(begun)
@@ -90,8 +116,8 @@ def test_the_page_from_a_file_of_problems_to_a_served_model(model, tmp_path, mon
     run_dir = tmp_path / "runs/mine"
     assert configuration.load(run_dir).model.revision == COMMIT
     assert len(list((run_dir / "rollouts").iterdir())) > 2, "several files"
-    require_questions(run_dir, undone)
-    require_figures(run_dir)
+    require_questions(run_dir, undone, scale)
+    require_figures(run_dir, scale)
     for command in (
         "inflight report runs/mine",
         "inflight show runs/mine --last",
@@ -107,7 +133,7 @@ class Commands:
     """Those of the page, as a user gives them, in a folder and with what makes the run small."""
 
     def __init__(self, hub: str, folder: Path, overrides: tuple[str, ...]) -> None:
-        self._folder, self._overrides = folder, (*SMALL, *overrides)
+        self._folder, self._overrides = folder, overrides
         self.page = [each for each in commands() if each.startswith("inflight launch")]
         assert len(self.page) == 2
         environment = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
@@ -205,12 +231,12 @@ def order(run_dir: Path) -> dict[int, tuple[str, list[int]]]:
     }
 
 
-def require_questions(run_dir: Path, undone: dict[int, tuple[str, list[int]]]) -> None:
+def require_questions(run_dir: Path, undone: dict[int, tuple[str, list[int]]], scale: Scale) -> None:
     """Each once an epoch, in the order of the task, rendered by the model's template, before and after the kill."""
     config = configuration.load(run_dir)
     task = make(config.task, config.seed)
     course, tokens = Course(task, config.task.epochs), ModelTokens(str(run_dir.parents[1] / "hub"))
-    items = [course.item(index) for index in range(TRAINED_ON)]
+    items = [course.item(index) for index in range(scale.trained_on)]
     wanted = {index: (item.key, list(tokens.encode(item.prompt))) for index, item in enumerate(items)}
     assert order(run_dir) == wanted
     assert undone.items() <= wanted.items()
@@ -220,18 +246,18 @@ def require_questions(run_dir: Path, undone: dict[int, tuple[str, list[int]]]) -
     assert Counter(keys) == dict.fromkeys(keys, EPOCHS)
     assert keys[: len(keys) // EPOCHS] != keys[len(keys) // EPOCHS :], "another order in the second epoch"
     held_out = {task.held_out_item(index).key.rpartition(":")[2] for index in range(task.held_out_size())}
-    assert len(held_out) == HELD_OUT
+    assert len(held_out) == scale.held_out
     assert not held_out & {key.rpartition(":")[2] for key in keys}
 
 
-def require_figures(run_dir: Path) -> None:
+def require_figures(run_dir: Path, scale: Scale) -> None:
     steps = read_lines(run_dir / METRICS_FILE)
-    assert [line["step"] for line in steps] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in steps] == list(range(1, scale.steps + 1))
     assert all(set(line["rewards"]) == {"numeric_match", "short"} for line in steps)
     assert all(0 < line["rewards"]["short"] <= 1 for line in steps)
     evaluations = read_lines(run_dir / EVAL_FILE)
-    assert [line["version"] for line in evaluations] == list(range(EVERY, STEPS + 1, EVERY))
-    assert all((line["eval/answers"], line["eval/mixed"]) == (HELD_OUT, 0) for line in evaluations)
+    assert [line["version"] for line in evaluations] == list(range(EVERY, scale.steps + 1, EVERY))
+    assert all((line["eval/answers"], line["eval/mixed"]) == (EVALUATED, 0) for line in evaluations)
 
 
 def logs(run_dir: Path) -> str:

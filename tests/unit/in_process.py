@@ -4,9 +4,11 @@ import asyncio
 
 from inflight.actor import calls
 from inflight.actor.foreign import Foreign
-from inflight.actor.hosts import TaskHost, TextHost
+from inflight.actor.hosts import RewardsHost, TaskHost, TextHost
 from inflight.actor.pending import CallFailed
+from inflight.actor.scoring import Rewarded, Rewards
 from inflight.actor.worker import answered
+from inflight.rewards import make_all
 from inflight.tasks.course import Course
 
 
@@ -25,7 +27,13 @@ class _Caller:
         return message
 
 
-def in_process(task, tokens, limit_s=30.0, *, epochs=1):
-    """A Foreign whose task and tokenizer run here; what blocks, blocks."""
+def in_process(task, tokens, limit_s=30.0, *, epochs=1, rewards=()):
+    """A Foreign whose task, tokenizer and rewards run here; what blocks, blocks."""
     host = TaskHost(task, Course(task, epochs))
-    return Foreign(_Caller(host, limit_s), _Caller(host, limit_s), _Caller(TextHost(tokens), limit_s), limit_s)
+    callers = _Caller(host, limit_s), _Caller(host, limit_s), _Caller(TextHost(tokens), limit_s)
+    if not rewards:
+        return Foreign(*callers, limit_s)
+    crew = _Caller(RewardsHost(make_all(rewards)), limit_s)
+    own = next((each for each in rewards if each.is_task), None)
+    others = [Rewarded(each, crew, which) for which, each in enumerate(each for each in rewards if not each.is_task)]
+    return Foreign(*callers, limit_s, Rewards(others, own, limit_s))

@@ -8,10 +8,32 @@ from dataclasses import dataclass
 
 def columns_seen(completions, prompts, completion_ids, **columns):
     """1 when it was given what is documented."""
-    assert len(completions) == len(prompts) == len(completion_ids) == 1
-    assert columns["completion_messages"] == [[{"role": "assistant", "content": completions[0]}]]
-    assert all(len(column) == 1 for column in columns.values())
-    return [1.0]
+    count = len(completions)
+    assert count == len(prompts) == len(completion_ids)
+    assert columns["completion_messages"] == [[{"role": "assistant", "content": text}] for text in completions]
+    assert all(len(column) == count for column in columns.values())
+    return [1.0] * count
+
+
+def company(completions):
+    """How many completions a call has."""
+    return [float(len(completions))] * len(completions)
+
+
+def rank(completions, completion_ids, answer, finish_reasons):
+    """Relative: the share of the others that are longer. None for a completion without a text."""
+    assert len(set(answer)) == 1
+    assert len(completions) == len(completion_ids) == len(finish_reasons)
+    others = len(completions) - 1
+    return [
+        sum(len(each) > len(text) for each in completions) / others if text.strip() else None for text in completions
+    ]
+
+
+async def rare(completions):
+    """Relative, and waits for something else: the share of the others that say something different."""
+    await asyncio.sleep(0.01)
+    return [sum(each != text for each in completions) / (len(completions) - 1) for text in completions]
 
 
 def share(completions, answer, letter="a"):
@@ -27,7 +49,7 @@ async def soon(completions):
 
 def odd(completions):
     """What foreign code may do, by the completion's text."""
-    match completions[0]:
+    match "".join(completions):
         case "raise":
             raise KeyError("gone")
         case "sleep":
@@ -67,6 +89,19 @@ class Failing:
 
     def __call__(self, completions):
         return [0.0]
+
+
+failures = 0
+"""How many calls of `moody` still fail."""
+
+
+def moody(completions):
+    """A service that is down for a while."""
+    global failures
+    if failures:
+        failures -= 1
+        raise ConnectionError("down")
+    return [1.0] * len(completions)
 
 
 NO_FUNCTION = 7

@@ -48,13 +48,15 @@ class Room:
 
     def __init__(self, tmp_path, servers, task=None, **kwargs):
         self.routing = kwargs.pop("routing", {})
-        self.config = make_config(tmp_path, **kwargs)
+        rewards = kwargs.pop("rewards", [])
+        self.config = replace(make_config(tmp_path, **kwargs), rewards=rewards)
         (tmp_path / "bus").mkdir()
         self.path = tmp_path
         self.servers = servers
         self.urls = {f"g{number}": server.url for number, server in enumerate(servers)}
         self.task = task or Addition(seed=0)
-        self.code = in_process(self.task, Tokens(), self.config.rollout.reward_timeout_s)
+        limit_s = self.config.rollout.reward_timeout_s
+        self.code = in_process(self.task, Tokens(), limit_s, rewards=rewards)
 
     def url_of(self, name):
         if self.urls[name] is None:

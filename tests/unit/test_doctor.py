@@ -126,6 +126,9 @@ def test_bytes_of_a_trainer_and_of_a_generator():
     assert memory.generator_bytes(1000, host) == 1_000 + GIB // 2
     exact = replace(config, model=replace(config.model, dtype="float32"))
     assert memory.trainer_bytes(1000, exact) == 16_000 + 4_000, "float32 has no twin"
+    sharded = replace(config, trainer=replace(config.trainer, processes=2))
+    assert memory.trainer_bytes(1000, sharded) == 8_000 + 2_000, "half the state, and the send buffer"
+    assert memory.trainer_bytes(1000, sharded, rank=1) == 8_000
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,9 @@ def test_each_gpu_is_compared_with_its_own_processes(monkeypatch):
     assert "about 7 GiB" in found[1].text, "generator: 4, KV cache 1, and 2 beside them"
     more = replace(config, generator=replace(config.generator, count=3))
     assert only(memory.on_gpus(GIB, more, ["0", "1"])).state is Severity.FAIL
+    sharded = replace(config, trainer=replace(config.trainer, processes=2))
+    found = list(memory.on_gpus(GIB, sharded, ["0", "1", "2"]))
+    assert [each.text.split(" for ")[0] for each in found] == ["about 12 GiB", "about 10 GiB", "about 7 GiB"]
 
 
 def test_disk_for_checkpoints_and_versions(tmp_path, monkeypatch):

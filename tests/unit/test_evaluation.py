@@ -130,9 +130,9 @@ class Arena:
     def __init__(self, tmp_path, server, **settings):
         self.server, task = server, settings.pop("task", None) or Addition(seed=0, held_out=3)
         settings.setdefault("sampling", EvalSampling(temperature=1.0, samples=2, max_tokens=5))
-        rollout = settings.pop("rollout", {})
+        rollout, rewards = settings.pop("rollout", {}), settings.pop("rewards", ())
         self.config = replace(make_config(tmp_path, **rollout), eval=EvalConfig(every=3, **settings))
-        self.code = in_process(task, Tokens())
+        self.code = in_process(task, Tokens(), rewards=rewards)
 
     async def ask(self, version=4, **options):
         async with aiohttp.ClientSession() as session:

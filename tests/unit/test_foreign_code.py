@@ -84,11 +84,16 @@ async def reason_of(coroutine):
         return lost.reason
 
 
+async def total(code, turn):
+    alone = await code.score(QUESTION, [1], await code.completion(QUESTION, turn))
+    return code.total(QUESTION, alone, {})
+
+
 async def score(code, completion, *more):
     """The score of a completion that is one of the texts; several at once give a list."""
     texts = code._text.texts
     all_of_them = await asyncio.gather(
-        *(reason_of(code.score(QUESTION, [1], turn(texts.index(each)))) for each in (completion, *more))
+        *(reason_of(total(code, turn(texts.index(each)))) for each in (completion, *more))
     )
     scores = [each if isinstance(each, str) else each.reward for each in all_of_them]
     return scores if more else scores[0]
@@ -155,7 +160,7 @@ def test_a_score_of_a_turn_is_checked():
         async with open_task("Turned", texts=list(wanted)) as code:
             found = {}
             for number, how in enumerate(wanted):
-                given = await reason_of(code.score(QUESTION, [1], turn(number, 3)))
+                given = await reason_of(total(code, turn(number, 3)))
                 found[how] = given if isinstance(given, str) else given.reward
             assert found == wanted
 

@@ -19,7 +19,7 @@ FIELD = packed([4, 5, 6], [-1.0, -0.25, -2.5], [{7: -0.5, 8: -3.0}, {}, {9: -0.1
 
 
 def drawn(field, requested):
-    return unpack(b64decode(field), requested)
+    return unpack([b64decode(field)], requested)
 
 
 def answered(**changes):
@@ -73,14 +73,16 @@ DAMAGED = {
     "no whole number": (b64encode(b"abcde").decode(), "5 bytes are no packed"),
     "more tokens than bytes": (framed([1], [(4, -1.0)], length=9), "of 9 tokens in 16 bytes"),
     "less than no tokens": (framed([1], [(4, -1.0)], length=-1), "of -1 tokens"),
-    "more counts than entries": (framed([1, 3], [(4, -1.0), (5, -1.0)]), "4 packed log-probabilities of 2 tokens"),
-    "fewer counts than entries": (framed([1], [(4, -1.0), (5, -1.0)]), "1 packed log-probabilities of 1 tokens"),
+    "more counts than entries": (framed([1, 3], [(4, -1.0), (5, -1.0)]), "2 packed .* where 4 of 2 tokens"),
+    "fewer counts than entries": (framed([1], [(4, -1.0), (5, -1.0)]), "2 packed .* where 1 of 1 tokens"),
     "a token without itself": (framed([0, 2], [(4, -1.0), (5, -1.0)]), "0 to 2 packed"),
     "a negative count": (framed([-1, 3], [(4, -1.0), (5, -1.0)]), "-1 to 3 packed"),
-    "a count that overflows": (framed([1 << 30, 1 << 30], [(4, -1.0)]), "1073741824 packed"),
+    "a count that overflows": (framed([1 << 30, 1 << 30], [(4, -1.0), (5, -1.0)]), "1073741824 packed"),
     "more than requested": (framed([6], [(each, -1.0) for each in range(6)]), "6 to 6 packed .* 4 beside its own"),
+    "fewer entries than tokens": (framed([1, 1], [(4, -1.0)]), "of 2 tokens in 20 bytes"),
+    "entries without a token": (framed([], [(4, -1.0)]), "of 0 tokens in 12 bytes"),
     "a negative id": (packed([-4]), "-4 is no token id"),
-    "cut off": (b64encode(b64decode(FIELD)[:-4]).decode(), "60 bytes, and 6 packed"),
+    "cut off": (b64encode(b64decode(FIELD)[:-4]).decode(), "of 3 tokens in 60 bytes"),
 }
 
 
@@ -97,6 +99,21 @@ def test_a_negative_id_is_found_at_once():
         drawn(packed([5, -4]), 0)
     with pytest.raises(ValueError, match="-3 is no token id"):
         drawn(packed([5], others=[{-3: -1.0}]), 2)
+
+
+def test_fields_are_read_together_as_one_by_one():
+    fields = [b64decode(each) for each in (FIELD, framed([], []), "", packed([3], others=[{2: -1.0}]), FIELD)]
+    for requested in (2, 4):
+        together, apart = unpack(fields, requested), Drawn.joined([unpack([each], requested) for each in fields])
+        assert together.token_ids.tolist() == apart.token_ids.tolist() == [4, 5, 6, 3, 4, 5, 6]
+        assert together.logprobs.tolist() == apart.logprobs.tolist()
+        assert together.kept == apart.kept
+
+
+def test_counts_of_one_field_are_not_made_up_for_by_another():
+    one, other = framed([1], [(4, -1.0), (5, -1.0)]), framed([3], [(6, -1.0), (7, -1.0)])
+    with pytest.raises(ValueError, match="2 packed log-probabilities where 1 of 1 tokens were announced"):
+        unpack([b64decode(one), b64decode(other)], 4)
 
 
 def test_a_field_that_does_not_fit_the_tags_is_refused():

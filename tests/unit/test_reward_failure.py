@@ -9,7 +9,7 @@ from openai_server import choice
 from rollout_samples import make_config
 from test_actor import Moody, play, quick  # noqa: F401 - fixtures
 
-from inflight.actor import sampler as sampler_module
+from inflight.actor import grading
 from inflight.config import AdvantageConfig, ConfigError, ObjectiveConfig
 from inflight.tasks.addition import Addition
 
@@ -41,7 +41,7 @@ class Recovering(Addition):
 
 
 def test_it_is_tried_again(play, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(sampler_module, "SCORE_AGAIN_AFTER_S", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(grading, "AGAIN_AFTER_S", (0.01, 0.01, 0.01))
     monkeypatch.setattr(Recovering, "calls", 0)
 
     async def scene(room):
@@ -54,7 +54,7 @@ def test_it_is_tried_again(play, monkeypatch):  # noqa: F811
 
 
 def test_it_is_given_up_after_the_last_try(play, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(sampler_module, "SCORE_AGAIN_AFTER_S", (0.01, 0.01))
+    monkeypatch.setattr(grading, "AGAIN_AFTER_S", (0.01, 0.01))
     asked = []
 
     class Broken(Addition):

@@ -13,7 +13,7 @@ from aiohttp import web
 from rollout_samples import make_config
 
 from inflight.config import ConfigError, RewardConfig
-from inflight.rewards import RewardError, Sample, make
+from inflight.rewards import RewardError, Samples, make
 from inflight.rewards.base import text_of
 from inflight.rewards.match import last_number
 
@@ -24,12 +24,18 @@ def reward(name, **options):
     return make(RewardConfig(name, options=options), "rewards[0]")
 
 
-def sample(completion, *, ids=(), prompt="?", **columns):
-    return Sample(completion, list(ids), prompt, columns=columns)
+def samples(*completions, ids=(), prompt="?", **columns):
+    count = len(completions)
+    return Samples(list(completions), [list(ids)] * count, prompt, ["stop"] * count, columns)
+
+
+def values(given, *completions, **more):
+    return asyncio.run(given.values(samples(*completions, **more)))
 
 
 def value(given, completion, **more):
-    return asyncio.run(given.value(sample(completion, **more)))
+    (found,) = values(given, completion, **more)
+    return found
 
 
 # --- which function, with what ---------------------------------------------------------------------------------------
@@ -42,6 +48,26 @@ def test_a_function_gets_what_it_asks_for():
     assert found.asynchronous
     assert value(found, "abc") == 3.0
     assert value(found, "none") is None
+
+
+def test_a_function_gets_all_completions_of_a_question():
+    assert values(reward("reward_samples:columns_seen"), "a", "b", answer="4", other=[1]) == [1.0, 1.0]
+    assert values(reward("reward_samples:rank"), "aaa", "", "a", answer="4") == [0.0, None, 0.5]
+    assert values(reward("reward_samples:rare"), "a", "b", "a") == [0.5, 1.0, 0.5]
+    assert values(reward("exact_match"), "4", "5", "4", answer="4") == [1.0, 0.0, 1.0]
+    with pytest.raises(RewardError, match="one value for each completion: 1 for 2"):
+        values(reward("reward_samples:odd"), "a", "b")
+
+
+def test_which_rewards_look_at_a_whole_group():
+    wanted = {"reward_samples:rank": True, "my_rewards.py:short": True, "math": False}
+    assert {name: RewardConfig(name).of_group for name in wanted} == wanted
+    assert not RewardConfig("reward_samples:rank", per="completion").of_group
+    assert RewardConfig("judge", per="group").of_group
+    with pytest.raises(ConfigError, match=r"rewards \(math\): per='all' is not allowed: group, completion"):
+        RewardConfig("math", per="all")
+    with pytest.raises(ConfigError, match=r"rewards \(task\): per is not allowed"):
+        RewardConfig("task", per="group")
 
 
 def test_a_users_file_and_class():
@@ -256,7 +282,8 @@ class JudgeServer:
             try:
                 found = reward("judge", url=f"http://127.0.0.1:{port}/v1/", model="j", **options)
                 assert found.asynchronous
-                return await found.value(given)
+                (score,) = await found.values(given)
+                return score
             finally:
                 await runner.cleanup()
 
@@ -266,7 +293,7 @@ class JudgeServer:
 def test_a_judge_is_asked_and_its_score_found(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY_7", "sk-7")
     server = JudgeServer("First I thought score: 2. Score: 7.5")
-    given = sample("Paris {x}", prompt=[{"role": "user", "content": "Capital?"}], answer="Paris")
+    given = samples("Paris {x}", prompt=[{"role": "user", "content": "Capital?"}], answer="Paris")
     options = {"prompt": "{prompt} {completion} {answer} {{}}", "system": "Be fair.", "api_key_env": "JUDGE_KEY_7"}
     assert server.ask(given, **options) == 0.75
     assert server.keys == ["Bearer sk-7"]
@@ -278,12 +305,12 @@ def test_a_judge_is_asked_and_its_score_found(monkeypatch):
 def test_a_judge_without_a_score_or_an_answer_says_so(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY_7", "sk-secret-7")
     with pytest.raises(RuntimeError, match="no score in the judge's answer: 'fine'"):
-        JudgeServer("fine").ask(sample("x"))
+        JudgeServer("fine").ask(samples("x"))
     with pytest.raises(RuntimeError, match="http 401") as raised:
-        JudgeServer(status=401).ask(sample("x"), api_key_env="JUDGE_KEY_7")
+        JudgeServer(status=401).ask(samples("x"), api_key_env="JUDGE_KEY_7")
     assert "secret" not in str(raised.value), "the server repeated the key"
     with pytest.raises(RuntimeError, match=r"no answer within 0\.2 s"):
-        JudgeServer(wait_s=5.0).ask(sample("x"), timeout_s=0.2)
+        JudgeServer(wait_s=5.0).ask(samples("x"), timeout_s=0.2)
     with pytest.raises(RuntimeError, match="ClientConnectorError"):
         value(reward("judge", url="http://127.0.0.1:1", model="j"), "x")
 

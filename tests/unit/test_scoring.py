@@ -77,13 +77,23 @@ async def open_rewards(*configs, bounds=BOUNDS):
         yield Foreign(Text(), Own(), Text(), bounds.limit_s, rewards)
 
 
-async def score(code, text, question=QUESTION):
-    """The score of a completion, or what its group is counted by."""
-    code._text.text = text
+async def scores(code, *texts, question=QUESTION):
+    """The scores of a group's completions, or what it is counted by."""
     try:
-        return await code.score(question, [1], TURN)
+        completions = []
+        for code._text.text in texts:
+            completions.append(await code.completion(question, TURN))
+        alone = [await code.score(question, [1], each) for each in completions]
+        compared = await code.compare(question, completions)
+        return [code.total(question, *each) for each in zip(alone, compared, strict=True)]
     except GroupLost as lost:
         return lost.reason
+
+
+async def score(code, text, question=QUESTION):
+    """Of a group of one."""
+    found = await scores(code, text, question=question)
+    return found if isinstance(found, str) else found[0]
 
 
 def test_a_sum_by_weight_of_plain_and_asynchronous_rewards_and_the_tasks_own():
@@ -131,6 +141,51 @@ def test_whatever_a_reward_does_costs_its_group_under_its_name():
             column = RewardConfig("exact_match", options={"column": "gone"})
         async with open_rewards(column) as code:
             assert await score(code, "x") == "reward exact_match error: column"
+
+    asyncio.run(main())
+
+
+def test_a_function_of_ones_own_sees_all_completions_of_a_question_in_one_call():
+    """In a child process: plain and asynchronous ones; None takes no part, and what is built in sees each alone."""
+    given = (
+        RewardConfig("reward_samples:company"),
+        RewardConfig("reward_samples:company", label="alone", per="completion"),
+        RewardConfig("reward_samples:rank", weight=10.0),
+        RewardConfig("reward_samples:rare", weight=100.0),
+        RewardConfig("exact_match", weight=1000.0),
+        RewardConfig("task", weight=0.0),
+    )
+
+    async def main():
+        async with open_rewards(*given) as code:
+            found = await scores(code, "aa", "", "a", "aa")
+            own = {"company": 4.0, "alone": 1.0, "task": 0.25}
+            assert [each.parts for each in found] == [
+                {**own, "rank": 0.0, "rare": 2 / 3, "exact_match": 1.0},
+                {**own, "rare": 1.0, "exact_match": 0.0},
+                {**own, "rank": 2 / 3, "rare": 1.0, "exact_match": 0.0},
+                {**own, "rank": 0.0, "rare": 2 / 3, "exact_match": 1.0},
+            ]
+            assert [each.reward for each in found] == pytest.approx([1071.6666, 105.0, 111.6666, 1071.6666], abs=1e-3)
+
+    asyncio.run(main())
+
+
+def test_a_call_for_a_whole_group_that_fails_costs_it():
+    wanted = {
+        ("ra", "ise"): "reward odd error: KeyError",
+        ("di", "e"): "reward odd crash: code 139",
+        ("tw", "o"): [1.0, 2.0],
+        ("no", "ne"): "reward odd error: length",
+    }
+
+    async def main():
+        async with open_rewards(RewardConfig("reward_samples:odd")) as code:
+            for texts, what in wanted.items():
+                found = await scores(code, *texts)
+                assert (found if isinstance(found, str) else [each.reward for each in found]) == what
+        async with open_rewards(RewardConfig("reward_samples:rank")) as code:
+            assert await scores(code, "a", "") == "reward error: none applies", "one of the two has no reward at all"
 
     asyncio.run(main())
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import msgspec
 import pytest
 from openai_server import Tokens, chunk
 from packed_samples import packed
 from rollout_samples import make_rollout
 
-from inflight.actor.sequence import Sequence
+from inflight.actor.sequence import READ_AT_ONCE, Sequence
 from inflight.audit.segments import UNKNOWN, Segment, segments
 from inflight.completions import Choice, Rejected, RetryableFailure, Unpatched
 from inflight.types import GeneratorSpan, PrefillSpan, VersionSpan
@@ -112,8 +114,8 @@ def test_a_stop_string_across_the_seam_cuts_tokens_and_tags():
 @pytest.mark.parametrize(
     ("bad", "error", "text"),
     [
-        (chunk("23", 1), RetryableFailure, "1 tokens before the chunk"),
-        (chunk("23", 3), RetryableFailure, "must start at token 0"),
+        (chunk("23", 1), RetryableFailure, "must start at token 2"),
+        (chunk("23", 3), RetryableFailure, "must start at token 2"),
         (chunk("23", 2) | {"token_versions": [[2, 0], [4, 1]]}, RetryableFailure, "does not fit"),
         (chunk("23", 2) | {"packed_logprobs": packed([2, 3])[:-4]}, RetryableFailure, "27 bytes are no packed"),
         (chunk("23", 2) | {"packed_logprobs": packed([2, 3], [-1.0, float("nan")])}, Rejected, "1 of 2 .* no numbers"),
@@ -128,7 +130,53 @@ def test_a_damaged_chunk_leaves_the_sequence_as_it_was(bad, error, text):
     before = sequence.turn()
     with pytest.raises(error, match=text):
         sequence.add(choice_of(bad))
+        sequence.turn()
     assert sequence.turn() == before
+
+
+DAMAGED = {"packed_logprobs": packed([-1, 3])}
+
+
+def test_a_damaged_field_is_found_after_so_many_tokens():
+    sequence = started([parsed("01"), parsed("23", 2, **DAMAGED)], most=READ_AT_ONCE + 9)
+    for start in range(4, READ_AT_ONCE, 2):
+        assert sequence.length == start
+        with pytest.raises(RetryableFailure, match="-1 is no token id") if start == READ_AT_ONCE - 2 else nullcontext():
+            sequence.add(parsed("45", start))
+    assert (sequence.length, sequence.token_ids) == (0, [])
+
+
+def test_what_a_lost_generator_sent_is_not_continued_where_it_is_damaged():
+    sequence = started([parsed("01", version=4)], [parsed("2", version=5), parsed("34", 1, version=6, **DAMAGED)])
+    sequence.lose()
+    assert (sequence.token_ids, sequence.pieces) == ([0, 1], [GeneratorSpan(0, "g0")])
+    sequence.begin("g2")
+    sequence.add(parsed("5", version=7, finish="stop"))
+    turn = sequence.turn()
+    assert (turn.token_ids, turn.token_versions) == ([0, 1, 5], [VersionSpan(0, 4), VersionSpan(2, 7)])
+    assert [each.version for each in turn.prefill_versions] == [UNKNOWN, 4, 7]
+
+
+def test_a_lost_generators_log_probability_that_is_no_number_rejects_the_sample():
+    sequence = started([parsed("01"), parsed("2", 2, packed_logprobs=packed([2], [float("nan")]))])
+    with pytest.raises(Rejected, match="g0: 1 of 3"):
+        sequence.lose()
+
+
+def test_many_chunks_are_the_whole_answer():
+    """More than are read at once, of several versions, and with kept sets."""
+    sequence, tokens = Sequence(3, 5000, asked=3), 2500
+    sequence.begin("g0")
+    for start in range(0, tokens, 5):
+        ids, others = [(start + each) % 9 for each in range(5)], [{(start + each) % 7 + 10: -1.0} for each in range(5)]
+        field, version = packed(ids, [-each / 8 for each in ids], others), start // 1000
+        finish = "length" if start + 5 == tokens else None
+        sequence.add(parsed("01234", start, version, finish, packed_logprobs=field))
+    turn = sequence.turn()
+    assert turn.token_ids == [each % 9 for each in range(tokens)]
+    assert turn.logprobs == [-(each % 9) / 8 for each in range(tokens)]
+    assert turn.kept == [[each % 9, each % 7 + 10] for each in range(tokens)]
+    assert turn.token_versions == [VersionSpan(0, 0), VersionSpan(1000, 1), VersionSpan(2000, 2)]
 
 
 def test_kept_sets_are_joined():

@@ -111,7 +111,7 @@ def _lines(spans: Iterable[TimeSpan]) -> list[list[TimeSpan]]:
 
 
 def _complete(span: TimeSpan, pid: int, tid: int) -> dict[str, Any]:
-    figures = {name: value for name, value in span.figures.items() if value is not None}
+    figures = {name: value for name, value in span.figures.items() if _is_json(value)}
     return {
         "ph": "X",
         "name": span.name,
@@ -122,6 +122,11 @@ def _complete(span: TimeSpan, pid: int, tid: int) -> dict[str, Any]:
         "dur": max(round(span.seconds * 1e6), 1),
         "args": figures,
     }
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON has it: NaN and infinities would make the whole file unreadable."""
+    return value is not None and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def _seconds(line: Mapping[str, Any], name: str) -> float:

@@ -93,6 +93,40 @@ def test_a_long_run_is_cut_to_its_end_and_says_so(run, capsys):
     assert "the last 2 of 14 sequences are shown" in capsys.readouterr().err
 
 
+def refused(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_it_is_what_the_trace_event_format_documents(run):
+    """The fields of complete and metadata events as Chrome's "Trace Event Format" has them, which Perfetto reads: in
+    plain JSON, integers of microseconds, and numbers of threads that no two processes share."""
+    with JsonLines(run / METRICS_FILE) as metrics:
+        metrics.write({**STEP, "step": 5, "loss": float("nan")})
+    with (run / METRICS_FILE).open("a") as file:
+        file.write(json.dumps({**STEP, "step": 6, "reward": float("inf")}) + "\n")
+    events(run)
+    trace = json.loads((run / "trace.json").read_text(), parse_constant=refused)
+    assert trace.keys() == {"traceEvents", "displayTimeUnit"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    process_of, named = {}, {}
+    for each in trace["traceEvents"]:
+        assert isinstance(each["name"], str)
+        assert isinstance(each["pid"], int)
+        assert isinstance(each["args"], dict)
+        if each["ph"] == "M":
+            assert each["name"] in ("process_name", "thread_name")
+            assert isinstance(each["args"]["name"], str)
+            named[each["pid"] if each["name"] == "process_name" else ("thread", each["tid"])] = each["args"]["name"]
+            continue
+        assert each.keys() == {"ph", "name", "cat", "pid", "tid", "ts", "dur", "args"}
+        assert each["ph"] == "X"
+        assert all(isinstance(each[name], int) for name in ("tid", "ts", "dur"))
+        assert 0 < each["dur"] <= each["ts"] < 1 << 53
+        assert process_of.setdefault(each["tid"], each["pid"]) == each["pid"]
+        assert each["pid"] in named
+        assert ("thread", each["tid"]) in named
+
+
 def test_it_holds_no_text(run):
     """Neither prompts nor answers are in the file: it may be shown to others."""
     events(run)

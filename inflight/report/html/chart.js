@@ -41,7 +41,7 @@ inflight.Chart = class {
     this.svg.style.height = `${height}px`;
     this.svg.replaceChildren();
     this.axes(low, high, xLow, xHigh, label, width, height);
-    for (const each of this.series) this.curve(each);
+    this.series.forEach((each, at) => this.curve(each, at > 0));
     this.cursor = inflight.shape("line", { class: "cursor", y1: box.top, y2: box.bottom, visibility: "hidden" });
     this.svg.append(this.cursor);
     this.choose(this.at);
@@ -67,7 +67,8 @@ inflight.Chart = class {
     this.svg.append(made);
   }
 
-  curve({ values, colour }) {
+  /** A dashed curve lets one of the same course be seen below it. */
+  curve({ values, colour }, dashed) {
     let path = "", begun = false;
     values.forEach((value, at) => {
       if (value === null || this.values[at] === null || this.values[at] === undefined) {
@@ -80,7 +81,8 @@ inflight.Chart = class {
       begun = true;
     });
     const dots = this.points || values.length === 1;
-    this.svg.append(inflight.shape("path", { d: path || "M0 0", fill: dots ? colour : "none", stroke: colour, "stroke-width": dots ? 1 : 1.8 }));
+    this.svg.append(inflight.shape("path", { d: path || "M0 0", fill: dots ? colour : "none", stroke: colour,
+      "stroke-width": dots ? 1 : 1.8, "stroke-dasharray": dashed && !dots ? "8 4" : "none" }));
   }
 
   point(x) {

@@ -1,13 +1,14 @@
 """Tokens per second of a run with metrics and without, in alternation: `python -m bench.metrics_cost`.
 
-    python -m bench.metrics_cost [--alternations 5] [--seconds 10] [--settle 4]
+    python -m bench.metrics_cost [--alternations 5] [--seconds 10] [--settle 4] [--limit-s 360]
 
 Each run is a whole one (launcher, trainer, actor, a real vLLM on the CPU) of the tiny model, whose learning rate is so
 small that answers keep their length. With `launch.metrics=true` every endpoint that the run announces is scraped once a
 second, in the way of Prometheus: text with gzip, by the files in bus/targets. Without, nothing is served or scraped
 (vLLM counts in both). Measured are the sampled tokens of the steps that end within `--seconds` after the first
 `--settle` steps. The order is with, without, without, with, …, so that a machine that slows down does so for both.
-Prints a line of JSON: medians, all values, and how long the scrapes took; progress goes to standard error.
+No alternation is begun that would not be over within `--limit-s`. Prints a line of JSON: medians, all values, how many
+alternations there were and how long the scrapes took; progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -118,26 +119,30 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
     launcher.wait(timeout=60)
 
 
-def compared(alternations: int, seconds: float, settle: int) -> dict[str, Any]:
-    """The figures of so many runs of each kind."""
+def compared(alternations: int, seconds: float, settle: int, limit_s: float) -> dict[str, Any]:
+    """The figures of so many runs of each kind, or of as many as there is time for."""
     found: dict[bool, list[float]] = {True: [], False: []}
     took: defaultdict[str, list[float]] = defaultdict(list)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for number in range(alternations):
+            if number and (time.monotonic() - began) * (number + 1) / number > limit_s:
+                break
             for metrics in (True, False) if number % 2 == 0 else (False, True):
                 run_dir = Path(folder) / f"{number}-{'with' if metrics else 'without'}"
                 speed, scrapes = measured(run_dir, metrics, seconds, settle)
                 found[metrics].append(round(speed, 1))
                 for process, each in scrapes.took.items():
                     took[process] += each
-                print(f"{run_dir.name}: {speed:.1f} tokens/s", file=sys.stderr, flush=True)
+                said = f"{run_dir.name}: {speed:.1f} tokens/s, {time.monotonic() - began:.0f} s since the begin"
+                print(said, file=sys.stderr, flush=True)
     medians = {metrics: statistics.median(speeds) for metrics, speeds in found.items()}
     return {
         "tokens_per_s": {"with": medians[True], "without": medians[False]},
         "with_to_without": round(medians[True] / medians[False], 4),
         "all": {"with": found[True], "without": found[False]},
         "scrape_ms": {process: _of(each) for process, each in sorted(took.items())},
-        "alternations": alternations,
+        "alternations": len(found[True]),
         "seconds": seconds,
         "cores": len(os.sched_getaffinity(0)),
     }
@@ -155,8 +160,9 @@ def main() -> None:
     parser.add_argument("--alternations", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=10.0, help="measured of each run")
     parser.add_argument("--settle", type=int, default=4, help="steps before the measurement begins; at least 1")
+    parser.add_argument("--limit-s", type=float, default=360.0, help="of the whole")
     given = parser.parse_args()
-    print(json.dumps(compared(given.alternations, given.seconds, given.settle)), flush=True)
+    print(json.dumps(compared(given.alternations, given.seconds, given.settle, given.limit_s)), flush=True)
 
 
 if __name__ == "__main__":

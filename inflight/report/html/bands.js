@@ -190,12 +190,12 @@ inflight.Bands = class {
 
   /** Beside their lines, above the lines that follow; those without room are left out. */
   labels(context, shown, top) {
-    let labelled = -Infinity;
+    let end = -Infinity;
     for (const [x, label] of shown) {
-      if (x - labelled < 34) continue;
-      labelled = x;
       const width = context.measureText(label).width + 6;
       const left = x + 1 + width > this.width ? x - 1 - width : x + 1;  // at the right edge, on the other side
+      if (left < end) continue;
+      end = left + width;
       context.fillStyle = this.ink.back;
       context.fillRect(left, top + 1, width, 13);
       context.fillStyle = this.ink.ink;

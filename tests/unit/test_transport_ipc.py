@@ -63,17 +63,3 @@ def test_a_live_trainer_confirms_the_transfer(ipc, trainer, monkeypatch):
     pull(ipc, address, 5.0)
     assert len(copies) == 1
     assert KeyValueStore(address, 5.0).take("done/0/1", "the rank", "send") == b""
-
-
-def test_a_rank_may_pull_before_the_trainer_has_summed(ipc, monkeypatch):
-    sender, offered = ipc.IpcSender(2, 5.0), []
-
-    def post(number, buffer):
-        rank = KeyValueStore(sender.rendezvous, 5.0)
-        offered.append(rank.take(f"offer/{number}", "the trainer", "receive"))
-        rank.put(f"done/{number}/1", b"")
-
-    monkeypatch.setattr(ipc, "export", lambda buffer: b"handle")
-    monkeypatch.setattr(sender._sums, "post", post)
-    sender.send(BUFFER, [])
-    assert offered == [b"handle"]

@@ -406,19 +406,6 @@ def test_streams_wait_for_each_broadcast_and_threads_do_not(nccl, monkeypatch, t
     assert queued == ["held", "formed", *each, *each]
 
 
-def test_the_trainer_sums_while_the_device_broadcasts(nccl, monkeypatch):
-    """Sums that were queued behind the broadcasts would be ready only after them."""
-    queued = []
-    come = SimpleNamespace(query=lambda: True)
-    stream = SimpleNamespace(record_event=lambda: queued.append("event") or come, cuda_stream=0)
-    work = SimpleNamespace(block_current_stream=lambda: queued.append("held"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(FakeGroup, "broadcast", lambda self, tensors, how: queued.append("broadcast") or work)
-    monkeypatch.setattr(nccl.SenderSums, "post", lambda self, number, buffer: queued.append("sums"))
-    sends(nccl, torch.zeros(8, dtype=torch.uint8))
-    assert queued[-7:] == ["broadcast", "broadcast", "sums", "held", "event", "held", "event"]
-
-
 @pytest.fixture
 def receiver(nccl, monkeypatch):
     """One that has received, and whose streams are `busy` so many times more when they are asked."""

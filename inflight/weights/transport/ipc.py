@@ -50,15 +50,14 @@ class IpcSender:
         return self._store.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Lets all ranks pull their parts of `buffer`, and sums these parts meanwhile; returns when the ranks have
-        them."""
+        """Sums the ranks' parts of `buffer`, then lets all ranks pull them; returns when they have them."""
         number = self._sent
         self._sent += 1
         cuda.bind(buffer.device)
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
-        self._store.put(f"offer/{number}", export(buffer))
         with torch.cuda.stream(self._stream):
-            self._sums.post(number, buffer)  # a rank needs them when it has pulled
+            self._sums.post(number, buffer)  # before any rank reads: a buffer overwritten meanwhile has other sums
+        self._store.put(f"offer/{number}", export(buffer))
         for rank in range(1, self._size):
             reason = self._store.take(f"done/{number}/{rank}", f"transport rank {rank}", "send", drop=True)
             if reason:

@@ -41,15 +41,14 @@ class NcclSender:
         return self._store.address
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Broadcasts bucket by bucket, and sums the ranks' parts meanwhile; returns when `buffer` may be written
-        again."""
+        """Sums the ranks' parts, then broadcasts bucket by bucket; returns when `buffer` may be written again."""
         number = self._sent
         self._sent += 1
         cuda.bind(buffer.device)
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
         with torch.cuda.stream(self._stream):
+            self._sums.post(number, buffer)  # before any rank reads: a buffer overwritten meanwhile has other sums
             works = [self._group.broadcast(buffer[b.offset : b.offset + b.nbytes]) for b in buckets]
-            self._sums.post(number, buffer)  # before the stream waits for the broadcasts
             sent = [_behind(work, self._stream) for work in works]
         for done in sent:
             self._group.finish(done, "send")

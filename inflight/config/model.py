@@ -11,7 +11,7 @@ from inflight.config.checks import require
 @dataclass(frozen=True)
 class ModelConfig:
     """The model that all processes start from. `name` is a directory, a model of the Hugging Face hub (`OWNER/NAME`),
-    or one of `smollm2`, `tiny`, `tiny-untied` (see models.py)."""
+    or one of `smollm2`, `tiny`, `tiny-untied` (see inflight/models/)."""
 
     name: str
     revision: str = ""

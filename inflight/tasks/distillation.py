@@ -38,7 +38,7 @@ class Distillation:
 
     seed: int
     teacher: str
-    """Base address of a vLLM server (`http…`), or a model: a name or a directory (models.py). Each of the actor's
+    """Base address of a vLLM server (`http…`), or a model: a name or a directory (models/). Each of the actor's
     scoring processes loads one; `rollout.reward_workers=1` limits them to one."""
     task: str
     """The task that provides the questions."""

@@ -8,8 +8,8 @@ import shutil
 import pytest
 import torch
 
+from inflight.models.remote_code import RemoteCodeError, require_code
 from inflight.prompts import ModelTokens
-from inflight.remote_code import RemoteCodeError, require_code
 from inflight.trainer.policy import load_policy
 
 CONFIGURATION = """

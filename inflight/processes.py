@@ -81,6 +81,10 @@ class Processes:
         """Names of the processes that have not ended."""
         return [name for name, (_, handle) in self._running.items() if handle.poll() is None]
 
+    def hosts(self) -> dict[str, str]:
+        """Process → the host that it is on, of those that are not on this one."""
+        return {name: handle.address for name, (_, handle) in self._running.items() if handle.address}
+
     def wait(self, names: Sequence[str], timeout_s: float) -> None:
         """Gives the named processes up to `timeout_s` to end by themselves."""
         deadline = time.monotonic() + timeout_s
@@ -98,8 +102,8 @@ class Processes:
     def stop(self) -> list[str]:
         """Sends SIGTERM to each process, then SIGKILL to the processes and descendants that remain after the grace.
 
-        Takes at most the grace, THERE_S more if some are on other hosts, and KILL_WAIT_S. Returns the names of the
-        processes that did not stop within that time.
+        Takes at most the grace, THERE_S more if some are on other hosts, and three times KILL_WAIT_S. Returns the names
+        of the processes that did not stop within that time.
         """
         for _, handle in self._running.values():
             handle.stop()
@@ -108,13 +112,19 @@ class Processes:
         late = self.running()
         for _, handle in self._running.values():
             handle.kill()
-        kill_all(lambda: living_of(set(psutil.Process().children(recursive=True)) - self._others))
+        kill_all(lambda: [each for each in self._descendants() if not is_tracker(each)])
+        psutil.wait_procs(self._descendants(), timeout=KILL_WAIT_S)  # trackers free shared memory and end
+        kill_all(self._descendants)
         for _, handle in self._running.values():
             handle.poll()
         self._running.clear()
         if self._elsewhere is not None:
             self._elsewhere.close()
         return late
+
+    def _descendants(self) -> list[psutil.Process]:
+        """Those of this process that live, without what it had before."""
+        return living_of(set(psutil.Process().children(recursive=True)) - self._others)
 
     def __enter__(self) -> Processes:
         return self

@@ -159,7 +159,7 @@ class Rollout(Record, omit_defaults=True):
     """Seconds after `finished` that scoring took, failed attempts and pauses included, the wait for the group's other
     samples not; 0: it was not measured."""
     actor: Annotated[str, Meta(max_length=512)] = ""
-    """The actor that had it sampled and scored; empty: it was not recorded."""
+    """The actor that had it sampled and scored, by its own clock; empty: it was not recorded."""
     pieces: Annotated[list[GeneratorSpan], Meta(max_length=1 << 16)] = []
     """Which generator made which tokens, if one was lost and another one continued the sequence; empty: `generator`
     made all, otherwise it made the last piece."""

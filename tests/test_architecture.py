@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "vocabulary": set(),
     "resources": set(),
     "metrics": set(),
+    "clocks": {"messages", "metrics"},
     "packed_logprobs": {"arrays"},
     "completions": {"arrays", "http_body", "packed_logprobs", "types", "config"},
     "surroundings": set(),
@@ -146,7 +147,7 @@ MAY_IMPORT = {
     "doctor": {"config", "exits", "launcher", "models", "patching", "surroundings", "weights"},
     "prometheus": {"config", "listening"},
     "view": {"config", "exits", "metrics", "report", "types"},
-    "report": {"types", "audit", "config", "exits", "groups", "metrics", "rollout"},
+    "report": {"types", "audit", "clocks", "config", "exits", "groups", "metrics", "rollout"},
     "export": {"config", "exits", "merge", "trainer"},
     "merge": {"base_digest"},
 }

@@ -48,7 +48,9 @@ async def work(config: RunConfig, name: str) -> bool:
             Link(config.endpoint("rollouts"), name, config.bus) as link,
             Link(config.endpoint("status"), name, config.bus) as status,
         ):
-            async with Pool(session, config.generator_names(), routing.url_of, most=connections()) as pool:
+            async with Pool(
+                session, config.generator_names(), routing.url_of, most=connections(), listed=routing.names
+            ) as pool:
                 sampler = Sampler(
                     config.rollout,
                     config.request_seed,

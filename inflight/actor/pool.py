@@ -54,15 +54,24 @@ class Pool:
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, names: list[str], url_of: Callable[[str], str], *, most: int = 1 << 16
+        self,
+        session: aiohttp.ClientSession,
+        names: list[str],
+        url_of: Callable[[str], str],
+        *,
+        most: int = 1 << 16,
+        listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """`url_of` returns a generator's current URL and raises OSError while it must not get requests.
 
-        At most `most` leases exist at a time, which bounds the number of open connections.
+        At most `most` leases exist at a time, which bounds the number of open connections. `listed` returns the names
+        of generators that get requests: those beyond `names` are in the pool for as long.
         """
         self._session = session
         self._free = asyncio.Semaphore(most)
         self._url_of = url_of
+        self._listed = listed
+        self._configured = frozenset(names)
         self.generators = {name: Generator(name) for name in names}
         self._came_up = asyncio.Condition()
         self._probing: asyncio.Task[None] | None = None
@@ -136,12 +145,17 @@ class Pool:
             async with asyncio.TaskGroup() as all_of_them:  # one that hangs does not delay the others
                 for generator in self.generators.values():
                     all_of_them.create_task(self._watch(generator), name=f"probe {generator.name}")
+                while True:
+                    for name in set(self._listed()) - self.generators.keys():
+                        self.generators[name] = Generator(name)
+                        all_of_them.create_task(self._watch(self.generators[name]), name=f"probe {name}")
+                    await asyncio.sleep(PROBE_EVERY_S)
         finally:
             async with self._came_up:
                 self._came_up.notify_all()
 
     async def _watch(self, generator: Generator) -> None:
-        while True:
+        while self._is_known(generator):
             url = self._url(generator)
             if generator.up and url != generator.url:
                 self.mark_down(generator)
@@ -151,6 +165,10 @@ class Pool:
                     generator.up = True
                     self._came_up.notify_all()
             await asyncio.sleep(PROBE_EVERY_S)
+        del self.generators[generator.name]
+
+    def _is_known(self, generator: Generator) -> bool:
+        return generator.name in self._configured or generator.load > 0 or generator.name in self._listed()
 
     def _url(self, generator: Generator) -> str | None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from inflight.types import Routes
 
 
@@ -11,6 +13,10 @@ class Routing:
     def __init__(self) -> None:
         self.routes: Routes | None = None
         """None: nothing was heard yet."""
+
+    def names(self) -> Collection[str]:
+        """The generators that get requests."""
+        return self.routes.generators.keys() if self.routes is not None else ()
 
     def url_of(self, generator: str) -> str:
         """The URL of a generator. Raises OSError while it must not get requests."""

@@ -11,9 +11,21 @@ makes them for every TCP address.
 """
 
 from inflight.bus.endpoint import BusError, PeerLost
-from inflight.bus.keys import make_keys
+from inflight.bus.keys import add_key, make_keys, remove_key
 from inflight.bus.link import Link
 from inflight.bus.listener import Listener, Lost, Received
 from inflight.bus.pump import Arrivals, pumped
 
-__all__ = ["Arrivals", "BusError", "Link", "Listener", "Lost", "PeerLost", "Received", "make_keys", "pumped"]
+__all__ = [
+    "Arrivals",
+    "BusError",
+    "Link",
+    "Listener",
+    "Lost",
+    "PeerLost",
+    "Received",
+    "add_key",
+    "make_keys",
+    "pumped",
+    "remove_key",
+]

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import zmq
 import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 LISTENER = "listener"
@@ -34,14 +33,29 @@ def make_keys(folder: Path, names: Iterable[str]) -> None:
     """Makes new key pairs for the listeners and the named processes. Raises OSError when they can't be written."""
     before = os.umask(0o077)
     try:
-        allowed = folder / "allowed"
-        allowed.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for name in (LISTENER, *names):
-            public, _ = zmq.auth.create_certificates(folder, name)
-            if name != LISTENER:
-                os.replace(public, allowed / Path(public).name)
+        (folder / "allowed").mkdir(mode=0o700, parents=True, exist_ok=True)
+        zmq.auth.create_certificates(folder, LISTENER)
+        for name in names:
+            add_key(folder, name)
     finally:
         os.umask(before)
+
+
+def add_key(folder: Path, name: str) -> None:
+    """Makes a new key pair for one process; listeners accept it from now on. Raises OSError when it can't be
+    written."""
+    before = os.umask(0o077)
+    try:
+        public, _ = zmq.auth.create_certificates(folder, name)
+        os.replace(public, folder / "allowed" / Path(public).name)
+    finally:
+        os.umask(before)
+
+
+def remove_key(folder: Path, name: str) -> None:
+    """Listeners accept no new connection with the key of a process any more; no effect when it has none."""
+    for path in (folder / "allowed" / f"{name}.key", folder / f"{name}.key_secret"):
+        path.unlink(missing_ok=True)
 
 
 def derive_keys(folder: Path, token: str, name: str) -> None:
@@ -74,24 +88,12 @@ def needed(endpoint: str) -> bool:
         return host != "localhost"
 
 
-def guard(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> ThreadAuthenticator:
-    """Restricts a listening socket to the allowed keys; stop the returned authenticator after closing the socket.
-
-    When it raises (KeysError, or ZMQError for a key that ZeroMQ refuses), the authenticator has ended: its thread would
-    keep the context's end waiting.
-    """
+def guard(socket: zmq.Socket[bytes], folder: Path) -> None:
+    """Gives a listening socket its key pair: a connection needs keys then, and an authenticator that accepts them."""
     public, secret = _load(folder / f"{LISTENER}.key_secret")
-    authenticator = ThreadAuthenticator(context)
-    try:
-        authenticator.start()
-        authenticator.configure_curve(domain="*", location=str(folder / "allowed"))
-        socket.curve_publickey = public
-        socket.curve_secretkey = secret
-        socket.curve_server = True
-    except BaseException:
-        authenticator.stop()
-        raise
-    return authenticator
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
+    socket.curve_server = True
 
 
 def identify(socket: zmq.Socket[bytes], identity: str, folder: Path) -> None:
@@ -102,9 +104,9 @@ def identify(socket: zmq.Socket[bytes], identity: str, folder: Path) -> None:
     socket.curve_serverkey = _load(folder / f"{LISTENER}.key", secret=False)[0]
 
 
-def owners(folder: Path) -> dict[str, str]:
-    """Allowed public key → the name of the process that it belongs to."""
-    return {_load(path, secret=False)[0].decode(): path.stem for path in (folder / "allowed").glob("*.key")}
+def public_key(path: Path) -> str:
+    """The public key in a file. Raises KeysError when it holds none."""
+    return _load(path, secret=False)[0].decode()
 
 
 def name_of(identity: str) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
 
 from inflight.bus import keys
 from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint, PeerLost
+from inflight.bus.round_trips import RoundTrips
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, Goodbye, Heartbeat, encode
 
@@ -21,13 +23,23 @@ FIRST_CONTACT_S = 300.0
 class Link(Endpoint):
     """The side that connects, under an identity such as `g0.r1`."""
 
-    def __init__(self, endpoint: str, identity: str, config: BusConfig, *, first_contact_s: float = FIRST_CONTACT_S):
-        """Connects in the background. Raises BusError for an invalid identity or address."""
+    def __init__(
+        self,
+        endpoint: str,
+        identity: str,
+        config: BusConfig,
+        *,
+        first_contact_s: float = FIRST_CONTACT_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Connects in the background. `clock` is this host's, with Unix time in seconds. Raises BusError for an invalid
+        identity or address."""
         if not IDENTITY.fullmatch(identity):
             raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
         super().__init__(zmq.DEALER, identity, config, endpoint)
         self._endpoint = endpoint
         self._next_beat = 0.0
+        self._trips = RoundTrips(clock)
         self._leaving = False
         self._deadline = time.monotonic() + first_contact_s
         with self._opening(f"connect to {endpoint}", zmq.ZMQError, keys.KeysError):
@@ -79,9 +91,12 @@ class Link(Endpoint):
             self._deadline = time.monotonic() + self._config.dead_after_s
             if not isinstance(message, Heartbeat):
                 self._put(message, len(frame))
+            elif message.answers:
+                self._trips.answered(message.answers, message.sent)
 
     def _tend(self, now: float) -> None:
         if now >= self._next_beat and not self._leaving:  # a heartbeat after the goodbye would look like a new peer
             self._next_beat = now + self._config.heartbeat_s
             with contextlib.suppress(zmq.Again):
-                self._socket.send(encode(Heartbeat()), zmq.NOBLOCK)
+                beat = Heartbeat(sent=self._trips.now(), offset=self._trips.best)
+                self._socket.send(encode(beat), zmq.NOBLOCK)

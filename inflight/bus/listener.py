@@ -5,19 +5,22 @@ from __future__ import annotations
 import collections
 import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from inflight.bus import keys
+from inflight.bus.allowed import AllowedKeys
 from inflight.bus.claim import AddressClaim, ClaimError
 from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint
 from inflight.bus.handshakes import Handshakes
 from inflight.bus.rate import Rate
 from inflight.config import BusConfig
-from inflight.messages import AnyMessage, Goodbye, Heartbeat, Refused, encode
+from inflight.messages import AnyMessage, ClockOffset, Goodbye, Heartbeat, Refused, encode
 
 MAX_NAMES = 4096
 """Number of names whose connections are remembered; of each, the newest KNOWN_EACH."""
@@ -55,27 +58,35 @@ class Lost:
 class Listener(Endpoint):
     """The side that binds. `endpoint` is resolved: a `tcp://127.0.0.1:*` shows its port."""
 
-    def __init__(self, endpoint: str, config: BusConfig) -> None:
-        """Raises BusError when the address can't be bound, another process listens on it, or other hosts can reach it
-        and there are no keys."""
+    def __init__(self, endpoint: str, config: BusConfig, *, clock: Callable[[], float] = time.time) -> None:
+        """`clock` is this host's, with Unix time in seconds.
+
+        Raises BusError when the address can't be bound, another process listens on it, or other hosts can reach it and
+        there are no keys.
+        """
         super().__init__(zmq.ROUTER, endpoint, config, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a Link that reconnects after its connection broke
         self._peers: dict[str, _Peer] = {}
+        self._clock = clock
+        self._offsets: dict[str, ClockOffset] = {}
         self._known: dict[str, collections.deque[bytes]] = {}
         """Name → connections on which it was heard, in the order of their first message."""
         self._rate = Rate()
-        self._authenticator = None
-        self._owners: dict[str, str] = {}
-        """Public key → name, if keys are used."""
+        self._authenticator: ThreadAuthenticator | None = None
+        self._allowed: AllowedKeys | None = None
+        """None: no keys are used."""
         self._handshakes = Handshakes(self._socket, self.refusals)
         self._claim: AddressClaim | None = None
         with self._opening(f"listen on {endpoint}", zmq.ZMQError, keys.KeysError, ClaimError, OSError):
             if keys.needed(endpoint) and not config.keys:
                 raise BusError(f"{endpoint} can be reached by other hosts: it needs keys (bus.keys)")
             if config.keys:
-                self._owners = keys.owners(Path(config.keys))
-                self._authenticator = keys.guard(self._socket, self._context, Path(config.keys))
+                self._allowed = AllowedKeys(Path(config.keys))
+                keys.guard(self._socket, Path(config.keys))
+                self._authenticator = ThreadAuthenticator(self._context)
+                self._authenticator.start()
+                self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._allowed)
             self._claim = AddressClaim(endpoint)
             self._socket.bind(endpoint)
         self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -96,6 +107,10 @@ class Listener(Endpoint):
         """Identities of the peers that are presumed alive."""
         return set(self._peers)
 
+    def offsets(self) -> dict[str, ClockOffset]:
+        """Peer → how far this host's clock is ahead of its host's, of those that have measured it."""
+        return dict(self._offsets)
+
     def _send_frame(self, peer: str, frame: bytes) -> None:
         """Sends to the peer's latest connection; a frame for a peer that was lost meanwhile is discarded."""
         if peer not in self._peers:
@@ -108,6 +123,7 @@ class Listener(Endpoint):
             self._lose(peer)
 
     def _lose(self, peer: str, *, asked: bool = False) -> None:
+        self._offsets.pop(peer, None)
         if self._peers.pop(peer, None) is not None:
             self._put(Lost(peer, asked), 0)
 
@@ -144,8 +160,11 @@ class Listener(Endpoint):
         self._peers[peer] = _Peer(address, time.monotonic())
         if isinstance(message, Heartbeat):
             # A full queue proves life without a heartbeat; a closed peer may have sent more, and its goodbye, before.
+            answer = Heartbeat(sent=self._clock(), answers=message.sent)
             with contextlib.suppress(zmq.ZMQError):
-                self._socket.send_multipart([address, encode(Heartbeat())], zmq.NOBLOCK)
+                self._socket.send_multipart([address, encode(answer)], zmq.NOBLOCK)
+            if message.offset is not None:
+                self._offsets[peer] = message.offset
         else:
             self._put(Received(peer, message, len(frame)), len(frame))
 
@@ -166,9 +185,9 @@ class Listener(Endpoint):
 
     def _owns(self, frame: zmq.Frame, peer: str) -> bool:
         """Whether a message came with the key of the process that it names; True if no keys are used."""
-        if self._authenticator is None:
+        if self._allowed is None:
             return True
-        return self._owners.get(str(frame.get("User-Id"))) == keys.name_of(peer)
+        return self._allowed.owner_of(str(frame.get("User-Id"))) == keys.name_of(peer)
 
     def _free(self) -> None:
         self._handshakes.close()

@@ -40,7 +40,7 @@ IDLE = (
     Idle("generator.swap", lambda run: bool(run.trainer.adapter), "adapters have one way to swap"),
     Idle("trainer.rank_timeout_s", lambda run: run.trainer.processes == 1, "trainer.processes is 1"),
     Idle("rollout.kept_tokens", lambda run: not run.rollout.cuts, "rollout.top_p, top_k and min_p exclude no tokens"),
-    Idle("rollout.together_from_tokens", lambda run: run.generator.count == 1, "there is one generator"),
+    Idle("rollout.together_from_tokens", lambda run: run.most_of("generator") == 1, "there is one generator"),
     Idle(
         "generator.share_prefix_across_versions rollout.together_from_tokens",
         lambda run: not run.generator.prefix_caching,
@@ -78,7 +78,12 @@ IDLE = (
         lambda run: not run.hosts.by_ray,
         "only with hosts.starter=ray, and without hosts.names and hosts.actors, Ray chooses the nodes",
     ),
-    Idle("hosts.actors_join", lambda run: run.hosts.starter != "join", "hosts.starter is not join"),
+    Idle(
+        "hosts.actors_join hosts.most_generators",
+        lambda run: run.hosts.starter != "join",
+        "hosts.starter is not join",
+    ),
+    Idle("hosts.most_actors", lambda run: not run.hosts.actors_join, "hosts.actors_join is false"),
     Idle("launch.restart_delay_s", lambda run: run.launch.restarts == 0, "launch.restarts is 0"),
 )
 

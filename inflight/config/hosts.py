@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-from inflight.config.checks import require, require_fields
+from inflight.config.checks import MAX_PROCESSES, require, require_fields
 from inflight.config.network import parted
 
 STARTERS = ("local", "ssh", "join", "ray")
@@ -22,7 +22,7 @@ class HostsConfig:
 
     starter: str = "local"
     """`local`: on the launcher's host. `ssh`: on `names` and `actors`, to which the launcher connects. `join`: wherever
-    `inflight join` is run; `generator.count` is then the most generators that there may be. `ray`: on nodes of a Ray
+    `inflight join` is run; `generator.count` is then the most generators that are waited for. `ray`: on nodes of a Ray
     cluster, those of `names` and `actors` or, without any, those that Ray chooses, for actors too."""
     names: list[str] = field(default_factory=list)
     """Destinations of ssh, [USER@]HOST, for generators in turn; `local` is the launcher's host. With several generators
@@ -31,6 +31,11 @@ class HostsConfig:
     """The same for actors; empty: the launcher's host."""
     actors_join: bool = False
     """With `join`: actors run where `inflight join --kind actor` does, not on the launcher's host."""
+    most_generators: int = 0
+    """With `join`: as many generators may be there at once; those beyond `generator.count` are admitted as hosts offer
+    themselves, and are no loss when they leave. 0: `generator.count`."""
+    most_actors: int = 0
+    """The same for actors, with `actors_join`. 0: `rollout.actors`."""
     python: str = ""
     """The command of Python on those hosts, split as a shell does it; empty: the path of the launcher's."""
     ssh: str = ""
@@ -49,6 +54,7 @@ class HostsConfig:
                 fits = DESTINATION.fullmatch(each) is not None and not each.startswith("-")
                 require(fits, f"hosts.{name}", each, "[USER@]HOST")
         require_fields(self, "hosts", "lease_s ray_placement_timeout_s", least=1)
+        require_fields(self, "hosts", "most_generators most_actors", least=0, most=MAX_PROCESSES)
         allowed = "auto, or the IP address and the port of a cluster that this host is a node of"
         require(self.ray == "auto" or _is_socket(self.ray), "hosts.ray", self.ray, allowed)
         for name, text in (("python", self.python), ("ssh", self.ssh)):

@@ -83,6 +83,9 @@ class RunConfig:
         require_rewards(self.rewards)
         self._require_scores()
         require_known(self.trackers)
+        for kind, most in (("generator", self.hosts.most_generators), ("actor", self.hosts.most_actors)):
+            count = self.count_of(kind)
+            require(most == 0 or most >= count, f"hosts.most_{kind}s", most, f"0, or at least the configured {count}")
         self.eval.require_fits(limit, self.generator.count, self.trainer)
         sequences = self.trainer.groups_per_step * self.rollout.group_size
         ranks = self.trainer.processes
@@ -144,6 +147,21 @@ class RunConfig:
     def generator_names(self) -> list[str]:
         """`g0`, `g1`, …: the names of generators in messages, metrics and rollouts."""
         return [f"g{i}" for i in range(self.generator.count)]
+
+    def count_of(self, kind: str) -> int:
+        """How many generators or actors are configured."""
+        return self.generator.count if kind == "generator" else self.rollout.actors
+
+    def most_of(self, kind: str) -> int:
+        """How many generators or actors may be there at once."""
+        most = self.hosts.most_generators if kind == "generator" else self.hosts.most_actors
+        return max(most, self.count_of(kind))
+
+    def is_generator(self, name: str) -> bool:
+        """Whether a generator of the run may have this name; those that are admitted later are numbered on."""
+        named = re.fullmatch(r"g(0|[1-9][0-9]{0,5})", name)
+        further = self.most_of("generator") > self.generator.count
+        return named is not None and (further or int(named[1]) < self.generator.count)
 
     def rank_names(self) -> list[str]:
         """`trainer` and its further processes `trainer.1`, `trainer.2`, …"""

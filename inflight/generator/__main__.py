@@ -65,7 +65,7 @@ def _stop_start(signum: int, frame: FrameType | None) -> None:
 
 
 def _check_name(config: RunConfig, name: str) -> None:
-    if name not in config.generator_names():
+    if not config.is_generator(name):
         raise ConfigError(f"--name {name} is not one of {', '.join(config.generator_names())}")
 
 

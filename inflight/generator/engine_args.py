@@ -115,8 +115,7 @@ def worker_of(config: RunConfig, *, cpu: bool) -> str:
 def _engine_seed(config: RunConfig, name: str) -> int:
     """A different one for each generator: where requests have no seeds, two generators with the same seed would draw
     the same samples for a group."""
-    names = config.generator_names()
-    return (config.seed + (names.index(name) if name in names else 0)) % (1 << 32)
+    return (config.seed + (int(name[1:]) if config.is_generator(name) else 0)) % (1 << 32)
 
 
 def engine_values(config: RunConfig, name: str, worker: str) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from inflight.config import BusConfig, ConfigError
 from inflight.config.network import is_address, joined, parted
 from inflight.config.run import SERVICES
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
+from inflight.hosted.output import KeptOutput
 from inflight.hosted.running import run
 from inflight.messages import Finish, Join, Placed, Refused, Vacated
 from inflight.models import ModelError
@@ -76,15 +77,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             derive_keys(Path(folder), key, NAME)
             bus = BusConfig(dead_after_s=DEAD_AFTER_S, keys=folder)
             name = f"{NAME}.{secrets.token_hex(8)}"
-            with Link(endpoint_of(arguments.address), name, bus, first_contact_s=arguments.wait) as link:
-                return offer(link, Join(number=0, kind=arguments.kind, slot=slot, host=socket.gethostname()[:255]))
+            join = Join(number=0, kind=arguments.kind, slot=slot, host=socket.gethostname()[:255])
+            endpoint = endpoint_of(arguments.address)
+            with Link(endpoint, name, bus, first_contact_s=arguments.wait) as link, KeptOutput() as output:
+                return offer(link, join, output)
     except (ParcelError, ConfigError, ModelError) as error:
         return say_why("join", error, BAD_INPUT)
     except (BusError, OSError) as error:
         return say_why("join", error, GIVEN_UP)
 
 
-def offer(link: Link, join: Join) -> int:
+def offer(link: Link, join: Join, output: KeptOutput) -> int:
     """Runs what the launcher places here, one process after the other, until it needs this host no more (0).
 
     Raises PeerLost when it is not there (any more), ParcelError, ConfigError, ModelError or OSError for a process that
@@ -97,7 +100,9 @@ def offer(link: Link, join: Join) -> int:
             link.send(join)
         message = link.receive(AGAIN_S / 10)
         if isinstance(message, Placed) and message.number == join.number:
-            link.send(Vacated(number=join.number, code=_placed(link, unpacked(message.parcel))))
+            output.forget()
+            code = _placed(link, unpacked(message.parcel))
+            link.send(Vacated(number=join.number, code=code, output=output.last()))
             join = msgspec.structs.replace(join, number=join.number + 1)
             asked = -AGAIN_S
         elif isinstance(message, Finish):

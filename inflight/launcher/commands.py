@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from inflight.config import ConfigError, RunConfig
 from inflight.launcher import devices
@@ -20,24 +21,13 @@ def usual_commands(config: RunConfig) -> list[Command]:
 
     Raises ConfigError when the machine has too few GPUs (but some), or not the configured cores.
     """
-    run_dir = config.run_dir
     devices.require_cores(config)
     there = devices.available()
     devices.require_exportable(config, there, os.environ)
     seen = devices.assign(config, there)
 
     def command(name: str, kind: str, arguments: Sequence[str], threads: int, number: int = 0) -> Command:
-        cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
-        return Command(
-            name=name,
-            kind=kind,
-            argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", run_dir, *arguments[1:]],
-            log=config.path / "logs" / f"{name}.log",
-            environment=computing(threads) | ({"CUDA_VISIBLE_DEVICES": seen[name]} if name in seen else {}),
-            cores=tuple(cores),
-            host=config.hosts.of(kind, number),
-            slot=config.hosts.slot(number) if kind == "generator" else 0,
-        )
+        return _command(config, name, kind, arguments, threads, number, seen.get(name))
 
     trainer = config.trainer.threads
     generator = config.generator.threads
@@ -55,6 +45,30 @@ def usual_commands(config: RunConfig) -> list[Command]:
         ),
         *([command("evaluator", "evaluator", ["evaluation"], 1)] if config.eval.every else []),
     ]
+
+
+def joining_command(config: RunConfig, kind: str, number: int) -> Command:
+    """A generator or an actor that is not configured, for a host that joins."""
+    name = f"{kind[0]}{number}"
+    threads = config.generator.threads if kind == "generator" else 1
+    return replace(_command(config, name, kind, [kind, "--name", name], threads, number, None), configured=False)
+
+
+def _command(
+    config: RunConfig, name: str, kind: str, arguments: Sequence[str], threads: int, number: int, gpus: str | None
+) -> Command:
+    """`arguments`: the module of inflight that it runs, and the module's arguments but the run folder."""
+    cores = config.launch.affinity.get(name) or config.launch.affinity.get(kind) or ()
+    return Command(
+        name=name,
+        kind=kind,
+        argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", config.run_dir, *arguments[1:]],
+        log=config.path / "logs" / f"{name}.log",
+        environment=computing(threads) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
+        cores=tuple(cores),
+        host=config.hosts.of(kind, number),
+        slot=config.hosts.slot(number) if kind == "generator" else 0,
+    )
 
 
 def starter_of(config: RunConfig) -> Starter | None:

@@ -16,7 +16,7 @@ class LauncherMetrics:
     """What the launcher knows of the run's processes; scraped in another thread than it is set."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """`names`: all processes of the run."""
+        """`names`: all processes that are configured; others count only while they run."""
         self.running: Sequence[str] = ()
         """Those that run now."""
         self.failures = Counter(dict.fromkeys(names, 0))
@@ -27,7 +27,7 @@ class LauncherMetrics:
         self.registry.register(Scraped(self._families))
 
     def _families(self) -> Iterator[Metric]:
-        states = {name: int(name in self.running) for name in self._names}
+        states = dict.fromkeys(self._names, 0) | dict.fromkeys(self.running, 1)
         yield from gauges("inflight_launcher_process_running", "1 while the process runs.", "name", states)
         text = "How often a process has failed."
         yield from counters("inflight_launcher_process_failures", text, "name", dict(self.failures))

@@ -13,18 +13,21 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from inflight import config as configuration
 from inflight.bus import BusError, Listener, Received
+from inflight.clocks import ClockLog
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import environment
 from inflight.launcher.commands import starter_of, usual_commands
 from inflight.launcher.compose import compose, configurations
 from inflight.launcher.exported import LauncherMetrics
+from inflight.launcher.guests import Guests
 from inflight.launcher.interrupt import Interrupt
 from inflight.launcher.outcome import RunOutcome, report
 from inflight.launcher.preflight import ready_to_start, with_data
@@ -37,6 +40,7 @@ from inflight.processes import Ended, Processes
 from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.resources import folder as shipped
 from inflight.starters.base import Command
+from inflight.starters.joining import JoinStarter
 from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
 from inflight.view.progress import Progress
@@ -142,38 +146,51 @@ def _run(
     """Starts the processes and waits for the end. Returns how the run ended, and the names that had to be killed."""
     config = progress.config
     interrupt = Interrupt()
+    starter = starter_of(config)
+    guests = Guests(config, starter if isinstance(starter, JoinStarter) else None)
     with (
         View(progress, line_every_s=config.launch.line_every_s, kept=config.snapshot_file) as view,
-        Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter_of(config)) as processes,
+        Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter) as processes,
         interrupt,
     ):
-        restarts = Restarts(config)
-        targets = Targets(config)
         exported = LauncherMetrics([command.name for command in commands])
+        clocks = ClockLog(config.path)
+        parts = _Parts(processes, listener, view, Restarts(config), exported, clocks, Targets(config), guests)
         for command in commands:
             processes.start(command)
         with MetricsEndpoint(config, "launcher", exported.registry):
-            outcome = _watch(processes, listener, view, interrupt, restarts, exported, targets)
+            outcome = _watch(parts, interrupt)
         if outcome.failed is None and outcome.interrupted is None:
-            processes.wait([command.name for command in commands if command.kind in ASKS], timeout_s=10)
+            asking = [command.name for command in commands if command.kind in ASKS]
+            processes.wait([*asking, *guests.of(ASKS)], timeout_s=10)
         view.close()
         with stage("ending the run's processes"):
             return outcome, processes.stop()
 
 
-def _watch(
-    processes: Processes,
-    listener: Listener,
-    view: View,
-    interrupt: Interrupt,
-    restarts: Restarts,
-    exported: LauncherMetrics,
-    targets: Targets,
-) -> RunOutcome:
+@dataclass
+class _Parts:
+    """What the launcher has for a run."""
+
+    processes: Processes
+    listener: Listener
+    view: View
+    restarts: Restarts
+    exported: LauncherMetrics
+    clocks: ClockLog
+    targets: Targets
+    guests: Guests
+
+
+def _watch(run: _Parts, interrupt: Interrupt) -> RunOutcome:
     """Returns when the trainer is done, a process has failed permanently, or a signal came.
 
     Others may end before the trainer, with code 0, after its Finish message; then it must follow within FAREWELL_S.
     """
+    processes = run.processes
+    view = run.view
+    restarts = run.restarts
+    exported = run.exported
     gone: tuple[Ended, float] | None = None
     while True:
         if interrupt.received is not None:
@@ -182,12 +199,16 @@ def _watch(
         exported.running = processes.running()
         # Status messages sent before a process ended still count when a busy launcher reads them afterwards.
         known = [*exported.running, *(ended.command.name for ended in lately)]
-        _read_status(listener, view, restarts, targets, known)
+        _read_status(run.listener, view, restarts, run.targets, known)
+        run.clocks.note(run.listener.offsets(), processes.hosts())
         for ended in lately:
-            targets.ended(ended.command.name)
+            run.targets.ended(ended.command.name)
             if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:
                 return RunOutcome(trainer=ended)
-            if ended.code != DONE:
+            if (left := run.guests.left(ended)) is not None:
+                view.tell(f"inflight launch: {left}")
+                view.progress.forget(ended.command.name)
+            elif ended.code != DONE:
                 exported.failures[ended.command.name] += 1
                 planned = restarts.failed(ended)
                 if planned is None:
@@ -199,7 +220,7 @@ def _watch(
                 gone = gone or (ended, time.monotonic())
         if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
             return RunOutcome(failed=gone[0])
-        for command in restarts.due():
+        for command in (*restarts.due(), *run.guests.due()):
             processes.start(command)
         view.refresh()
 

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from inflight.arrays import from_msgpack, to_msgpack
-from inflight.messages.base import Message, Text
+from inflight.messages.base import Message, Seconds, Text
 from inflight.messages.evaluation import Evaluate as Evaluate
 from inflight.messages.evaluation import Evaluated as Evaluated
 from inflight.messages.evaluation import EvaluatorHello as EvaluatorHello
@@ -46,7 +46,7 @@ from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
 from inflight.types import Name
 
-SCHEMA = 9
+SCHEMA = 10
 MAX_FRAME_BYTES = 64 << 20
 """Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 
@@ -58,8 +58,23 @@ class WireError(ValueError):
 # --- any endpoint -------------------------------------------------------------------------------------------------
 
 
+class ClockOffset(msgspec.Struct, frozen=True, array_like=True):
+    """By how many seconds the clock of a listener's host is ahead of that of the process that has asked for its time,
+    give or take half of the round trip (bus/round_trips.py)."""
+
+    ahead_s: float
+    round_trip_s: Seconds
+
+
 class Heartbeat(Message, tag=True):
-    """Sent by both sides at the bus's interval; has no content, proves that the peer lives."""
+    """Proves that the peer lives: sent by a link at the bus's interval, and answered at once by its listener."""
+
+    sent: float = 0.0
+    """Unix time of its sender; 0: it does not say."""
+    answers: float = 0.0
+    """`sent` of the heartbeat that this one answers; 0: it answers none."""
+    offset: ClockOffset | None = None
+    """What the link has found from earlier answers."""
 
 
 class Goodbye(Message, tag=True):

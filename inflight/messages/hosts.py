@@ -34,3 +34,5 @@ class Vacated(Message, tag=True):
 
     number: Count
     code: Annotated[int, Meta(ge=-255, le=255)]
+    output: Annotated[str, Meta(max_length=1 << 16)] = ""
+    """The end of what it has printed."""

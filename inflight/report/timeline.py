@@ -2,7 +2,8 @@
 
 Each process notes Unix time for moments and the monotonic clock for durations. On one host all read the same two
 clocks, so that spans of different processes can be compared; both are only as far apart as the system's time is
-corrected during the run.
+corrected during the run. What an actor on another host has noted is moved by the offset that was measured (clocks.py);
+all other moments are noted by the trainer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inflight.clocks import Clocks
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report.html import series
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -55,10 +57,10 @@ class Timeline:
             found.events += _swap(line)
         for line in read_lines(run_dir / EVAL_FILE):
             found.events += _evaluation(line)
-        found._sequences(run_dir / ROLLOUTS_FILE, most)
+        found._sequences(run_dir / ROLLOUTS_FILE, most, Clocks(run_dir))
         return found
 
-    def _sequences(self, path: Path, most: int) -> None:
+    def _sequences(self, path: Path, most: int, clocks: Clocks) -> None:
         last: deque[Rollout] = deque(maxlen=most)
         total = 0
         try:
@@ -70,7 +72,8 @@ class Timeline:
         if total > most:
             self.notes.append(f"the last {most} of {total} sequences are shown (--sequences)")
         for rollout in last:
-            self.events += _sequence(rollout)
+            self.events += _sequence(rollout, clocks)
+        self.notes += clocks.notes()
 
     def chrome(self) -> list[dict[str, Any]]:
         """As Chrome's trace event format has them: complete events in microseconds; spans of a track that overlap get
@@ -182,7 +185,7 @@ def _evaluation(line: Mapping[str, Any]) -> list[TimeSpan]:
     return [TimeSpan("evaluator", "evaluations", f"evaluate {line.get('version')}", start, took, figures)]
 
 
-def _sequence(rollout: Rollout) -> list[TimeSpan]:
+def _sequence(rollout: Rollout, clocks: Clocks) -> list[TimeSpan]:
     if not (math.isfinite(rollout.started) and math.isfinite(rollout.finished)):
         return []
     spans = [f"{span.version} from token {span.start}" for span in rollout.turn.token_versions]
@@ -194,8 +197,9 @@ def _sequence(rollout: Rollout) -> list[TimeSpan]:
         "finish": rollout.turn.finish_reason,
     }
     took = max(rollout.finished - rollout.started, 0.0)
-    found = [TimeSpan(rollout.generator, "sequences", rollout.rollout_id, rollout.started, took, figures)]
+    started = clocks.aligned(rollout.actor, rollout.started)
+    found = [TimeSpan(rollout.generator, "sequences", rollout.rollout_id, started, took, figures)]
     if rollout.score_s > 0:
         text = f"score {rollout.rollout_id}"
-        found.append(TimeSpan(rollout.actor or "actors", "rewards", text, rollout.finished, rollout.score_s, figures))
+        found.append(TimeSpan(rollout.actor or "actors", "rewards", text, started + took, rollout.score_s, figures))
     return found

@@ -38,6 +38,8 @@ class Command:
     """Where it runs, as its starter names hosts; empty: this host."""
     slot: int = 0
     """How many processes of its kind, that compute on GPUs as well, are on its host before it."""
+    configured: bool = True
+    """The run is to have it. Others are admitted as hosts join, and are not restarted."""
 
 
 class Handle(Protocol):

@@ -23,8 +23,8 @@ import msgspec
 from inflight.bus import BusError, Listener, Lost, Received
 from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, ConfigError, RunConfig
-from inflight.exits import STOPPED
-from inflight.messages import AnyMessage, Finish, Join, Placed, Vacated
+from inflight.exits import DONE, STOPPED
+from inflight.messages import AnyMessage, Finish, Join, Placed, Refused, Vacated
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.parcel import Parcel, body_of, parcel_of
 
@@ -44,9 +44,10 @@ class JoinHandle:
 
     pid: int | None = None
 
-    def __init__(self, starter: JoinStarter, parcel: Parcel) -> None:
+    def __init__(self, starter: JoinStarter, parcel: Parcel, command: Command) -> None:
         self._starter = starter
         self.parcel = parcel
+        self.command = command
         self.address = ""
         """The host's name; empty while it waits for one."""
         self.offer: tuple[str, int] | None = None
@@ -88,6 +89,10 @@ class JoinStarter:
         self._waiting: collections.deque[JoinHandle] = collections.deque()
         self._placed: dict[str, JoinHandle] = {}
         """Peer → the process that it runs."""
+        self._unserved: dict[str, str] = {}
+        """Peer that has offered itself and got no process → the kind that it would run."""
+        self._failures: collections.Counter[str] = collections.Counter()
+        """Peer → how many processes that are not configured have failed there, one after the other."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="joins", daemon=True)
         self._thread.start()
@@ -95,10 +100,16 @@ class JoinStarter:
     def start(self, command: Command) -> JoinHandle:
         """See Starter: the process waits for a host, without a limit of its own. Raises ConfigError for a process that
         has to run here."""
-        handle = JoinHandle(self, parcel_of(self._config, command))
+        handle = JoinHandle(self, parcel_of(self._config, command), command)
         with self._lock:
             self._waiting.append(handle)
         return handle
+
+    def unserved(self, kind: str) -> int:
+        """How many hosts have offered to run a process of a kind and got none, beyond those for which one waits."""
+        with self._lock:
+            waiting = sum(handle.parcel.kind == kind for handle in self._waiting)
+            return max(sum(each == kind for each in self._unserved.values()) - waiting, 0)
 
     def stop(self, handle: JoinHandle) -> None:
         """Asks for a process's end; one that waits for a host has ended."""
@@ -122,28 +133,50 @@ class JoinStarter:
             event = self._listener.receive(_POLL_S)
             with self._lock:
                 if isinstance(event, Lost):
-                    self._end(event.peer, UNREACHABLE)
+                    self._lose(event.peer)
+                    self._unserved.pop(event.peer, None)
+                    self._failures.pop(event.peer, None)
                 elif isinstance(event, Received):
                     self._hear(event.peer, event.message)
 
     def _hear(self, peer: str, message: AnyMessage) -> None:
         placed = self._placed.get(peer)
         if isinstance(message, Vacated) and placed is not None and placed.offer == (peer, message.number):
+            self._count(peer, placed, message.code)
+            _append(placed, f"(the end of its output on {placed.address}, code {message.code})\n{message.output}")
             self._end(peer, message.code)
         elif isinstance(message, Join) and (placed is None or placed.offer != (peer, message.number)):
-            self._end(peer, UNREACHABLE)  # one that makes a new offer does not run it any more
-            self._place(peer, message)
+            self._lose(peer)  # one that makes a new offer does not run it any more
+            if self._failures[peer] > self._config.launch.restarts:
+                said = f"{self._failures[peer]} processes have failed there, one after the other (launch.restarts)"
+                self._send(peer, Refused(reason=said))
+            else:
+                self._place(peer, message)
+
+    def _count(self, peer: str, handle: JoinHandle, code: int) -> None:
+        """Those that are configured are counted by the launcher, which may give them up."""
+        if handle.command.configured or code in (DONE, STOPPED):
+            self._failures[peer] = 0
+        else:
+            self._failures[peer] += 1
 
     def _place(self, peer: str, offer: Join) -> None:
         handle = next((each for each in self._waiting if each.parcel.kind == offer.kind), None)
         if handle is None:
+            self._unserved[peer] = offer.kind
             return
         parcel = msgspec.structs.replace(handle.parcel, slot=offer.slot)
         if self._send(peer, Placed(number=offer.number, parcel=body_of(parcel))):
             self._waiting.remove(handle)
+            self._unserved.pop(peer, None)
             handle.offer = (peer, offer.number)
             handle.address = offer.host
             self._placed[peer] = handle
+
+    def _lose(self, peer: str) -> None:
+        if (handle := self._placed.get(peer)) is not None:
+            _append(handle, f"({handle.address} is gone; its output has stayed there)")
+        self._end(peer, UNREACHABLE)
 
     def _end(self, peer: str, code: int) -> None:
         handle = self._placed.pop(peer, None)
@@ -155,6 +188,15 @@ class JoinStarter:
             self._listener.send(peer, message)
             return True
         return False
+
+
+def _append(handle: JoinHandle, text: str) -> None:
+    """To the log of a process, which nothing else is written to here."""
+    if (path := handle.command.log) is not None:
+        with contextlib.suppress(OSError):  # a full disk must not end this thread
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as log:
+                log.write(text.rstrip("\n") + "\n")
 
 
 def _key(config: RunConfig, environment: Mapping[str, str]) -> tuple[str, str]:

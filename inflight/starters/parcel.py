@@ -38,7 +38,7 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """See the module. Refused by another release of inflight, whose configuration may mean something else."""
 
     inflight: Annotated[str, Meta(max_length=64)]
-    name: Annotated[str, Meta(pattern="^[ag][0-9]{1,4}$")]
+    name: Annotated[str, Meta(pattern="^[ag][0-9]{1,6}$")]
     kind: Annotated[str, Meta(pattern="^(generator|actor)$")]
     slot: Annotated[int, Meta(ge=0, le=1024)]
     trainer: Annotated[str, Meta(max_length=64)]

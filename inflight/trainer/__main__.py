@@ -139,6 +139,7 @@ def _publisher(
 ) -> Publisher:
     from inflight.weights.publish.publisher import Publisher
 
+    guests = config.most_of("generator") > config.generator.count
     return Publisher(
         source,
         listener,
@@ -149,6 +150,7 @@ def _publisher(
         routes_file=config.routes_file,
         network=config.network,
         elastic=config.hosts.starter == "join",
+        guest_ranks=config.generator.tensor_parallel_size if guests else 0,
     )
 
 

@@ -54,7 +54,7 @@ def _gate(progress: Progress) -> Iterator[str]:
 
 def _generators(progress: Progress) -> Iterator[str]:
     trainer = progress.of("trainer")
-    for name in progress.config.generator_names():
+    for name in progress.generators():
         behind = whole(trainer.get(f"behind_{name}"))
         state = str(trainer.get(f"state_{name}", ""))
         if state == "POISONED":

@@ -104,7 +104,7 @@ def generators(progress: Progress, most: int) -> Table:
     table.add_column("next version", min_width=16)
     for name in ("tokens/s", "running", "waiting"):
         table.add_column(name, justify="right")
-    names = progress.config.generator_names()
+    names = progress.generators()
     for name in names[:most]:
         values = progress.of(name)
         figures = [_figure(values, key) for key in ("tokens_per_s", "running", "waiting")]

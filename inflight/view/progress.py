@@ -79,6 +79,11 @@ class Progress:
         counts = {str(reason): int(count) for reason, count in recorded.items()} if isinstance(recorded, dict) else {}
         return counts | {reason: count for reason, count in reported.items() if count}
 
+    def generators(self) -> list[str]:
+        """The configured generators, and those that have joined beyond them, by number."""
+        further = {name for name in self._latest if self.config.is_generator(name)}
+        return sorted(further.union(self.config.generator_names()), key=lambda name: int(name[1:]))
+
     @property
     def step(self) -> Value:
         """The last step that was reported or recorded, or the one that the run is resumed from."""
@@ -111,7 +116,7 @@ class Progress:
         parts = [f"step {self.step}/{self.config.trainer.steps}"]
         parts += self._trainer_parts(trainer)
         if not self.over:
-            parts += [f"{name} {self._generator_text(name)}" for name in self.config.generator_names()]
+            parts += [f"{name} {self._generator_text(name)}" for name in self.generators()]
         if (left := self.left_s) is not None:
             parts.append(f"{duration(left)} left")
         return " · ".join(parts)

@@ -25,6 +25,7 @@ from inflight import config as configuration
 from inflight.arrays import from_msgpack, to_msgpack
 from inflight.audit.replay import AuditError, KeptVersions
 from inflight.bus import keys
+from inflight.bus.allowed import AllowedKeys
 from inflight.completions import RetryableFailure, Unpatched, parse_turn
 from inflight.config import ConfigError
 from inflight.groups import defect
@@ -152,7 +153,7 @@ def _curve_key(data: bytes) -> None:
     path = FOLDER / "keys" / "allowed" / "g0.key"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
-    assert list(keys.owners(FOLDER / "keys").values()) == ["g0"]
+    assert AllowedKeys(FOLDER / "keys").owner_of(keys.public_key(FOLDER / "keys" / "allowed" / "g0.key")) == "g0"
 
 
 def _optimizer(data: bytes) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from inflight.clocks import CLOCKS_FILE
+from inflight.metrics import read_lines
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
 from tests.faults.run import ALWAYS, LAUNCHER
@@ -36,7 +38,13 @@ class Run(OneHost):
     """A run with its trainer on the first host, a generator on each of the others, and the actor on the last."""
 
     def __init__(
-        self, hosts: Hosts, *overrides: str, vllm: bool = False, ssh: bool = True, slowest_s: float = 0.6
+        self,
+        hosts: Hosts,
+        *overrides: str,
+        vllm: bool = False,
+        ssh: bool = True,
+        slowest_s: float = 0.6,
+        count: int = 2,
     ) -> None:
         super().__init__(hosts.folder / "run" / "tiny")
         self.hosts = hosts
@@ -50,7 +58,7 @@ class Run(OneHost):
             f"run_dir={self.folder}",
             f"network.bind={hosts.address(0)}",
             "network.ports=21000-21999",
-            "generator.count=2",
+            f"generator.count={count}",
             *(self._by_ssh() if ssh else JOINED),
             *overrides,
             stdout=subprocess.PIPE,
@@ -135,6 +143,9 @@ def test_trainer_generators_and_actor_on_three_hosts(three: Hosts, started: Call
     run.account()
     assert [each.wait(60) for each in run.joined] == [0] * len(run.joined)
     run.nothing_left()
+    clocks = read_lines(run.folder / CLOCKS_FILE)
+    assert {line["process"] for line in clocks} == {"g0", "g1", "a0"}
+    assert all(abs(line["ahead_s"]) <= line["round_trip_s"] / 2 + 1e-6 for line in clocks), "these hosts have one clock"
 
 
 @pytest.mark.vllm
@@ -149,6 +160,22 @@ def test_real_engines_by_ssh_and_the_audit_of_their_tags(three: Hosts, started: 
     command = [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)]
     audit = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, check=False)
     assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def test_a_generator_that_nobody_configured_joins_and_leaves(three: Hosts, started: Callable[..., Run]) -> None:
+    run = started(three, "trainer.steps=80", "hosts.most_generators=2", count=1, ssh=False, slowest_s=2.0)
+    run.until(lambda: set(run.routed()) == {"g0", "g1"}, alive=True)
+    number = next(each for each in (1, 2) if any("--name g1" in line for line in three.processes(each)))
+    run.joined[number - 1].terminate()
+    run.until(lambda: set(run.routed()) == {"g0"}, alive=True)
+    run.joined[number - 1] = run.join(number)
+    run.until(lambda: set(run.routed()) == {"g0", "g2"}, alive=True)
+    said = run.finish()
+    assert "g1 has left the run" in said
+    assert run.steps() == 80
+    assert set(run.samplers()) == {"g0", "g1", "g2"}
+    run.account()
+    run.nothing_left()
 
 
 def test_a_link_that_is_cut_and_heals_loses_nothing(three: Hosts, started: Callable[..., Run]) -> None:

@@ -3,45 +3,35 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import socket
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fake_generator import eventually
+from joining_hosts import KEY, LIMIT_S, connected, free_ports, placed
 from run_folders import written_run
 
 from inflight.bus import Link
-from inflight.bus.keys import derive_keys
-from inflight.config import BusConfig, ConfigError, RunConfig
+from inflight.config import ConfigError, RunConfig
 from inflight.exits import STOPPED
 from inflight.hosted import join as joining
+from inflight.hosted.output import KEPT_BYTES, KeptOutput
 from inflight.hosted.running import Held
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.messages import Finish, Join, Placed, Vacated
+from inflight.messages import Finish, Join, Vacated
 from inflight.starters.base import UNREACHABLE, Command
-from inflight.starters.joining import NAME, VARIABLE, JoinStarter
-from inflight.starters.parcel import Parcel, unpacked
+from inflight.starters.joining import VARIABLE, JoinStarter
+from inflight.starters.parcel import Parcel
 
-LIMIT_S = 30.0
 until = functools.partial(eventually, timeout_s=LIMIT_S)
-KEY = "j" * 43
 G0, G1 = (Command(name, "generator", ["true"], None, host="a host that joins") for name in ("g0", "g1"))
-
-
-def free_ports() -> int:
-    """The first of six consecutive ports without a listener."""
-    while True:
-        first = random.randrange(20000, 60000)
-        with suppress(OSError):
-            for port in range(first, first + 6):
-                socket.create_server(("127.0.0.1", port)).close()
-            return first
 
 
 @functools.cache
@@ -68,10 +58,7 @@ def host(run: RunConfig, tmp_path: Path) -> Iterator[Callable[..., Link]]:
     links: list[Link] = []
 
     def connect(name: str = "join.0", key: str = KEY) -> Link:
-        folder = tmp_path / f"of-{name}-{len(links)}"
-        derive_keys(folder, key, NAME)
-        bus = BusConfig(heartbeat_s=0.1, keys=str(folder))
-        links.append(Link(run.endpoint("join"), name, bus, first_contact_s=LIMIT_S))
+        links.append(connected(run, tmp_path / str(len(links)), name, key))
         return links[-1]
 
     yield connect
@@ -79,18 +66,12 @@ def host(run: RunConfig, tmp_path: Path) -> Iterator[Callable[..., Link]]:
         link.close()
 
 
-def placed(link: Link, number: int = 0, slot: int = 0, kind: str = "generator") -> Parcel:
-    link.send(Join(number=number, kind=kind, slot=slot, host=f"node{slot}"))
-    message = link.receive(LIMIT_S)
-    assert isinstance(message, Placed)
-    assert message.number == number
-    return unpacked(message.parcel)
-
-
 def test_a_host_runs_what_waits_and_again_what_has_ended(
     starter: JoinStarter, host: Callable[..., Link], run: RunConfig
 ) -> None:
-    first, second, g0 = host("join.0"), host("join.1"), starter.start(G0)
+    log = run.path / "logs" / "g0.log"
+    logged = replace(G0, log=log)
+    first, second, g0 = host("join.0"), host("join.1"), starter.start(logged)
     parcel = placed(first, slot=3)
     assert (parcel.name, parcel.slot, parcel.trainer) == ("g0", 3, "127.0.0.1")
     assert (g0.poll(), g0.address, g0.pid) == (None, "node3", None)
@@ -101,14 +82,16 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     assert placed(second).name == "g1"
     first.send(Join(number=0, kind="generator", slot=3, host="node3"))  # a repeat that was under way
     first.send(Vacated(number=7, code=1))  # of another offer
-    first.send(Vacated(number=0, code=1))
+    first.send(Vacated(number=0, code=1, output="no room\nfor the model\n"))
     until(lambda: g0.poll() is not None)
     assert (g0.poll(), g1.poll()) == (1, None)
-    again = starter.start(G0)
+    assert log.read_text() == "(the end of its output on node3, code 1)\nno room\nfor the model\n"
+    again = starter.start(logged)
     assert placed(first, number=1).name == "g0"
     first.close()
     until(lambda: again.poll() is not None)
     assert again.poll() == UNREACHABLE
+    assert log.read_text().endswith("for the model\n(node0 is gone; its output has stayed there)\n")
     third = starter.start(G0)
     g1.stop()
     assert second.receive(LIMIT_S) == Finish(reason="the process is to end")
@@ -171,6 +154,7 @@ def test_a_host_offers_itself_runs_and_leaves_with_the_run(
     def process(parcel: Parcel, lease_of: Callable[[float], Held]) -> int:
         """The first one fails, the second one lasts as long as its lease."""
         ran.append((parcel.name, parcel.slot))
+        os.write(1, f"output {len(ran)} of {parcel.name}\n".encode())  # as a child does
         lease = lease_of(LIMIT_S)
         while len(ran) > 1 and lease.wait(0.05):
             pass
@@ -180,19 +164,24 @@ def test_a_host_offers_itself_runs_and_leaves_with_the_run(
     monkeypatch.setattr(joining.signal, "signal", lambda *_: None)  # of the main thread
     monkeypatch.setenv(VARIABLE, KEY)
     monkeypatch.setenv("SLURM_LOCALID", "2")
-    g0 = starter.start(G0)
+    log = run.path / "logs" / "g0.log"
+    g0 = starter.start(replace(G0, log=log))
     codes: list[int] = []
     address = f"127.0.0.1:{run.bus.port + 5}"
     command = threading.Thread(target=lambda: codes.append(joining.main([address, "--wait", str(LIMIT_S)])))
     command.start()
     until(lambda: g0.poll() == 9)
-    again = starter.start(G0)
+    assert "output 1 of g0\n" in log.read_text()
+    log.unlink()
+    again = starter.start(replace(G0, log=log))
     until(lambda: len(ran) == 2)
     again.stop()
     until(lambda: again.poll() == STOPPED)
     starter.close()
     command.join(LIMIT_S)
     assert (ran, codes) == ([("g0", 2), ("g0", 2)], [0])
+    assert "output 2 of g0\n" in log.read_text()
+    assert "output 1" not in log.read_text()
     assert "the run is over" in capsys.readouterr().out
 
 
@@ -232,3 +221,16 @@ def test_generators_wait_for_hosts_and_the_rest_stays(tmp_path: Path) -> None:
     assert found == {"trainer": False, "g0": True, "g1": True, "a0": False}
     config = compose("tiny", [f"run_dir={tmp_path}", *options, "hosts.actors_join=true"])
     assert {each.name for each in usual_commands(config) if each.host} == {"g0", "g1", "a0"}
+
+
+def test_output_is_shown_as_before_and_its_end_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    with KeptOutput() as output:
+        os.write(1, b"before\n")
+        output.forget()
+        os.write(1, b"x" * (3 * KEPT_BYTES))  # more than a pipe holds
+        os.write(2, b"\xff the end\n")
+        assert output.last() == "x" * (KEPT_BYTES - 10) + "\ufffd the end\n"
+    os.write(1, b"after\n")
+    shown = capfd.readouterr()
+    assert shown.out == "before\n" + "x" * (3 * KEPT_BYTES) + "after\n"
+    assert shown.err.endswith(" the end\n")

@@ -715,6 +715,26 @@ def test_orphans_of_a_killed_launcher_are_killed_and_named(config, capfd, how):
     assert ("; stopped)" in line) == (how == "stopped")
 
 
+SHARES = """
+import signal, time
+from multiprocessing.shared_memory import SharedMemory
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(SharedMemory(create=True, size=1).name, flush=True)
+time.sleep(600)
+"""
+
+
+def test_shared_memory_of_what_is_killed_is_freed(config):
+    """By the process that Python has for that, which must outlive the one that is killed."""
+    g0 = command(config, "g0", SHARES, "generator")
+    with processes.Processes(0.2) as running:
+        running.start(g0)
+        eventually(lambda: last_lines(g0.log, 1))
+        shared = Path("/dev/shm", last_lines(g0.log, 1)[0])
+        assert shared.exists()
+    assert not shared.exists()
+
+
 def test_who_does_not_end_when_killed_is_named(config, monkeypatch):
     """As in a driver that never returns, which can't be made here: a child that is spared. It holds no lock."""
     monkeypatch.setattr(processes, "KILL_WAIT_S", 0.5)

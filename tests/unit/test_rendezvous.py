@@ -91,6 +91,19 @@ def test_a_host_that_is_gone_is_not_waited_for(host: tuple[subprocess.Popen[str]
         KeyValueStore(store.address, 30.0)
 
 
+def test_a_store_that_is_shut_refuses_strangers_and_keeps_its_ranks() -> None:
+    hosting = KeyValueStore("", 20.0)
+    rank = KeyValueStore(hosting.address, 20.0)
+    hosting.shut()
+    with pytest.raises(TransportError, match=r"connect: no rendezvous at .*: \[Errno 111\]"):
+        KeyValueStore(hosting.address, 20.0)
+    rank.reply("done", b"value", "the trainer", "receive")
+    assert hosting.take("done", "the rank", "send") == b"value"
+    hosting.shut()
+    rank.shut()
+    rank.confirm("the trainer", "receive")
+
+
 def test_a_call_that_is_late_is_abandoned() -> None:
     ended = threading.Event()
     with pytest.raises(TimeoutError, match=r"no answer within 0\.1 s"):

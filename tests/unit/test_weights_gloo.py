@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from inflight.config.network import NetworkConfig, parted
 from inflight.messages import BucketMeta
 from inflight.weights.transport import make_buffer, make_sender, resolve
 from inflight.weights.transport.base import TransportError
@@ -78,6 +80,45 @@ def test_the_store_listens_on_loopback_only():
     tables = "".join(Path(f"/proc/self/net/{table}").read_text() for table in ("tcp", "tcp6"))
     listening = [line.split()[1] for line in tables.splitlines() if f":{port:04X} " in line and " 0A " in line]
     assert listening == [f"0100007F:{port:04X}"]
+
+
+def is_open(rendezvous):
+    try:
+        socket.create_connection(parted(rendezvous.partition("/")[0]), 20).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+def test_the_store_listens_only_while_a_group_is_to_be_formed():
+    """And is not missed afterwards: two ranks besides the trainer look each other up in it."""
+    own = NetworkConfig(bind="127.0.0.3")  # tests that leave groups unformed have another store
+
+    def form(sender, size):
+        receivers = [GlooReceiver(sender.rendezvous, rank, size, 20, own) for rank in range(1, size)]
+        sides = [Side(receiver.receive, torch.zeros_like(BYTES)) for receiver in receivers]
+        sender.send(BYTES, BUCKETS)
+        assert [side.done() for side in sides] == [None] * (size - 1)
+        return receivers
+
+    large, small = GlooSender(3, 20, own), GlooSender(2, 20, own)
+    ends = [large, small, *form(large, 3)]
+    assert is_open(small.rendezvous), "a group is still to be formed"
+    ends += form(small, 2)
+    assert not is_open(small.rendezvous)
+    buffer = torch.zeros_like(BYTES)
+    again = Side(ends[-1].receive, buffer)
+    small.send(BYTES, BUCKETS)
+    assert again.done() is None
+    assert torch.equal(buffer, BYTES)
+    given_up = GlooSender(2, 20, own)
+    given_up.close()
+    assert is_open(given_up.rendezvous), "its rank may be late"
+    late = GlooSender(2, 20, own)
+    ends += [late, *form(late, 2)]
+    assert not is_open(late.rendezvous)
+    for end in ends:
+        end.close()
 
 
 def test_a_receiver_that_never_comes_is_named():

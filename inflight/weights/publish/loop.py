@@ -39,13 +39,15 @@ class PublisherLoop:
         ranks: Mapping[str, int],
         offer: Offer,
         routes_file: RoutesFile | None = None,
+        guest_ranks: int = 0,
     ) -> None:
-        """`ranks` is generator name → world size, `offer` what the trainer starts with."""
+        """`ranks` is generator name → world size, `offer` what the trainer starts with; `guest_ranks`: see
+        Membership."""
         self.error: BaseException | None = None
         """The error that ended publishing; nothing is delivered after it."""
         self.changed = threading.Condition(threading.RLock())
         self.session = session
-        self.protocol = PublishProtocol(session, ranks, offer)
+        self.protocol = PublishProtocol(session, ranks, offer, guest_ranks)
         self._listener = listener
         self._routes_file = routes_file
         self._closing = threading.Event()

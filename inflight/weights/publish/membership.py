@@ -23,9 +23,12 @@ ENQUIRE_S = 1.0
 class Membership:
     """The replicas by generator; accepts their members and removes them."""
 
-    def __init__(self, session: Session, ranks: Mapping[str, int]) -> None:
-        """`ranks` is generator name → world size."""
+    def __init__(self, session: Session, ranks: Mapping[str, int], guest_ranks: int = 0) -> None:
+        """`ranks` is generator name → world size, of those that are expected; `guest_ranks` is the world size of others
+        that may join, 0: none may."""
         self.replicas = {name: Replica(name, size, session) for name, size in ranks.items()}
+        self._expected = frozenset(ranks)
+        self._guest_ranks = guest_ranks
         self._session = session
         self._last_present = session.clock()
 
@@ -35,7 +38,7 @@ class Membership:
 
     def hello(self, peer: str, hello: Hello, newest: int) -> None:
         """Accepts a member, or refuses it with the reason; `newest` is the trainer's version."""
-        replica = self.replicas.get(hello.generator)
+        replica = self.replicas.get(hello.generator) or self._guest(peer, hello.generator)
         if replica is None:
             self._refuse(peer, hello, f"no generator of this run is named {hello.generator}")
             return
@@ -59,6 +62,23 @@ class Membership:
             self._admit(replica, newest)
         else:
             self._repeated(replica, peer, hello, held)
+
+    def _guest(self, peer: str, name: str) -> Replica | None:
+        """A replica for one that is not expected; None when none may join. The launcher decides how many may, and gives
+        each a name and a key of its own; the bus has checked the key."""
+        if not self._guest_ranks or peer.rpartition(".")[0] != name:
+            return None
+        self.replicas[name] = Replica(name, self._guest_ranks, self._session)
+        return self.replicas[name]
+
+    def _forget_guests(self) -> None:
+        """Those that have left: they come back, if ever, under other names."""
+        away = [name for name, each in self.replicas.items() if name not in self._expected and not each.state.present]
+        connected = self._session.outbox.peers() if away else set()
+        for name in away:
+            if connected.isdisjoint(self.replicas[name].members.all):
+                log.info("%s has left", name)
+                del self.replicas[name]
 
     def _objection(self, hello: Hello) -> str:
         """Why no transport leads to a rank; empty when one does."""
@@ -103,7 +123,8 @@ class Membership:
         """The bus has lost a member, and with it the generator is gone; `asked`: it was asked to end."""
         replica = self.of(peer)
         if replica is not None and peer in replica.members.held:
-            replica.leave(f"{peer} was asked to end" if asked else f"{peer} was lost", asked=asked)
+            reason = f"{peer} was asked to end" if asked else f"{peer} was lost"
+            replica.leave(reason, asked=asked or replica.generator not in self._expected)
 
     def dismiss(self, generator: str, incarnation: str, reason: str) -> None:
         """→ INCOMPATIBLE, unless another start of the generator has replaced that one."""
@@ -113,6 +134,7 @@ class Membership:
 
     def expire(self) -> None:
         """Carries out what is due for generators that are not present; to be called often."""
+        self._forget_guests()
         now = self._session.clock()
         for replica in self.replicas.values():
             if replica.state.present or replica.due is None or now < replica.due:

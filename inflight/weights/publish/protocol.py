@@ -24,11 +24,12 @@ from inflight.weights.publish.states import ReplicaState
 class PublishProtocol:
     """Passes releases of the trainer, messages of members and the clock on to each replica."""
 
-    def __init__(self, session: Session, ranks: Mapping[str, int], offer: Offer) -> None:
-        """`ranks` is generator name → world size, `offer` what the trainer starts with."""
+    def __init__(self, session: Session, ranks: Mapping[str, int], offer: Offer, guest_ranks: int = 0) -> None:
+        """`ranks` is generator name → world size, `offer` what the trainer starts with; `guest_ranks`: see
+        Membership."""
         self.version = offer.version
         """The newest version that was released."""
-        self.membership = Membership(session, ranks)
+        self.membership = Membership(session, ranks, guest_ranks)
         self._session = session
         self._offer: Offer | None = offer
         """None while the trainer writes into the buffer."""

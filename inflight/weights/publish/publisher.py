@@ -93,12 +93,15 @@ class Publisher(Observed, Served):
         routes_file: Path | None = None,
         network: NetworkConfig = HERE,
         elastic: bool = False,
+        guest_ranks: int = 0,
     ) -> None:
         """Begins to listen. `version` is that of the module's current weights, `ranks` generator name → world size.
 
         With a `fence` that holds the optimizer, packing on CUDA overlaps with the trainer's next forward and backward
         pass; otherwise `publish` returns when all is packed. `routes_file` lists the generators that may get requests;
-        transports listen on `network`. `elastic`: what a generator misses before it comes is no failure.
+        transports listen on `network`. `elastic`: what a generator misses before it comes is no failure. `guest_ranks`:
+        world size of generators that may join although `ranks` does not name them, and are forgotten when they leave;
+        0: none may.
 
         Raises NotFinite when the module holds NaN or Inf already, in the wire dtypes.
         """
@@ -120,7 +123,7 @@ class Publisher(Observed, Served):
         self.require_sound()
         session = Session(config, self.manifest, Outbox(listener), self._channels, choice, elastic=elastic)
         routes = RoutesFile(routes_file) if routes_file is not None else None
-        self._loop = PublisherLoop(listener, session, ranks, self._offer, routes)
+        self._loop = PublisherLoop(listener, session, ranks, self._offer, routes, guest_ranks)
 
     @property
     def refused(self) -> Counter[str]:

@@ -2,8 +2,8 @@
 
 The group is this transport's own: the default group, which belongs to the engine, is neither needed nor touched. It is
 formed at the first transfer, so making either side never waits. Its members meet at a store of the trainer's process,
-for all groups: it outlives them, so that a late rank finds its group closed instead of no store (torch's client retries
-a missing store for longer than its timeout).
+for all groups (meeting.py), which is closed when all are formed. A group that is given up before leaves it open, so
+that a late rank finds its group closed instead of no store.
 
 An operation that has begun can't be interrupted from this side: it ends when the peers took part, when a peer closed
 or died (at once: its sockets close), or by the timeout. So a rank that can't take part must close its receiver.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +27,8 @@ import torch.distributed as dist
 from inflight.config.network import NetworkConfig
 from inflight.messages import BucketMeta
 from inflight.weights.transport.base import TransportError, first_line, from_trainer
-from inflight.weights.transport.rendezvous import HERE, connected, hosted, split
+from inflight.weights.transport.meeting import MeetingStore
+from inflight.weights.transport.rendezvous import HERE, connected, split
 from inflight.weights.transport.timeout import within
 
 _BACKSTOP_S = 5.0
@@ -43,13 +43,23 @@ class _Group:
     """The process group of one side: formed late, dropped on the first error, closable from any thread."""
 
     def __init__(
-        self, rank: int, size: int, timeout_s: float, store: Callable[[], dist.Store], network: NetworkConfig
+        self,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        store: Callable[[], dist.Store],
+        network: NetworkConfig,
+        settled: Callable[[bool], None] = lambda formed: None,
     ) -> None:
+        """`store` connects with the store at which the group is formed; `settled` is called with True when no rank
+        needs that any more, or with False when the group will not be formed."""
         self._rank = rank
         self._size = size
         self._timeout_s = timeout_s
         self._network = network
+        self._settled = settled
         self._store: Callable[[], dist.Store] | None = store
+        """None: the group is formed, or will not be."""
         self._group: Any = None
         self._closed = threading.Event()
         self._busy = threading.Lock()
@@ -95,6 +105,7 @@ class _Group:
             # Must not raise here; ranks that wait for this key end by the timeout.
             with suppress(OSError, RuntimeError):
                 store().set(_CLOSED, "1")
+            self._settled(False)
 
     def _require_open(self) -> None:
         if self._closed.is_set():
@@ -109,24 +120,40 @@ class _Group:
         options._timeout = timedelta(seconds=self._timeout_s)
         options._devices = [gloo.create_device(hostname=self._network.address)]
         options._threads = 1
-        return gloo(store, self._rank, self._size, options)
+        group = gloo(store, self._rank, self._size, options)
+        self._confirm(store)
+        return group
+
+    def _confirm(self, store: dist.Store) -> None:
+        """Tells the trainer that this rank needs the store no more; the trainer waits for all ranks: two others may
+        still look each other up in it."""
+        if self._rank:
+            store.set(f"formed/{self._rank}", "1")
+        else:
+            self._await(store, [f"formed/{rank}" for rank in range(1, self._size)], "form the group")
+        self._store = None
+        self._settled(True)
 
     def _meet(self, store: dist.Store) -> None:
         """Waits until every rank is at the store, so that an error can name the missing ones, and for the trainer's
         confirmation, after which it is certain to take part in forming the group."""
         store.set(f"here/{self._rank}", "1")
-        others = [f"here/{rank}" for rank in range(1, self._size)] if self._rank == 0 else [_GO]
+        self._await(store, [f"here/{rank}" for rank in range(1, self._size)] if self._rank == 0 else [_GO], "come")
+        if self._rank == 0:
+            store.set(_GO, "1")
+
+    def _await(self, store: dist.Store, keys: list[str], what: str) -> None:
+        """Waits until the keys are there. Raises RuntimeError, within the timeout, naming the ranks that did not do
+        `what`."""
         deadline = time.monotonic() + self._timeout_s
-        while missing := [key for key in others if not store.check([key])]:
+        while missing := [key for key in keys if not store.check([key])]:
             self._require_open()
             if store.check([_CLOSED]):
                 raise RuntimeError("the trainer has closed it")
             if time.monotonic() > deadline:
                 who = ", ".join(key.partition("/")[2] for key in missing) if self._rank == 0 else "others"
-                raise RuntimeError(f"transport ranks {who} did not come within {self._timeout_s:g} s")
+                raise RuntimeError(f"transport ranks {who} did not {what} within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
-        if self._rank == 0:
-            store.set(_GO, "1")
 
 
 class GlooSender:
@@ -134,12 +161,13 @@ class GlooSender:
 
     def __init__(self, size: int, timeout_s: float, network: NetworkConfig = HERE) -> None:
         """Raises TransportError when this process can't host a store."""
-        place = _store_of_this_process(network)[0]
-        token = secrets.token_hex(8)
-        self.rendezvous = f"{place}/{token}"
+        meeting = _meeting_of_this_process(network)
+        self.rendezvous = meeting.expect()
         """Address of the store, and the prefix of this group's keys in it."""
         # A connection of its own: a group that waits blocks its connection, which must not block the others.
-        self._group = _Group(0, size, timeout_s, functools.partial(_connect, place, token, timeout_s), network)
+        connect = functools.partial(_connect, *split(self.rendezvous), timeout_s)
+        settled = functools.partial(meeting.settle, self.rendezvous)
+        self._group = _Group(0, size, timeout_s, connect, network, settled)
 
     def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
         """Broadcasts bucket by bucket; the first call waits for all receivers to join."""
@@ -171,16 +199,12 @@ class GlooReceiver:
 
 
 @functools.cache
-def _store_of_this_process(network: NetworkConfig) -> tuple[str, dist.Store]:
-    """(HOST:PORT, store): made with the first sender, kept until exit. Raises TransportError if it can't be opened."""
-    try:
-        return hosted(network)
-    except (OSError, RuntimeError) as error:
-        raise TransportError(f"open: no store on {network.address}: {_what(error)}") from None
+def _meeting_of_this_process(network: NetworkConfig) -> MeetingStore:
+    return MeetingStore(network)
 
 
 def _connect(place: str, token: str, timeout_s: float) -> dist.Store:
-    """A connection to the trainer's store, which exists as long as the trainer; it sees one group's keys."""
+    """A connection to the trainer's store; it sees one group's keys."""
     return dist.PrefixStore(token, connected(place, timeout_s))
 
 

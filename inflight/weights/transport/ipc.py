@@ -63,6 +63,7 @@ class IpcSender:
             if reason:
                 raise TransportError(f"send: transport rank {rank}: {reason.decode(errors='replace')}")
         self._store.drop(f"offer/{number}")
+        self._store.shut()  # all ranks are connected
 
     def close(self) -> None:
         """Ends a wait for ranks; the store is freed with the object."""

@@ -52,6 +52,7 @@ class NcclSender:
             sent = [_behind(work, self._stream) for work in works]
         for done in sent:
             self._group.finish(done, "send")
+        self._store.shut()  # all ranks are connected
 
     def close(self) -> None:
         """Ends a wait for ranks and aborts the communicator."""

@@ -1,13 +1,14 @@
 """The small side channel of the CUDA transports: counters and handles in a TCP store of the sender's process.
 
 No weights are sent over it. Every wait has a timeout, and an error names the peer that did not answer. torch's stores
-don't authenticate: one listens on the process's own address alone (config/network.py), and the keys of each sender have
-a random prefix, which the ranks get over the control socket.
+don't authenticate: one listens on the process's own address alone (config/network.py), until all ranks are connected,
+and the keys of each sender have a random prefix, which the ranks get over the control socket.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import secrets
 import socket
 import threading
@@ -41,14 +42,17 @@ class KeyValueStore:
         """
         self.timeout_s = timeout_s
         self._closed = threading.Event()
+        self._hosted: HostedStore | None = None
+        """None: another process hosts it."""
         try:
             if address:
                 place, prefix = split(address)
                 tcp = within(timeout_s, functools.partial(connected, place, timeout_s))
             else:
-                place, tcp = hosted(network, timeout_s)
+                self._hosted = HostedStore(network, timeout_s)
+                tcp = self._hosted.tcp
                 prefix = secrets.token_hex(8)
-                address = f"{place}/{prefix}"
+                address = f"{self._hosted.place}/{prefix}"
             self.tcp = PrefixStore(prefix, tcp)
         except (OSError, RuntimeError, ValueError) as error:
             raise TransportError(f"connect: no rendezvous at {address!r}: {first_line(error)}") from None
@@ -92,6 +96,12 @@ class KeyValueStore:
         when it does not within `limit_s`, by default the store's timeout."""
         self._ask(lambda: self.tcp.check([""]), f"{phase}: ", who, limit_s)
 
+    def shut(self) -> None:
+        """Frees the port, when all ranks are connected: later connections are refused, those of the ranks stay. No
+        effect on a rank's side, and when it was done before."""
+        if self._hosted is not None:
+            self._hosted.shut()
+
     def close(self) -> None:
         """Ends every wait of this side."""
         self._closed.set()
@@ -122,21 +132,35 @@ def split(address: str) -> tuple[str, str]:
     return place, prefix
 
 
-def hosted(network: NetworkConfig = HERE, timeout_s: float = 300.0) -> tuple[str, TCPStore]:
-    """A store of this process on a port of its own: (HOST:PORT by which others reach it, store). Raises OSError or
-    RuntimeError when that fails."""
-    listening = listen(network)
-    port = listening.getsockname()[1]
-    # By its own socket: given a host name, the store would listen on every interface.
-    store = TCPStore(
-        network.address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listening.detach(),
-    )
-    return joined(network.reached, port), store
+class HostedStore:
+    """A store of this process, on a port of its own. It lives as long as this object or its `tcp` is referenced."""
+
+    def __init__(self, network: NetworkConfig = HERE, timeout_s: float = 300.0) -> None:
+        """Raises OSError or RuntimeError when it can't be opened."""
+        listening = listen(network)
+        port = listening.getsockname()[1]
+        self.place = joined(network.reached, port)
+        """HOST:PORT by which others reach it."""
+        self._descriptor: int | None = listening.detach()
+        # By its own socket: given a host name, the store would listen on every interface.
+        self.tcp = TCPStore(
+            network.address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=timeout_s),
+            master_listen_fd=self._descriptor,
+        )
+
+    def shut(self) -> None:
+        """Frees the port; connections that exist stay. torch's store can only close both together. So something that
+        never becomes readable takes the place of its listening socket, under the same descriptor, which the store
+        closes at its end."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            silent = os.eventfd(0, os.EFD_CLOEXEC)
+            os.dup2(silent, descriptor, inheritable=False)
+            os.close(silent)
 
 
 def connected(place: str, timeout_s: float) -> TCPStore:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="inflight",
-        description="Update the weights of running LLM generators.",
+        description="Update the weights of running vLLM generators without stopping them, for RL post-training.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -139,7 +139,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "launch": ("start a run: inflight launch --config-name demo [trainer.steps=10 ...]", _launch),
     "watch": ("the live view of a run that was started elsewhere", _watch),
     "join": ("offer this host to a run: inflight join ADDRESS", _join),
-    "audit": ("replay a run's rollouts and check every version tag", _audit),
+    "audit": ("replay a run's rollouts and check each token's version", _audit),
     "report": ("the results of a run, and figures of its tokens by lag", _report),
     "eval": ("answer a run's held-out questions with a checkpoint", _eval),
     "show": ("a run's rollouts, and which version sampled which token", _show),

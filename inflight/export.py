@@ -24,6 +24,12 @@ from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, no
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ADAPTER = "adapter_config.json"
 INDEX = "model.safetensors.index.json"
+EXAMPLES = """examples:
+  inflight export runs/mine out --dtype bfloat16          the newest checkpoint
+  inflight export runs/mine/best/step-000040 out          the best one, of a run with eval.every
+  inflight export runs/mine out --merge                   a run with trainer.lora.rank: base and adapter in one
+
+`vllm serve out` then serves it."""
 
 
 class ExportError(ValueError):
@@ -32,9 +38,14 @@ class ExportError(ValueError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line. Exit code 0, or 2 with one line."""
-    parser = argparse.ArgumentParser(prog="inflight export", description="A checkpoint's model, as its own directory.")
-    parser.add_argument("source", type=Path, help="a run folder (its newest checkpoint) or a checkpoint")
-    parser.add_argument("out", type=Path, help="the directory to make")
+    parser = argparse.ArgumentParser(
+        prog="inflight export",
+        description="Make a directory of a checkpoint's model, as transformers and vLLM load it.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="RUN|CHECKPOINT", help="of a run: its newest checkpoint")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (default: as in the checkpoint)")
     parser.add_argument("--merge", action="store_true", help="of an adapter: the base with the adapter in its weights")
     given = parser.parse_args(argv)
@@ -55,7 +66,7 @@ def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = F
     """
     checkpoint = _checkpoint(source)
     if out.exists():
-        raise ExportError(f"{out} exists")
+        raise ExportError(f"{out} exists: name a directory that does not")
     if merge and not _is_adapter(checkpoint):
         raise ExportError(f"--merge is for an adapter, and {checkpoint} holds a whole model")
     if dtype not in (None, "float32") and _is_adapter(checkpoint) and not merge:

@@ -32,12 +32,24 @@ NOT_SHOWN = 3
 """Exit codes beside BAD_INPUT; 0 is a run that passed."""
 THROUGH = ("transformers", "engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EXAMPLES = """examples:
+  inflight audit runs/mine                             through transformers: exact for float32 runs
+  inflight audit runs/mine --through engine --limit 100   a bfloat16 run on a CPU, 100 of its rollouts
+  inflight audit runs/mine --device cuda
+
+Exit code: 0 passed, 1 failed (each FAULT line names a fault), 3 not shown (no fault was found, and each OPEN line says
+why that is no proof), 2 nothing could be audited. audit.json in the run has the same figures. More: docs/audit.md."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when every tag that was checked is right, 1 when something is wrong, 2 when the run can't be
     audited, 3 when no fault was found, but it is not shown that there is none."""
-    parser = argparse.ArgumentParser(prog="inflight audit", description="Check every version tag of a run.")
+    parser = argparse.ArgumentParser(
+        prog="inflight audit",
+        description="Replay a run's rollouts, and check that each token was sampled by the version that it names.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add_arguments(parser)
     arguments = parser.parse_args(argv)
     try:
@@ -60,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `main`."""
-    parser.add_argument("run_dir", type=Path, help="a run that kept its versions (audit.keep_versions=true)")
+    parser.add_argument(
+        "run_dir", type=Path, metavar="RUN", help="one that kept its versions: audit.keep_versions=true"
+    )
     parser.add_argument(
         "--tolerance",
         type=_above(0.0, float),

@@ -98,7 +98,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with configurations of your own")
     parser.add_argument("--print", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as trainer.steps=10 or machine=gpu")
-    arguments, unknown = parser.parse_known_args(argv)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         parser.error(f"unknown: {' '.join(unknown)}; options of a run are given as trainer.steps=10")
     if arguments.config_name is None:

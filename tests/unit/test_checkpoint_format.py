@@ -222,7 +222,7 @@ def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys
         f"{tmp_path}/nothing is neither a run folder nor a checkpoint: it has no config.yaml or config.json"
     )
     assert line(path, out, "--dtype", "float32").endswith("holds weights in bfloat16")
-    assert line(path, path) == f"{path} exists"
+    assert line(path, path) == f"{path} exists: name a directory that does not"
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text("")
     assert line(tmp_path / "empty", out) == f"{tmp_path}/empty has no checkpoint yet"

@@ -31,6 +31,13 @@ def test_launch_gets_its_arguments(capsys):
     assert "steps: 3" in capsys.readouterr().out
 
 
+def test_options_of_a_launch_stand_in_any_order(capsys):
+    given = ["trainer.steps=3", "--config-name", "tiny", "rollout.max_tokens=7", "--print", "seed=5"]
+    assert cli.main(["launch", *given]) == 0
+    text = capsys.readouterr().out
+    assert all(each in text for each in ("steps: 3", "max_tokens: 7", "seed: 5"))
+
+
 @pytest.mark.parametrize("arguments", [[], ["dance"]])
 def test_an_unknown_command_ends_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -32,7 +32,8 @@ def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]
     made = []
 
     def make(head: dict[str, Any], *others: dict[str, Any]) -> Any:
-        own = ALWAYS | {"dashboard_port": free_port()} | head
+        port = free_port()  # another cluster of this machine may have Ray's own choices
+        own = ALWAYS | {"dashboard_port": port, "dashboard_agent_listen_port": port + 1} | head
         made.append(cluster_utils.Cluster(initialize_head=True, head_node_args=own))
         for each in others:
             made[-1].add_node(**each)

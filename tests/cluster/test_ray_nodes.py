@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import time
@@ -117,6 +118,13 @@ def test_a_trainers_gpu_that_ray_would_give_to_others_is_refused(make_cluster, s
     assert "it reserves 0; set CUDA_VISIBLE_DEVICES=0 for the launcher" in run.output
 
 
+def takes_jobs(jobs: Any) -> bool:
+    """Some seconds after its nodes are there, a cluster does."""
+    with contextlib.suppress(RuntimeError):
+        return bool(jobs.submit_job(entrypoint="true"))
+    return False
+
+
 def test_a_job_that_has_the_trainers_gpu_places_launcher_and_trainer(make_cluster, tmp_path) -> None:
     """The head has no GPU, so Ray runs the launcher on the other node."""
     from ray.job_submission import JobStatus, JobSubmissionClient
@@ -133,9 +141,12 @@ def test_a_job_that_has_the_trainers_gpu_places_launcher_and_trainer(make_cluste
         f"hosts.ray={cluster.address}",
         f"hosts.python='{THERE}'",
     )
+    deadline = time.monotonic() + BOUND_S
+    while not takes_jobs(jobs):
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
     job = jobs.submit_job(entrypoint=shlex.join([sys.executable, str(LAUNCHER), *options]), entrypoint_num_gpus=1)
     try:
-        deadline = time.monotonic() + BOUND_S
         while not (status := jobs.get_job_status(job)).is_terminal():
             assert time.monotonic() < deadline, jobs.get_job_logs(job)
             time.sleep(0.2)

@@ -10,7 +10,7 @@ import pytest
 
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
-from tests.cluster.run import ENGINES_S, Run, living_nodes, none_left
+from tests.cluster.run import ENGINES_S, ROOT, Run, living_nodes, none_left
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.vllm]
 
@@ -33,3 +33,15 @@ def test_real_engines_on_two_nodes_and_the_audit_of_their_tags(cluster, started)
     command = [sys.executable, "-m", "inflight.cli", "audit", str(run.folder)]
     audit = subprocess.run(command, capture_output=True, text=True, timeout=ENGINES_S, check=False)
     assert audit.returncode == 0, audit.stdout + audit.stderr
+
+
+def test_commits_keep_their_place_among_steps_in_vllms_own_ray_executor(make_cluster, tmp_path, monkeypatch) -> None:
+    """Not supported (docs/scale.md), but not for the order in which ranks execute."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/cpu")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    cluster = make_cluster({"num_cpus": 2, "resources": {"rank": 1}}, {"num_cpus": 2, "resources": {"rank": 1}})
+    program = f"from tests.cluster.ray_engine import main; main({cluster.address!r}, {str(tmp_path)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=ENGINES_S, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -25,6 +25,7 @@ from swap_engine import (
     start,
     stop,
     swap,
+    two_model_logprobs,
     weights_file,
 )
 
@@ -108,23 +109,6 @@ def test_sequences_continue_across_a_swap_which_falls_between_two_steps(bench: B
         assert found.versions == ((0, before), (k, before + 1))
         expected = two_model_logprobs(bench.a, bench.b, prompt, found.tokens, k)
         torch.testing.assert_close(torch.tensor(found.logprobs), expected, atol=1e-5, rtol=0)
-
-
-def two_model_logprobs(a: Path, b: Path, prompt: list[int], tokens: tuple[int, ...], k: int) -> torch.Tensor:
-    """[T] what transformers gives when A samples the first k tokens and B, on top of A's KV, the rest.
-
-    The last of A's tokens is fed, and so its KV written, by the first step of B.
-    """
-    from transformers import AutoModelForCausalLM
-
-    ids = torch.tensor([[*prompt, *tokens]])
-    cut = len(prompt) + k - 1
-    with torch.no_grad():
-        first = AutoModelForCausalLM.from_pretrained(a, dtype=torch.float32)(ids[:, :cut], use_cache=True)
-        plain = AutoModelForCausalLM.from_pretrained(b, dtype=torch.float32)
-        second = plain(ids[:, cut:-1], past_key_values=first.past_key_values)
-    logits = torch.cat([first.logits[0, len(prompt) - 1 :], second.logits[0]])
-    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 def drop(tensors: dict[str, torch.Tensor]) -> None:

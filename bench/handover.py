@@ -49,6 +49,12 @@ def spin(seconds: float) -> None:
         sum(range(50))
 
 
+def train(ended: threading.Event) -> None:
+    """Computes in Python until the end."""
+    while not ended.is_set():
+        spin(0.1)
+
+
 class Core:
     """An engine core that swaps behind the step in progress and the one that is queued, and answers then."""
 
@@ -88,9 +94,9 @@ def measure(options: argparse.Namespace) -> list[Swap]:
         publisher = Publisher(WeightSource(adapter, "float32"), listener, config, version=0, ranks={"g0": 1})
         passed = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in ("step_ms", "serving_ms")]
         process = subprocess.Popen([sys.executable, __file__, "--generate", listener.endpoint, *passed])
-        training = threading.Event()
+        ended = threading.Event()
         if options.training:
-            threading.Thread(target=lambda: [spin(0.1) for _ in iter(training.is_set, True)], daemon=True).start()
+            threading.Thread(target=train, args=(ended,), daemon=True).start()
         try:
             publisher.wait_joined(config.join_timeout_s)
             for version in range(1, WARM_UP + options.versions + 1):
@@ -98,7 +104,7 @@ def measure(options: argparse.Namespace) -> list[Swap]:
                 publisher.flush(config.transfer_timeout_s)
                 time.sleep(0.0137)  # at another moment of a step
         finally:
-            training.set()
+            ended.set()
             publisher.close()
             process.kill()
             process.wait(10)

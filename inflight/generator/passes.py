@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inflight.config import RunConfig
+from inflight.generator import hooks
 from inflight.generator.engine_args import CPU_WORKER, engine_values, environment
 from inflight.surroundings import forget_foreign
 
@@ -170,6 +171,10 @@ class PassEngine:
 
 def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
     """The worker of an engine that runs in this process."""
+    try:
+        hooks.require("cpu")
+    except hooks.HookChanged as error:
+        raise EngineMissing(str(error)) from None
     forget_foreign(os.environ, "generator")
     os.environ.update(environment(config, os.environ), VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR")
     try:

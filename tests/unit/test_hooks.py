@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rollout_samples import make_config
 
 from inflight.generator import hooks
 from inflight.generator.declared import Attributes
 from inflight.generator.hooks import HOOKS, HookChanged, changes
+from inflight.generator.passes import EngineMissing, PassEngine
 
 (VLLM,) = (Path(path) for path in importlib.util.find_spec("vllm").submodule_search_locations)
 FILES = sorted({file for side in HOOKS.values() for hook in side for file in hook.files})
@@ -103,6 +105,19 @@ def test_start_is_refused_with_one_line(changed: Path, monkeypatch: pytest.Monke
     with pytest.raises(HookChanged, match=r"supports: KVConnector\.pre_forward.* is in none of") as caught:
         hooks.require("cuda")
     assert "\n" not in str(caught.value)
+
+
+def test_an_audit_through_the_engine_is_refused_by_a_changed_vllm_too(
+    changed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_loader("vllm", loader=None)
+    spec.submodule_search_locations = [str(changed)]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    (changed / "model_executor/layers/quantization/base_config.py").unlink()
+    with pytest.raises(
+        EngineMissing, match=r"supports: QuantizeMethodBase\.process_weights_after_loading.* is in none"
+    ):
+        PassEngine(tmp_path, make_config(tmp_path), lengths=[8])
 
 
 @pytest.mark.parametrize("file", ["entrypoints/common/cli_args.py", "entrypoints/openai/cli_args.py"])

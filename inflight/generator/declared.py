@@ -13,6 +13,37 @@ from pathlib import Path
 Node = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
+class Sources:
+    """The sources of one package `vllm`. Each file is parsed once: some take half a second."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._bodies: dict[str, list[ast.stmt]] = {}
+
+    def function(self, file: str, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+        """The definition of `Class.method` or `function` in a file; None when there is none."""
+        node = self._defined(file, name)
+        return node if not isinstance(node, ast.ClassDef) else None
+
+    def class_of(self, file: str, name: str) -> ast.ClassDef | None:
+        """The definition of a class in a file; None when there is none."""
+        node = self._defined(file, name)
+        return node if isinstance(node, ast.ClassDef) else None
+
+    def _defined(self, file: str, name: str) -> Node | None:
+        if file not in self._bodies:
+            path = self._root / file
+            self._bodies[file] = ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else []
+        body = self._bodies[file]
+        node: Node | None = None
+        for part in name.split("."):
+            node = next((each for each in body if isinstance(each, Node) and each.name == part), None)
+            if node is None:
+                return None
+            body = node.body
+        return node
+
+
 @dataclass(frozen=True)
 class Hook:
     """One function of vLLM."""
@@ -24,10 +55,10 @@ class Hook:
     signatures: tuple[str, ...]
     """Accepted parameter lists without annotations, as `ast.unparse` writes them."""
 
-    def changes(self, root: Path) -> list[str]:
-        """Differences from the package `vllm` at `root`, one line each."""
+    def changes(self, sources: Sources) -> list[str]:
+        """Differences from vLLM's sources, one line each."""
         known = " or ".join(f"({signature})" for signature in self.signatures)
-        found = {file: node for file in self.files if (node := function(root / file, self.name)) is not None}
+        found = {file: node for file in self.files if (node := sources.function(file, self.name)) is not None}
         if not found:
             return [f"{self.name}{known} is in none of {', '.join(self.files)}"]
         return [
@@ -47,37 +78,13 @@ class Attributes:
     """As a Hook's; each of the files has such a class of its own."""
     attributes: tuple[str, ...]
 
-    def changes(self, root: Path) -> list[str]:
+    def changes(self, sources: Sources) -> list[str]:
         """As a Hook's: one line for each class that neither declares an attribute nor assigns it in a method."""
-        found = {file: node for file in self.files if (node := _class(root / file, self.name)) is not None}
+        found = {file: node for file in self.files if (node := sources.class_of(file, self.name)) is not None}
         if not found:
             return [f"class {self.name} is in none of {', '.join(self.files)}"]
         missing = {file: sorted(set(self.attributes) - set(_assigned(node))) for file, node in found.items()}
         return [f"{file}: {self.name} has no {', '.join(names)}" for file, names in missing.items() if names]
-
-
-def function(path: Path, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The definition of `Class.method` or `function` in a file; None when there is none."""
-    node = _defined(path, name)
-    return node if not isinstance(node, ast.ClassDef) else None
-
-
-def _class(path: Path, name: str) -> ast.ClassDef | None:
-    node = _defined(path, name)
-    return node if isinstance(node, ast.ClassDef) else None
-
-
-def _defined(path: Path, name: str) -> Node | None:
-    if not path.is_file():
-        return None
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body
-    node: Node | None = None
-    for part in name.split("."):
-        node = next((each for each in body if isinstance(each, Node) and each.name == part), None)
-        if node is None:
-            return None
-        body = node.body
-    return node
 
 
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:

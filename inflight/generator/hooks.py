@@ -13,7 +13,7 @@ import importlib.util
 from pathlib import Path
 from typing import Literal
 
-from inflight.generator.declared import Attributes, Hook, function
+from inflight.generator.declared import Attributes, Hook, Sources
 
 Side = Literal["cuda", "cpu", "server", "adapters"]
 """The part that uses a hook: the CUDA worker, the CPU worker (and the audit's engine), the HTTP server's process, or
@@ -196,12 +196,14 @@ def locate(name: str) -> str:
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise HookChanged("vLLM is not installed")
+    sources = Sources(Path(spec.submodule_search_locations[0]))
     for file in hook.files:
-        if function(Path(spec.submodule_search_locations[0]) / file, name) is not None:
+        if sources.function(file, name) is not None:
             return "vllm." + file.removesuffix(".py").replace("/", ".")
     raise HookChanged(f"the installed vLLM has no {name} in {' or '.join(hook.files)}")
 
 
 def changes(root: Path, side: Side) -> list[str]:
     """Differences between the package `vllm` at `root` and the table: one line per function or class."""
-    return [line for hook in HOOKS[side] for line in hook.changes(root)]
+    sources = Sources(root)
+    return [line for hook in HOOKS[side] for line in hook.changes(sources)]

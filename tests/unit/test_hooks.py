@@ -10,7 +10,7 @@ import pytest
 from rollout_samples import make_config
 
 from inflight.generator import hooks
-from inflight.generator.declared import Attributes
+from inflight.generator.declared import Attributes, Sources
 from inflight.generator.hooks import HOOKS, HookChanged, changes
 from inflight.generator.passes import EngineMissing, PassEngine
 
@@ -84,7 +84,7 @@ def test_a_class_may_declare_an_attribute_in_any_way(tmp_path: Path, source: str
     found = Attributes("Manager", ("manager.py",), ("held",))
     for text, lines in ((source, []), ("    unlike = 1", ["manager.py: Manager has no held"])):
         (tmp_path / "manager.py").write_text(f"class Manager:\n{text}\n")
-        assert found.changes(tmp_path) == lines
+        assert found.changes(Sources(tmp_path)) == lines
 
 
 def test_annotations_are_not_part_of_a_signature(changed: Path) -> None:

@@ -58,25 +58,39 @@ def loss_and_gradient(model, logprobs, entropy):
     return float(loss.detach()), torch.cat([each.grad.flatten().double() for each in model.parameters()])
 
 
+def distance(found, wanted):
+    return float((found - wanted).norm() / wanted.norm())
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_loss_and_gradients_are_those_of_a_float64_reference(tiny_model, name):
-    """To rounding, whatever the chunk: one draw, several, and all at once. The model's own rounding in float32 is 1e-6
-    of the gradient."""
-    batch, sampling = sequences(LENGTHS, kept=name == "penalties and kept sets"), SAMPLINGS[name]
+    """Whatever the chunk: one draw, several, and all at once.
+
+    In float64 the gradient is the reference's to 1e-12. In float32 it can't be to 1e-6: the definition itself, from the
+    whole logits of each sequence and without any chunk, is 1.1e-6 to 1.4e-6 away, which is how the model's layers round.
+    So there the bound is that distance, with room for other orders of summation (by measurement 1.09 times). The loss,
+    and what a chunk changes in the gradient (4e-7 to 5e-7), are within 1e-6 in float32 too.
+    """
+    batch = sequences(LENGTHS, kept=name == "penalties and kept sets")
+    sampling = SAMPLINGS[name]
     exact = model_in(tiny_model, torch.float64)
     wanted, gradient = loss_and_gradient(exact, *token_by_token(exact, batch, sampling))
-    vocabulary = exact.config.vocab_size
     assert gradient.norm() > 1e-3
-    for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 3e-6)):
-        model = model_in(tiny_model, dtype)
+    single = model_in(tiny_model, torch.float32)
+    rounding = distance(loss_and_gradient(single, *token_by_token(single, batch, sampling))[1], gradient)
+    assert rounding < 3e-6
+    for model, bound in ((exact, 1e-12), (single, 1.5 * rounding)):
+        gradients = []
         for draws in (1, 7, 1000):
-            at_once = draws * vocabulary
+            at_once = draws * exact.config.vocab_size
             scores = score_tokens(model, batch, sampling, entropy_gradient=True, logits_at_once=at_once)
-            assert scores.logprobs.dtype == dtype
+            assert scores.logprobs.dtype == model.dtype
             drawn = batch.completion_mask
             loss, found = loss_and_gradient(model, scores.logprobs[drawn], scores.entropy[drawn])
             assert loss == pytest.approx(wanted, rel=1e-6)
-            assert float((found - gradient).norm() / gradient.norm()) < bound
+            assert distance(found, gradient) < bound
+            gradients.append(found)
+        assert max(distance(each, gradients[0]) for each in gradients) < 1e-6
 
 
 def make_head(layer, draws, chunk, sampling=PLAIN, entropy_gradient=False):

@@ -70,12 +70,11 @@ class Grader:
         began = time.monotonic()
         completions = [each.completion for each in group]
         try:
-            compared = await self._tried(lambda: self._foreign.compare(question, completions))
+            found = await self._tried(lambda: self._foreign.compare(question, completions))
         finally:
             took = time.monotonic() - began
             self.score_s += took
-        if isinstance(compared, str):
-            compared = [compared for _ in group]
+        compared: Sequence[dict[str, float] | str] = [found] * len(group) if isinstance(found, str) else found
         return [self._total(question, each, values, took) for each, values in zip(group, compared, strict=True)]
 
     def _total(self, question: Question, graded: Graded, compared: dict[str, float] | str, took: float) -> Grade:

@@ -67,9 +67,9 @@ def test_loss_and_gradients_are_those_of_a_float64_reference(tiny_model, name):
     """Whatever the chunk: one draw, several, and all at once.
 
     In float64 the gradient is the reference's to 1e-12. In float32 it can't be to 1e-6: the definition itself, from the
-    whole logits of each sequence and without any chunk, is 1.1e-6 to 1.4e-6 away, which is how the model's layers round.
-    So there the bound is that distance, with room for other orders of summation (by measurement 1.09 times). The loss,
-    and what a chunk changes in the gradient (4e-7 to 5e-7), are within 1e-6 in float32 too.
+    whole logits of each sequence and without any chunk, is 1.1e-6 to 1.4e-6 away, which is how the model's layers
+    round. So there the bound is that distance, with room for another order of summation (1.09 times, measured). The
+    loss, and what a chunk changes in the gradient (4e-7 to 5e-7), are within 1e-6 in float32 too.
     """
     batch = sequences(LENGTHS, kept=name == "penalties and kept sets")
     sampling = SAMPLINGS[name]

@@ -17,7 +17,7 @@ help:
 	@echo "make test            unit tests, tests against a real vLLM on CPU, and a whole tiny run"
 	@echo "make test-faults     harm done to real processes: kills, stops, full disks, strangers"
 	@echo "make test-hosts      runs over several hosts: network namespaces, ssh, cut and slow links (root)"
-	@echo "make test-ray        runs on a Ray cluster of two nodes of this machine; a node is killed"
+	@echo "make test-ray        runs on a Ray cluster of two nodes of this machine; a node is killed (ARGS='-m ray': vLLM too)"
 	@echo "make test-browser    the HTML report in a real Chromium, which is installed where there is none"
 	@echo "make test-prometheus metrics and dashboard with a real Prometheus, which is installed where there is none"
 	@echo "make fuzz            every decoder against damaged input (SECONDS=600)"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cluster.run import ROOT, Run
+from tests.cluster.run import MARK, ROOT, Run
 from tests.faults.run import free_port
 
 ALWAYS = {
@@ -27,7 +28,7 @@ ENVIRONMENT = {
 def make_cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     """Takes what Ray's books say of each node; the first is the head, on which the launcher is."""
     cluster_utils = pytest.importorskip("ray.cluster_utils", reason="make test-ray installs Ray")
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | {MARK: str(os.getpid())}).items():
         monkeypatch.setenv(name, value)
     made = []
 

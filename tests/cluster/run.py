@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,10 @@ from tests.faults.run import Run as OneHost
 from tests.faults.run import free_port
 
 ROOT = Path(__file__).parents[2]
-THERE = f"{sys.executable} {ROOT}/tests/hosts/hosted.py"
+STAND_IN = f"{ROOT}/tests/hosts/hosted.py"
+THERE = f"{sys.executable} {STAND_IN}"
+MARK = "STARTED_BY_TEST"
+"""Variable of all processes of a cluster: the process that runs the test."""
 ENGINES_S = 900.0
 """Against hanging, where real engines start on few cores; no measure of speed."""
 
@@ -58,11 +62,12 @@ def living_nodes(cluster: Any) -> list[str]:
 
 
 def hosted() -> list[psutil.Process]:
-    """Processes that a node of the cluster runs for a run, and their children."""
+    """Processes that a node of this test's clusters runs for a run, and their children."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.process_iter(["cmdline", "environ"]):
         line = " ".join(process.info["cmdline"] or [])
-        if str(ROOT / "tests" / "hosts" / "hosted.py") in line or ("--run-dir" in line and "/inflight-" in line):
+        is_hosted = STAND_IN in line or ("--run-dir" in line and "/inflight-" in line)
+        if is_hosted and (process.info["environ"] or {}).get(MARK) == str(os.getpid()):
             found.append(process)
     return found
 

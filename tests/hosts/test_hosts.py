@@ -165,6 +165,7 @@ def test_real_engines_by_ssh_and_the_audit_of_their_tags(three: Hosts, started: 
 def test_a_generator_that_nobody_configured_joins_and_leaves(three: Hosts, started: Callable[..., Run]) -> None:
     run = started(three, "trainer.steps=80", "hosts.most_generators=2", count=1, ssh=False, slowest_s=2.0)
     run.until(lambda: set(run.routed()) == {"g0", "g1"}, alive=True)
+    run.until(lambda: "g1" in run.samplers(), alive=True)
     number = next(each for each in (1, 2) if any("--name g1" in line for line in three.processes(each)))
     run.joined[number - 1].terminate()
     run.until(lambda: set(run.routed()) == {"g0"}, alive=True)

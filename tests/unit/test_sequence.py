@@ -147,7 +147,10 @@ def test_a_damaged_field_is_found_after_so_many_tokens():
 
 
 def test_what_a_lost_generator_sent_is_not_continued_where_it_is_damaged():
-    sequence = started([parsed("01", version=4)], [parsed("2", version=5), parsed("34", 1, version=6, **DAMAGED)])
+    """Not even what was read of it before."""
+    sequence = started([parsed("01", version=4)], [parsed("2", version=5)])
+    assert sequence.token_ids == [0, 1, 2]
+    sequence.add(parsed("34", 1, version=6, **DAMAGED))
     sequence.lose()
     assert (sequence.token_ids, sequence.pieces) == ([0, 1], [GeneratorSpan(0, "g0")])
     sequence.begin("g2")

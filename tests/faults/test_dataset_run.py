@@ -110,5 +110,7 @@ def test_a_run_on_chats_ends_with_its_second_epoch_in_the_order_that_it_began_wi
     lines = (tmp_path / "data.jsonl").read_text().replace("1+0", "1+1")
     (tmp_path / "data.jsonl").write_text(lines)
     assert run.resume().wait() == BAD_INPUT
-    (line,) = [line for line in run.output.splitlines() if line.startswith("inflight launch: ")]
-    assert "data.jsonl' does not hold what it held: the run in" in line
+    says = "data.jsonl' does not hold what it held: the run in"
+    (line,) = [line for line in run.output.splitlines() if says in line]
+    assert line.startswith("inflight launch: ")
+    assert "Traceback" not in run.output

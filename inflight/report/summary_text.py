@@ -9,7 +9,15 @@ from inflight.report.summary import EDGE_STEPS, Spread, Summary
 
 
 def table(summary: Summary) -> str:
-    """The summary as text, one figure per line."""
+    """The summary as text, one figure per line, and the figures by lag below."""
+    rows = labelled(summary)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
+
+
+def labelled(summary: Summary) -> list[tuple[str, str]]:
+    """Label and text of each figure, apart from those by lag."""
     lag = " ".join(f"{lag}:{count}" for lag, count in sorted(summary.lag.items()))
     first = _text(summary.reward_first)
     last = _text(summary.reward_last)
@@ -34,9 +42,7 @@ def table(summary: Summary) -> str:
         rows.append(("left out", f"of groups: {_counts(summary.rollouts_dropped)}"))
     if summary.torn_tail:
         rows.append(("rollout file", summary.torn_tail))
-    width = max(len(name) for name, _ in rows)
-    lines = [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([*lines, *filter(None, [staleness.table(summary.by_lag, "lag")])])
+    return rows
 
 
 def _of_all(summary: Summary) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from batches import make_batch
 
 from inflight.cli import main
 from inflight.metrics import METRICS_FILE, JsonLines, read_lines
+from inflight.report.html.data import of_run
 from inflight.report.staleness import by_lag, by_version, table
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.loss import Loss
@@ -105,6 +106,8 @@ def test_the_report_of_a_run(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert table(by_lag(LINES), "lag") in printed
     assert table(by_version(LINES), "version") in printed
+    overview = [label for label, _ in of_run(tmp_path)["summary"]]
+    assert overview[-1] == "lag of tokens", "the page has a table of its own for the figures by lag"
 
 
 @pytest.mark.parametrize("steps", [1, 400])  # within Python's buffer of the output, and beyond it

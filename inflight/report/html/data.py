@@ -101,9 +101,7 @@ def _texts(config: dict[str, Any]) -> Texts | None:
 
 def _summary(run_dir: Path) -> list[list[str]]:
     """Label and text, as in the table at the end of a run."""
-    lines = summary_text.table(summary.summarize(run_dir)).splitlines()
-    rows = [line.split("  ", 1) for line in lines if line[:1].isalpha()]
-    return [[row[0].strip(), row[1].strip()] for row in rows if len(row) == 2 and row[0].strip() != "lag"]
+    return [list(row) for row in summary_text.labelled(summary.summarize(run_dir))]
 
 
 def _rows(rows: list[staleness.Row]) -> list[dict[str, Any]]:

@@ -3,9 +3,9 @@
     python -m bench.scrape [--steps 1000] [--scrapes 300]
 
 The trainer's metrics after `--steps` steps with 8 generators, 64 lags and 20 reasons, once alone and once beside a
-thread of this process that computes in Python all the time, as a trainer's may. It is asked as Prometheus asks, for a
-compressed answer. Prints a JSON line each: median, 99th percentile and maximum in ms, CPU time of client and server
-together per scrape, and the size of an answer on the wire.
+thread of this process that computes in Python all the time, as a trainer's may. It is asked with the headers of
+Prometheus. Prints a JSON line each: median, 99th percentile and maximum in ms, CPU time of client and server together
+per scrape, and the size of an answer on the wire.
 """
 
 from __future__ import annotations

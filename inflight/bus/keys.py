@@ -9,11 +9,13 @@ replayed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import ipaddress
 import os
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import zmq
@@ -25,31 +27,40 @@ _Z85 = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 """A key in ZeroMQ's text encoding."""
 
 
+_MASKED = threading.Lock()
+"""Held while the mask of new files, which is the process's, is not the user's."""
+
+
 class KeysError(RuntimeError):
     """Keys are missing or can't be used; the text is one line."""
 
 
+@contextlib.contextmanager
+def _for_owner_alone() -> Iterator[None]:
+    """New files are. Two threads at once would each restore the other's mask, and leave keys that all may read."""
+    with _MASKED:
+        before = os.umask(0o077)
+        try:
+            yield
+        finally:
+            os.umask(before)
+
+
 def make_keys(folder: Path, names: Iterable[str]) -> None:
     """Makes new key pairs for the listeners and the named processes. Raises OSError when they can't be written."""
-    before = os.umask(0o077)
-    try:
+    with _for_owner_alone():
         (folder / "allowed").mkdir(mode=0o700, parents=True, exist_ok=True)
         zmq.auth.create_certificates(folder, LISTENER)
-        for name in names:
-            add_key(folder, name)
-    finally:
-        os.umask(before)
+    for name in names:
+        add_key(folder, name)
 
 
 def add_key(folder: Path, name: str) -> None:
     """Makes a new key pair for one process; listeners accept it from now on. Raises OSError when it can't be
     written."""
-    before = os.umask(0o077)
-    try:
+    with _for_owner_alone():
         public, _ = zmq.auth.create_certificates(folder, name)
         os.replace(public, folder / "allowed" / Path(public).name)
-    finally:
-        os.umask(before)
 
 
 def remove_key(folder: Path, name: str) -> None:
@@ -61,8 +72,7 @@ def remove_key(folder: Path, name: str) -> None:
 def derive_keys(folder: Path, token: str, name: str) -> None:
     """Writes the key pairs of one listener and of one name that connects to it, both computed from a secret that both
     sides have. Raises OSError when they can't be written."""
-    before = os.umask(0o077)
-    try:
+    with _for_owner_alone():
         (folder / "allowed").mkdir(parents=True, exist_ok=True)
         for each in (LISTENER, name):
             digest = hashlib.blake2b(token.encode(), digest_size=32, person=each.encode()[:16]).digest()
@@ -72,8 +82,6 @@ def derive_keys(folder: Path, token: str, name: str) -> None:
             target = folder if each == LISTENER else folder / "allowed"
             (target / f"{each}.key").write_text(shown)
             (folder / f"{each}.key_secret").write_text(f'{shown}    secret-key = "{secret.decode()}"\n')
-    finally:
-        os.umask(before)
 
 
 def needed(endpoint: str) -> bool:

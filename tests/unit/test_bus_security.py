@@ -42,6 +42,30 @@ def port_of(listener):
     return int(listener.endpoint.rpartition(":")[2])
 
 
+def test_keys_that_two_threads_make_at_once_are_for_their_owner_alone(folder, monkeypatch):
+    """The mask of new files is the process's: without a lock, the first thread restores it while the second writes."""
+    create = zmq.auth.create_certificates
+    second_began = threading.Event()
+    first_ended = threading.Event()
+
+    def created(where, name):
+        if name == "g1":
+            second_began.wait(0.5)
+        else:
+            second_began.set()
+            first_ended.wait(0.5)
+        return create(where, name)
+
+    monkeypatch.setattr(zmq.auth, "create_certificates", created)
+    first = threading.Thread(target=lambda: (keys.add_key(folder, "g1"), first_ended.set()))
+    second = threading.Thread(target=keys.add_key, args=(folder, "g2"))
+    for thread in (first, second):
+        thread.start()
+    for thread in (first, second):
+        thread.join(LIMIT_S)
+    assert [stat.S_IMODE((folder / f"{name}.key_secret").stat().st_mode) for name in ("g1", "g2")] == [0o600, 0o600]
+
+
 def test_random_bytes_and_port_scanners_are_counted_and_logged(caplog):
     source = random.Random(0)
     with Listener("tcp://127.0.0.1:*", config()) as listener:

@@ -31,6 +31,8 @@ class Membership:
         self._guest_ranks = guest_ranks
         self._session = session
         self._last_present = session.clock()
+        self._without_ranks: dict[str, float] = {}
+        """Generator → since when its engine is seen without all of its ranks."""
 
     def of(self, peer: str) -> Replica | None:
         """The replica that a peer belongs to, by its identity `generator.member`; None for an unknown peer."""
@@ -79,6 +81,7 @@ class Membership:
             if connected.isdisjoint(self.replicas[name].members.all):
                 log.info("%s has left", name)
                 del self.replicas[name]
+                self._without_ranks.pop(name, None)
 
     def _objection(self, hello: Hello) -> str:
         """Why no transport leads to a rank; empty when one does."""
@@ -137,7 +140,10 @@ class Membership:
         self._forget_guests()
         now = self._session.clock()
         for replica in self.replicas.values():
-            if replica.state.present or replica.due is None or now < replica.due:
+            if replica.state.present:
+                self._without_ranks.pop(replica.generator, None)
+                continue
+            if replica.due is None or now < replica.due:
                 continue
             replica.postpone(now + ENQUIRE_S)
             if replica.state is ReplicaState.ABSENT:
@@ -153,13 +159,17 @@ class Membership:
         not its ranks is broken; its engine is refused, and ends, after the time of a transfer.
         """
         members = replica.members
-        since = self._session.clock() - replica.since
         connected = self._session.outbox.peers()
         gone = [peer for peer in members.ranks if peer not in connected]
-        if gone and members.engine in connected and since > self._session.config.transfer_timeout_s:
-            reason = f"{', '.join(gone)} is not there since {since:.0f} s"
-            log.warning("%s is refused, and ends: %s", replica.generator, reason)
-            self._session.outbox.send_refusal(members.engine, reason)
+        if gone and members.engine in connected:
+            now = self._session.clock()
+            since = now - self._without_ranks.setdefault(replica.generator, now)
+            if since > self._session.config.transfer_timeout_s:
+                reason = f"{', '.join(gone)} is not there since {since:.0f} s"
+                log.warning("%s is refused, and ends: %s", replica.generator, reason)
+                self._session.outbox.send_refusal(members.engine, reason)
+        else:
+            self._without_ranks.pop(replica.generator, None)
         self._session.outbox.send(connected.intersection(members.missing or members.all), Enquire())
 
     def deserted_s(self) -> float:

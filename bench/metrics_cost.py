@@ -48,7 +48,7 @@ HEADERS = {
 
 
 class Scrapes(threading.Thread):
-    """Scrapes all processes of a run once a second, until it is told to end."""
+    """Scrapes all processes of a run once a second, until `end` is called."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(name="scrapes", daemon=True)

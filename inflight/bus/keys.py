@@ -36,8 +36,9 @@ class KeysError(RuntimeError):
 
 
 @contextlib.contextmanager
-def _for_owner_alone() -> Iterator[None]:
-    """New files are. Two threads at once would each restore the other's mask, and leave keys that all may read."""
+def for_owner_alone() -> Iterator[None]:
+    """New files are readable by their owner alone. Two threads at once would each restore the other's mask, and leave
+    keys that all may read: one waits for the other."""
     with _MASKED:
         before = os.umask(0o077)
         try:
@@ -48,7 +49,7 @@ def _for_owner_alone() -> Iterator[None]:
 
 def make_keys(folder: Path, names: Iterable[str]) -> None:
     """Makes new key pairs for the listeners and the named processes. Raises OSError when they can't be written."""
-    with _for_owner_alone():
+    with for_owner_alone():
         (folder / "allowed").mkdir(mode=0o700, parents=True, exist_ok=True)
         zmq.auth.create_certificates(folder, LISTENER)
     for name in names:
@@ -58,7 +59,7 @@ def make_keys(folder: Path, names: Iterable[str]) -> None:
 def add_key(folder: Path, name: str) -> None:
     """Makes a new key pair for one process; listeners accept it from now on. Raises OSError when it can't be
     written."""
-    with _for_owner_alone():
+    with for_owner_alone():
         public, _ = zmq.auth.create_certificates(folder, name)
         os.replace(public, folder / "allowed" / Path(public).name)
 
@@ -72,7 +73,7 @@ def remove_key(folder: Path, name: str) -> None:
 def derive_keys(folder: Path, token: str, name: str) -> None:
     """Writes the key pairs of one listener and of one name that connects to it, both computed from a secret that both
     sides have. Raises OSError when they can't be written."""
-    with _for_owner_alone():
+    with for_owner_alone():
         (folder / "allowed").mkdir(parents=True, exist_ok=True)
         for each in (LISTENER, name):
             digest = hashlib.blake2b(token.encode(), digest_size=32, person=each.encode()[:16]).digest()

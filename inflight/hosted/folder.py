@@ -12,6 +12,7 @@ from pathlib import Path
 
 from inflight import config as configuration
 from inflight import models
+from inflight.bus.keys import for_owner_alone
 from inflight.config import CONFIG_FILE, ModelConfig, RunConfig
 from inflight.listening import source_of
 from inflight.starters.parcel import Parcel
@@ -29,14 +30,11 @@ def unpacked_folder(parcel: Parcel) -> Iterator[RunConfig]:
     parent = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
     folder = Path(tempfile.mkdtemp(prefix="inflight-", dir=parent))
     try:
-        before = os.umask(0o077)
-        try:
+        with for_owner_alone():
             (folder / CONFIG_FILE).write_text(parcel.config)
             config = _here(parcel, configuration.load(folder))
             _write_secrets(parcel, config)
             configuration.save(config)
-        finally:
-            os.umask(before)
         yield config
     finally:
         shutil.rmtree(folder, ignore_errors=True)

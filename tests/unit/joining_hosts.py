@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from run_folders import written_run
 
 from inflight.bus import Link
 from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, RunConfig
+from inflight.launcher.compose import compose
 from inflight.messages import Join, Placed
-from inflight.starters.joining import NAME
+from inflight.starters.joining import NAME, VARIABLE, JoinStarter
 from inflight.starters.parcel import Parcel, unpacked
 
 LIMIT_S = 30.0
@@ -26,6 +31,27 @@ def free_ports() -> int:
             for port in range(first, first + 6):
                 socket.create_server(("127.0.0.1", port)).close()
             return first
+
+
+@functools.cache
+def composed(*overrides: str) -> RunConfig:
+    """A run whose processes are placed on hosts that join."""
+    return compose("tiny", ["run_dir=/nowhere", "network.bind=127.0.0.1", "hosts.starter=join", *overrides])
+
+
+def joined_run(folder: Path, *overrides: str) -> RunConfig:
+    """The same, with its folder written."""
+    return written_run(composed(*overrides), folder, port=free_ports(), heartbeat_s=0.1)
+
+
+@contextmanager
+def accepting(run: RunConfig) -> Iterator[JoinStarter]:
+    """The launcher's side, with the join key."""
+    made = JoinStarter(run, {VARIABLE: KEY})
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 def connected(run: RunConfig, folder: Path, name: str, key: str = KEY) -> Link:

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 from fake_generator import eventually
 from fleet import Fleet
-from joining_hosts import KEY, LIMIT_S, connected, free_ports, placed
-from run_folders import written_run
+from joining_hosts import KEY, LIMIT_S, accepting, composed, connected, free_ports, joined_run, placed
 
 from inflight.actor import pool as pool_module
 from inflight.actor.pool import Pool
@@ -39,26 +38,20 @@ from inflight.weights.publish.events import Failure
 from inflight.weights.publish.routes import routes
 
 JOINING = ("network.bind=127.0.0.1", "hosts.starter=join", "hosts.actors_join=true")
+LIMITED = ("hosts.actors_join=true", "hosts.most_generators=3", "hosts.most_actors=2", "launch.restarts=1")
 until = functools.partial(eventually, timeout_s=LIMIT_S)
 BEATS = BusConfig(heartbeat_s=0.05, dead_after_s=20.0)
 
 
-@functools.cache
-def composed() -> RunConfig:
-    limits = ["hosts.most_generators=3", "hosts.most_actors=2", "launch.restarts=1"]
-    return compose("tiny", ["run_dir=/nowhere", *JOINING, *limits])
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    return written_run(composed(), tmp_path / "run", port=free_ports(), heartbeat_s=0.1)
+    return joined_run(tmp_path / "run", *LIMITED)
 
 
 @pytest.fixture
 def starter(run: RunConfig) -> Iterator[JoinStarter]:
-    made = JoinStarter(run, {VARIABLE: KEY})
-    yield made
-    made.close()
+    with accepting(run) as made:
+        yield made
 
 
 @pytest.fixture
@@ -150,7 +143,7 @@ def test_a_host_that_is_asked_to_end_its_process_has_not_failed(
     assert "with its host" in str(guests.left(Ended(command, UNREACHABLE)))
     (command,) = guests.due()
     guests.left(Ended(command, DONE))
-    assert guests.due() == [], "one that ends by itself was told that the run is over"
+    assert guests.due() == [], "a process that exits with code 0 was sent Finish: the run is over"
 
 
 def test_without_a_limit_nobody_is_admitted(starter: JoinStarter, hosts: list[Link], run: RunConfig) -> None:
@@ -165,7 +158,7 @@ def test_a_guest_that_fails_ends_nothing(
 ) -> None:
     """Through the launcher: its host offers itself again, and gets the next name."""
     monkeypatch.setenv(VARIABLE, KEY)
-    made = replace(composed(), run_dir=str(tmp_path / "run"), chosen=None)
+    made = replace(composed(*LIMITED), run_dir=str(tmp_path / "run"), chosen=None)
     run = replace(made, bus=replace(made.bus, port=free_ports(), heartbeat_s=0.1))
     over = tmp_path / "over"
     code = f"import pathlib, time\nwhile not pathlib.Path({str(over)!r}).exists(): time.sleep(0.05)"
@@ -296,7 +289,8 @@ def test_an_actor_uses_generators_for_as_long_as_they_are_listed(monkeypatch: py
 
 
 def test_names_of_guests_are_numbered_on() -> None:
-    run, before = composed(), replace(composed(), hosts=replace(composed().hosts, most_generators=0))
+    run = composed(*LIMITED)
+    before = replace(run, hosts=replace(run.hosts, most_generators=0))
     assert [run.is_generator(name) for name in ("g0", "g7", "g07", "a1", "g", "g1234567")] == [True, True, *[False] * 4]
     assert [before.is_generator(name) for name in ("g0", "g1")] == [True, False]
     assert len({_engine_seed(run, name) for name in ("g0", "g1", "g7")}) == 3
@@ -326,7 +320,7 @@ def test_a_limit_needs_hosts_that_join(tmp_path: Path) -> None:
 
 
 def test_the_view_and_the_metrics_know_them_while_they_are_there() -> None:
-    progress = Progress(composed())
+    progress = Progress(composed(*LIMITED))
     progress.update("g12", {"version": 3})
     progress.update("g7", {"version": 3})
     progress.update("a1", {"in_flight": 1})

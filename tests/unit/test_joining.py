@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 from fake_generator import eventually
-from joining_hosts import KEY, LIMIT_S, connected, free_ports, placed
-from run_folders import written_run
+from joining_hosts import KEY, LIMIT_S, accepting, connected, joined_run, placed
 
 from inflight.bus import Link
 from inflight.config import ConfigError, RunConfig
@@ -34,22 +33,15 @@ until = functools.partial(eventually, timeout_s=LIMIT_S)
 G0, G1 = (Command(name, "generator", ["true"], None, host="a host that joins") for name in ("g0", "g1"))
 
 
-@functools.cache
-def composed() -> RunConfig:
-    options = ["network.bind=127.0.0.1", "hosts.starter=join", "generator.count=2"]
-    return compose("tiny", ["run_dir=/nowhere", *options])
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    return written_run(composed(), tmp_path / "run", port=free_ports(), heartbeat_s=0.1)
+    return joined_run(tmp_path / "run", "generator.count=2")
 
 
 @pytest.fixture
 def starter(run: RunConfig) -> Iterator[JoinStarter]:
-    made = JoinStarter(run, {VARIABLE: KEY})
-    yield made
-    made.close()
+    with accepting(run) as made:
+        yield made
 
 
 @pytest.fixture

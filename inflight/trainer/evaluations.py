@@ -83,6 +83,8 @@ class Evaluations:
         self._evaluator = ""
         """The peer that is there; empty: none."""
         self._incarnation = ""
+        self._told_slow = False
+        """Whether the user was told that training waits for an evaluation."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
         self._thread.start()
@@ -98,28 +100,42 @@ class Evaluations:
         return step % self._config.every == 0 and (step > 0 or self._config.at_start)
 
     def begin(self, step: int, nominee: Path | None) -> None:
-        """Evaluates the newest version, that of `step`; returns at once. To be called before the next publication.
+        """Evaluates the newest version, that of `step`; returns at once. To be called before the next publication, and
+        once the previous evaluation is over (`wait_idle`).
 
-        `nominee` is its checkpoint, where the best is kept. While another evaluation is under way this one is given up.
+        `nominee` is its checkpoint, where the best is kept.
         """
         with self._changed:
-            if self._current is not None:
-                reason = f"the evaluation of version {self._current.step} is still under way"
-                self._note(step, {"eval/given_up": reason}, nominee)
-                return
             routed = self._config.training_requests == "continue"
             now = self._clock()
             pin = self._publisher.pin(step, self._config.timeout_s + 2 * GRACE_S, routed=routed)
             deadline = now + self._config.timeout_s
             self._current = _Evaluation(next(self._numbers), step, pin, nominee, now, deadline)
 
+    def wait_idle(self, step: int, wait: Callable[[], bool]) -> bool:
+        """Waits for the evaluation that is under way, which is bounded, while `wait()` says so: that of `step` is due.
+        The first time, the user is told. Returns whether `begin` can be called."""
+        with self._changed:
+            current = self._current
+            if current is not None and not self._told_slow:
+                self._told_slow = True
+                self._warn(
+                    f"training waits at step {step}: its evaluation is due, and that of version {current.step} is "
+                    f"still under way. An evaluation takes longer than eval.every={self._config.every} steps"
+                )
+            self._wait(wait)
+            return not self.busy and self._thread.is_alive()
+
     def settle(self, *, wait: Callable[[], bool]) -> None:
         """Waits for the evaluation that is under way while `wait()` says so, and gives it up then. None follows."""
         with self._changed:
-            while self._current is not None and self._thread.is_alive() and wait():
-                self._changed.wait(_POLL_S)
+            self._wait(wait)
             if self._current is not None:
                 self._give_up(self._current, "the run ends")
+
+    def _wait(self, wait: Callable[[], bool]) -> None:
+        while self._current is not None and self._thread.is_alive() and wait():
+            self._changed.wait(_POLL_S)
 
     def finish(self, reason: str) -> None:
         """Tells the evaluator that the run is over."""

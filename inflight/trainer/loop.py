@@ -209,12 +209,16 @@ class Trainer:
         return target
 
     def _evaluate_when_due(self) -> None:
-        """Begins the evaluation of the newest version; it is over before the run is."""
+        """Begins the evaluation of the newest version, once the previous one is over; it is over before the run is."""
         evaluations = self._evaluations
         if evaluations is None or not evaluations.due(self.steps_done):
             return
-        best = None if evaluations.busy else evaluations.best
-        evaluations.begin(self.steps_done, self._save(best.nominees) if best is not None else None)
+        if evaluations.busy:
+            self._reporter.phase("waiting for the previous evaluation")
+        if evaluations.wait_idle(self.steps_done, lambda: not self._stop.is_set()):
+            best = evaluations.best
+            evaluations.begin(self.steps_done, self._save(best.nominees) if best is not None else None)
+        self._reporter.phase("training")
 
     def _write(self, folder: Path, saved: Saved, snapshot: Snapshot) -> None:
         """In the writer's thread. Raises OSError."""

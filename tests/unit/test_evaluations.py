@@ -295,16 +295,22 @@ def test_an_evaluation_that_lacks_an_answer_is_told_and_is_no_candidate_for_the_
     assert not any(scene.best.nominees.glob("*"))
 
 
-def test_one_evaluation_is_under_way_at_a_time(scene):
+def test_an_evaluation_that_is_due_waits_for_the_one_that_is_under_way(scene):
     scene = scene()
     scene.join()
+    assert scene.evaluations.wait_idle(3, lambda: True)
     scene.begin()
-    scene.evaluations.begin(6, None)
-    assert scene.done() == {"step": 6, "version": 6, "eval/given_up": "the evaluation of version 3 is still under way"}
-    assert len(scene.publisher.pins) == 1
     scene.hear(Evaluate)
+    assert not scene.evaluations.wait_idle(6, lambda: False), "a run that is to stop does not wait"
+    waited: list[bool] = []
+    waiting = threading.Thread(target=lambda: waited.append(scene.evaluations.wait_idle(6, lambda: True)))
+    waiting.start()
     scene.answer()
-    assert scene.done(2)["step"] == 3
+    waiting.join(LIMIT_S)
+    assert (waited, [line["step"] for line in scene.lines]) == ([True], [3])
+    told = "training waits at step 6: its evaluation is due, and that of version 3 is still under way. "
+    assert [text for text in scene.warnings if text.startswith(told)] == scene.warnings
+    assert len(scene.warnings) == 1, "told once"
 
 
 def test_the_end_of_a_run_waits_for_its_evaluation_unless_it_is_to_stop(scene):

@@ -344,6 +344,39 @@ def test_every_module_says_what_it_is_for(path):
     assert ast.get_docstring(tree) or not tree.body, f"{path} has no docstring"
 
 
+def stray_strings(tree: ast.Module) -> Iterator[int]:
+    """Lines of strings that document nothing: neither at the start of a module, class or function, nor after a name
+    that is assigned."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        before = node if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else None
+        for each in body if isinstance(body, list) else []:
+            text = isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and each.value.value is not ...
+            if text and before is not node and not isinstance(before, ast.Assign | ast.AnnAssign):
+                yield each.lineno
+            before = each
+
+
+@pytest.mark.parametrize(
+    "code, lines",
+    [
+        ('"""Module."""\nA = 1\n"""Of A."""', []),
+        ('"""Module."""\n"""Module, again."""', [2]),
+        ('class A:\n    """Of A."""\n\n    """Of A, again."""\n    b: int\n    """Of b."""', [4]),
+        ('def f():\n    """Of f."""\n    ...', []),
+        ('if A:\n    """Why."""\n    b = 1', [2]),
+    ],
+)
+def test_which_strings_document_nothing(code, lines):
+    assert list(stray_strings(ast.parse(code))) == lines
+
+
+def test_every_string_documents_what_is_before_it():
+    """A second docstring is a statement without an effect, and its text contradicts the first one some day."""
+    found = [f"inflight.{name}:{line}" for name, (_, tree) in sources().items() for line in stray_strings(tree)]
+    assert not found, found
+
+
 def loaded_by(*packages: str) -> set[str]:
     """Top-level modules in a fresh interpreter that has imported every module of the packages."""
     code = f"""

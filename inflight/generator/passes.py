@@ -54,8 +54,6 @@ class Pass:
 class PassEngine:
     """A vLLM on CPU in this process. Weights are random until `load`."""
 
-    """A CPU vLLM in this process. Weights are random until `load`."""
-
     def __init__(self, model_dir: Path, config: RunConfig, *, lengths: Sequence[int]) -> None:
         """Starts an engine configured like those of the run, with KV cache for sequences of these lengths together.
 

@@ -83,8 +83,8 @@ class Evaluations:
         self._evaluator = ""
         """The peer that is there; empty: none."""
         self._incarnation = ""
-        self._told_slow = False
-        """Whether the user was told that training waits for an evaluation."""
+        self._warned_slow = False
+        """Whether a warning was logged that training waits for an evaluation."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="evaluations", daemon=True)
         self._thread.start()
@@ -114,11 +114,11 @@ class Evaluations:
 
     def wait_idle(self, step: int, wait: Callable[[], bool]) -> bool:
         """Waits for the evaluation that is under way, which is bounded, while `wait()` says so: that of `step` is due.
-        The first time, the user is told. Returns whether `begin` can be called."""
+        Logs a warning the first time. Returns whether `begin` can be called."""
         with self._changed:
             current = self._current
-            if current is not None and not self._told_slow:
-                self._told_slow = True
+            if current is not None and not self._warned_slow:
+                self._warned_slow = True
                 self._warn(
                     f"training waits at step {step}: its evaluation is due, and that of version {current.step} is "
                     f"still under way. An evaluation takes longer than eval.every={self._config.every} steps"

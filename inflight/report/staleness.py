@@ -1,6 +1,6 @@
 """What age did to the tokens of a run: figures by lag and by version, from the lines of metrics.jsonl.
 
-The row of lag 0 is the baseline: both sides had the same weights there, so it shows the difference between two
+The row of lag 0 is the noise floor: both sides had the same weights there, so it shows the difference between two
 implementations. What the other rows show beyond it is age.
 """
 

@@ -158,12 +158,12 @@ class Buffer:
         """Rewards of all rollouts from which the last batch was selected: its own, and those that the gate has dropped
         since the batch before."""
         with self._changed:
-            return self._ledger.judged.of_batch
+            return self._ledger.tally.of_batch
 
     def dropped(self) -> dict[str, str]:
         """Group → why it was dropped, of those since the last call."""
         with self._changed:
-            return self._ledger.judged.reasons()
+            return self._ledger.tally.reasons()
 
     @property
     def refused(self) -> Counter[str]:

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Mapping
 
 from inflight.rollout.books import Books, Counts
-from inflight.rollout.gated import GatedGroup
+from inflight.rollout.gate_result import GatedGroup
 from inflight.rollout.questions import Indices
 
 MAX_REASONS = 64

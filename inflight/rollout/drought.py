@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from inflight.rollout.gated import GatedGroup
+from inflight.rollout.gate_result import GatedGroup
 
 LEAST = 16
 """Fewest groups that are judged before a warning."""

@@ -28,7 +28,7 @@ from inflight.arrays import Flags, Lags
 from inflight.config import GateConfig
 from inflight.named import find, with_options
 from inflight.rollout import rules
-from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
+from inflight.rollout.gate_result import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 from inflight.types import Rollout, RolloutGroup, version_array
 
 __all__ = ["GatedGroup", "GatedRollout", "GroupDrop", "SequenceDrop", "gate_group", "rules_of", "token_lags"]

@@ -26,7 +26,7 @@ from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.counters import GroupCounters
 from inflight.rollout.drought import Drought
 from inflight.rollout.gate import GatedGroup, GroupDrop, gate_group
-from inflight.rollout.judged import Judged
+from inflight.rollout.gate_tally import GateTally
 from inflight.rollout.lengths import Lengths
 from inflight.rollout.questions import Questions
 from inflight.rollout.waiting import StoredGroup, Waiting, most_bytes
@@ -73,7 +73,7 @@ class Ledger:
         self._tries: collections.Counter[int] = collections.Counter()
         self._too_old = collections.Counter(books.too_old)
         """Unsettled question → how many of its groups were too stale."""
-        self.judged = Judged()
+        self.tally = GateTally()
         self._counters = GroupCounters(books, len(self._queue))
 
     @property
@@ -184,7 +184,7 @@ class Ledger:
             retried = gated.stale and gate.on_stale == "retry" and self._too_old[index] < gate.stale_retries
             reason = GroupDrop.RETRIED.value if retried else str(gated.dropped)
             self._counters.drop(reason)
-            self.judged.leave_out(gated, reason)
+            self.tally.leave_out(gated, reason)
             if retried:
                 self._too_old[index] += 1
                 self._questions.give_back(index)
@@ -196,13 +196,13 @@ class Ledger:
         for gated in usable:
             self._settled(self._leaves(0, gated))
         self._counters.trained += len(usable)
-        self.judged.train(usable)
+        self.tally.train(usable)
 
     def reject(self, groups: Sequence[GatedGroup], reason: str) -> None:
         """Counts groups that the trainer took and could not train on; others are requested in their place."""
         self._counters.trained -= len(groups)
         self._counters.drop(reason, len(groups))
-        self.judged.reject(groups, reason)
+        self.tally.reject(groups, reason)
 
     def close(self) -> None:
         """Counts the groups that are still in flight as failed."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inflight.arrays import Flags
-from inflight.rollout.gated import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
+from inflight.rollout.gate_result import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 
 RULES = {
     name: f"inflight.rollout.rules:{name}"

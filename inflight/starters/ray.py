@@ -1,7 +1,7 @@
 """Starts processes on the nodes of a Ray cluster. Ray chooses nodes and reserves cores and GPUs; nothing else goes
 through it but the parcel, the output and the exit code: no weights, no rollouts.
 
-Each process has an actor of Ray's (hosting.py) beside it, on its node, whose child it is. Without `hosts.names` and
+Each process has an actor of Ray's (ray_node.py) beside it, on its node, whose child it is. Without `hosts.names` and
 `hosts.actors` the actors are in one placement group, spread over the nodes, that stays for the whole run: a process
 that is restarted has its share still, and when a node is gone, Ray reserves the share on another one as soon as there
 is room. With names, actors have an affinity to their nodes. Restarts are the launcher's, none are Ray's.
@@ -29,10 +29,10 @@ from inflight.config import ConfigError, RunConfig
 from inflight.config.hosts import HERE
 from inflight.config.network import parted
 from inflight.starters.base import Command
-from inflight.starters.exchange import ExchangeHandle, NodeGone
-from inflight.starters.hosting import Hosting
 from inflight.starters.parcel import packed, parcel_of
-from inflight.starters.placement import described, no_room, node_of, require_reserved, share_of, shares_of
+from inflight.starters.ray_handle import NodeGone, RayHandle
+from inflight.starters.ray_node import RayNodeProcess
+from inflight.starters.ray_placement import described, no_room, node_of, require_reserved, share_of, shares_of
 
 CONNECT_S = 10.0
 NEVER = {"max_restarts": 0, "max_task_retries": 0}
@@ -115,20 +115,20 @@ class RayStarter:
             ray.shutdown()
             raise
 
-    def start(self, command: Command) -> ExchangeHandle:
+    def start(self, command: Command) -> RayHandle:
         """See Starter. A process that Ray has no room for waits."""
         lease_s = self._config.hosts.lease_s
         strategy = self._strategy(command)
         if strategy is None:
-            return ExchangeHandle(command, NoCalls(f"Ray knows no living node {command.host}"), lease_s)
+            return RayHandle(command, NoCalls(f"Ray knows no living node {command.host}"), lease_s)
         share = share_of(self._config, command.kind, gpus=self._gpus)
         # The node's GPUs are those of this process alone: Ray sets CUDA_VISIBLE_DEVICES for its actor.
         own = dataclasses.replace(command, slot=0) if share.gpus else command
-        actor = ray.remote(Hosting).options(
+        actor = ray.remote(RayNodeProcess).options(
             name=f"{command.name}.{next(self._numbers)}", scheduling_strategy=strategy, **share.options(), **NEVER
         )
         made = actor.remote(packed(parcel_of(self._config, own)), self._config.hosts.python)
-        return ExchangeHandle(command, RayCalls(made), lease_s)
+        return RayHandle(command, RayCalls(made), lease_s)
 
     def close(self) -> None:
         """See Starter. Ray ends what is left of this driver's actors."""

@@ -72,6 +72,7 @@ def _run(config: RunConfig) -> int:
     from accelerate.utils import set_seed
 
     from inflight.rollout.buffer import Buffer
+    from inflight.trainer.batch_watch import BatchWatch
     from inflight.trainer.checkpoint.io import load_optimizer, load_random
     from inflight.trainer.checkpoint.rewind import begin
     from inflight.trainer.learner import Learner
@@ -80,7 +81,6 @@ def _run(config: RunConfig) -> int:
     from inflight.trainer.report import Reporter
     from inflight.trainer.run_policy import policy_of
     from inflight.trainer.sharding import assembled, source_of
-    from inflight.trainer.watch import BatchWatch
     from inflight.weights.publish.read_fence import ReadFence
 
     stop = StopFlag()

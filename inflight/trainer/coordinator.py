@@ -37,8 +37,8 @@ from inflight.messages.ranks import (
     TrainerHello,
 )
 from inflight.trainer.batch import Batch
+from inflight.trainer.collective_timeout import bounded
 from inflight.trainer.pieces import WINDOW, pieces
-from inflight.trainer.watchdog import bounded
 
 _POLL_S = 0.2
 EXPLAIN_S = 2.0

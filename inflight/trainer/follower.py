@@ -21,14 +21,14 @@ from inflight.prometheus.endpoint import MetricsEndpoint
 from inflight.sampling import Sampling
 from inflight.trainer.checkpoint.io import load_optimizer
 from inflight.trainer.checkpoint.snapshot import model_tensors, optimizer_tensors
-from inflight.trainer.comparison import batch_of
+from inflight.trainer.collective_timeout import bounded
 from inflight.trainer.exported import RankMetrics
 from inflight.trainer.learner import Learner
 from inflight.trainer.pieces import Assembly
 from inflight.trainer.policy import reference
 from inflight.trainer.run_policy import policy_of
 from inflight.trainer.sharding import form_group
-from inflight.trainer.watchdog import bounded
+from inflight.trainer.start_comparison import batch_of
 from inflight.trainer.wire import tensor_to_wire, to_wire
 from inflight.weights.publish.comparison import Sampled
 from inflight.weights.publish.read_fence import ReadFence

@@ -15,9 +15,9 @@ from inflight.rollout.gate import GatedGroup
 from inflight.sampling import Sampling
 from inflight.trainer.adapter import AdapterPolicy
 from inflight.trainer.advantage import advantage_of
-from inflight.trainer.baseline import Baseline
 from inflight.trainer.batch import Batch, collate
 from inflight.trainer.coordinator import Coordinator
+from inflight.trainer.logprob_mismatch import LogprobMismatch
 from inflight.trainer.logprobs import Scores
 from inflight.trainer.loss import make_loss
 from inflight.trainer.optimizer import make_optimizer, make_schedule
@@ -51,7 +51,7 @@ class Learner:
         from which the learning-rate schedule continues. Raises ConfigError for an objective or an advantage that does
         not exist or rejects its options.
         """
-        self.baseline: Baseline | None = None
+        self.mismatch: LogprobMismatch | None = None
         """If set, gets every scored micro-batch."""
         self.policy = policy
         self._config = config
@@ -149,8 +149,8 @@ class Learner:
         """Adds the gradient of a micro-batch; returns its share of the step's loss, and its figures."""
         part = batch.to(self._accelerator.device)
         scores = self._score(self.policy.score, part, entropy_gradient=self._loss.entropy > 0)
-        if self.baseline is not None:
-            self.baseline.add(scores.logprobs, part)
+        if self.mismatch is not None:
+            self.mismatch.add(scores.logprobs, part)
         share, stats = self._loss(scores, part, self._reference_logprobs(part))
         # FSDP2 averages the ranks' gradients, but each rank has a part of one sum.
         self._accelerator.backward(share * self._config.trainer.processes)

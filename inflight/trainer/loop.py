@@ -14,23 +14,23 @@ from inflight.config import RunConfig
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import Buffer, BufferClosed, DataEnded
 from inflight.rollout.gate import GatedGroup
-from inflight.rollout.gated import GroupDrop
-from inflight.trainer.baseline import Baseline
+from inflight.rollout.gate_result import GroupDrop
+from inflight.trainer.batch_watch import deserted
 from inflight.trainer.checkpoint.index import FOLDER, SCHEMA, Saved, name_of
 from inflight.trainer.checkpoint.io import drop_checkpoints, keep_version, replace_books, save_checkpoint
 from inflight.trainer.checkpoint.snapshot import Snapshot, take
 from inflight.trainer.checkpoint.writer import CheckpointWriter
 from inflight.trainer.clock import Clock
-from inflight.trainer.comparison import Comparing
 from inflight.trainer.coordinator import CoordinatorError
 from inflight.trainer.evaluations import Evaluations
 from inflight.trainer.learner import Learner, Stopped
 from inflight.trainer.lines import delivery, learning, rewards_and_lags
+from inflight.trainer.logprob_mismatch import LogprobMismatch
 from inflight.trainer.report import Reporter
 from inflight.trainer.skips import LearnError, Skips
+from inflight.trainer.start_comparison import StartComparison
 from inflight.trainer.stop import StopFlag
 from inflight.trainer.updates import train
-from inflight.trainer.watch import deserted
 from inflight.weights.publish.comparison import NumbersDiffer
 from inflight.weights.publish.publisher import Publisher, PublishReport
 from inflight.weights.source import WeightSource
@@ -71,9 +71,9 @@ class Trainer:
         self._stop = stop
         self._patience = config.publish.transfer_timeout_s + config.publish.commit_timeout_s
         """Seconds that a published version may take until it is live or has failed."""
-        self._comparing = Comparing(config, publisher, learner, stop.is_set, source.device)
-        self._baseline = Baseline(config, source.device)
-        learner.baseline = self._baseline
+        self._start_comparison = StartComparison(config, publisher, learner, stop.is_set, source.device)
+        self._mismatch = LogprobMismatch(config, source.device)
+        learner.mismatch = self._mismatch
         self.writer = CheckpointWriter(config.trainer.checkpoint_timeout_s)
         self._skips = Skips(config.trainer.max_skipped_updates)
         self._clock = Clock(begun.elapsed_s)
@@ -91,7 +91,7 @@ class Trainer:
         cannot be resumed from.
         """
         self._reporter.phase("comparing with generators")
-        self._comparing.begin(self.steps_done)
+        self._start_comparison.begin(self.steps_done)
         self._reporter.phase("training")
         if self.steps_done == 0:
             self._evaluate_when_due()
@@ -123,14 +123,14 @@ class Trainer:
 
         Returns False when no gradient of the batch was finite: then there is no version, and its questions are settled.
         """
-        self._baseline.require()
+        self._mismatch.require()
         self.writer.require()
         with self._clock.phase("wait_s"):
             settings = self._config.trainer
             if settings.synchronous:
                 self._publisher.flush(self._patience)
             groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
-            self._comparing.before_step(step - 1)
+            self._start_comparison.before_step(step - 1)
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)
             rate = self._learner.learning_rate
@@ -173,7 +173,7 @@ class Trainer:
         now = {"step": step, "version": step, "time_s": round(self._clock.elapsed, 3), "time": round(time.time(), 6)}
         rates = self._clock.seconds | {"tokens_per_s": tokens / self._clock.lap()}
         refused = {"refused": dict(self._publisher.refused + self._buffer.refused)}
-        learned |= self._comparing.told() | self._baseline.judge() | self._skips.told()
+        learned |= self._start_comparison.told() | self._mismatch.judge() | self._skips.told()
         delivered = delivery(self._publisher, report, self._buffer.counts()) | self._buffer.lengths()
         delivered["dropped"] = self._buffer.dropped()
         self._reporter.line(now | learned | rates | delivered | refused)

@@ -1,7 +1,7 @@
 """Statistics of a step's tokens by lag: sums that are added over micro-batches and ranks.
 
-The row of lag 0 is the baseline: both sides have the same weights, so that the log-ratio shows the difference between
-two implementations. What rows of higher lag show beyond it is staleness.
+The row of lag 0 is the noise floor: both sides have the same weights, so that the log-ratio shows the difference
+between two implementations. What rows of higher lag show beyond it is staleness.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLUMNS = (
 class Stats:
     """Sums over sampled tokens; all but `gated` over those trained on. `log_ratio = logprob - logprob recorded`, the
     former under the weights before the batch's first update: later updates give the same, and lag 0 stays the
-    baseline."""
+    noise floor."""
 
     sums: torch.Tensor
     """[LAGS, COLUMNS] float64."""

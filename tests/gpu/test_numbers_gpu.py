@@ -20,7 +20,7 @@ from inflight import config as configuration
 from inflight.bus import Listener
 from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RunConfig, TaskConfig
 from inflight.models import prepare
-from inflight.trainer.comparison import prompts_for
+from inflight.trainer.start_comparison import prompts_for
 from inflight.weights.publish.comparison import Comparison, NumbersDiffer, Sampled
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource

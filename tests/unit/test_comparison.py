@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from inflight.bus import Listener
 from inflight.config import BusConfig, ConfigError, Sampling, TrainerConfig
 from inflight.messages import Refused
-from inflight.trainer import comparison as starts
-from inflight.trainer.comparison import edges, prompts_for
+from inflight.trainer import start_comparison as starts
+from inflight.trainer.start_comparison import edges, prompts_for
 from inflight.types import Route
 from inflight.weights.publish.comparison import REQUESTS, NumbersDiffer, compare
 from inflight.weights.publish.publisher import Publisher

@@ -13,7 +13,7 @@ from inflight.groups import attempt_of, defect, group_id, index_of
 from inflight.messages import GroupDone, GroupFailed
 from inflight.messages.reasons import ACTOR_LOST
 from inflight.rollout import counters
-from inflight.rollout.gated import GroupDrop
+from inflight.rollout.gate_result import GroupDrop
 from inflight.rollout.ledger import MAX_TRIES, UNDELIVERED, Ledger
 from inflight.rollout.questions import Indices, Questions
 from inflight.rollout.restore import newest_version
@@ -465,10 +465,10 @@ def test_the_reward_of_all_is_not_that_of_what_was_trained_on():
         usable = []
         ledger.judge(usable, 1, 0, gate)
         ledger.train(usable)
-        found.append((usable[0].rewards, ledger.judged.of_batch))
+        found.append((usable[0].rewards, ledger.tally.of_batch))
     assert found == [([0.0, 1.0], [0.0, 0.0, 0.0, 1.0]), ([1.0, 0.0], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0])]
-    assert ledger.judged.reasons() == dict.fromkeys(["q0", "q2", "q3"], "all rewards equal")
-    assert ledger.judged.reasons() == {}, "each reason is reported once"
+    assert ledger.tally.reasons() == dict.fromkeys(["q0", "q2", "q3"], "all rewards equal")
+    assert ledger.tally.reasons() == {}, "each reason is reported once"
 
 
 def answers(ledger, version, **kwargs):
@@ -569,7 +569,7 @@ def test_groups_that_could_not_be_trained_on_are_replaced():
     ledger.train(usable)
     assert ledger.grants() == {}, "the run has but one step"
     ledger.reject(usable, GroupDrop.NOT_FINITE)
-    assert ledger.judged.reasons() == dict.fromkeys(["q0", "q1"], "gradient not finite")
+    assert ledger.tally.reasons() == dict.fromkeys(["q0", "q1"], "gradient not finite")
     counts = ledger.counts()
     counts.check()
     assert (counts.trained, counts.dropped) == (0, {"gradient not finite": 2})

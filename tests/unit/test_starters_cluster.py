@@ -15,11 +15,11 @@ from inflight.exits import STOPPED
 from inflight.launcher import devices
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.starters import exchange
+from inflight.starters import ray_handle
 from inflight.starters.base import UNREACHABLE, Command
-from inflight.starters.exchange import ExchangeHandle, NodeGone
-from inflight.starters.hosting import OUTPUT_AT_MOST, Hosting
-from inflight.starters.placement import NodeShare, no_room, node_of, require_reserved, shares_of
+from inflight.starters.ray_handle import NodeGone, RayHandle
+from inflight.starters.ray_node import OUTPUT_AT_MOST, RayNodeProcess
+from inflight.starters.ray_placement import NodeShare, no_room, node_of, require_reserved, shares_of
 
 LIMIT_S = 30.0
 ON_RAY = ("network.bind=10.0.0.1", "hosts.starter=ray", "generator.count=2")
@@ -47,15 +47,15 @@ sys.exit(5)
 
 
 @pytest.fixture
-def hosting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Hosting]]:
+def node_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RayNodeProcess]]:
     """In place of `inflight.hosted`, a process that tells what comes through its input."""
     monkeypatch.setenv("RAY_JOB_ID", "1")
-    made: list[Hosting] = []
+    made: list[RayNodeProcess] = []
 
-    def make(noise: int = 0, parcel: bytes = b"PARCEL") -> Hosting:
+    def make(noise: int = 0, parcel: bytes = b"PARCEL") -> RayNodeProcess:
         program = tmp_path / "child.py"
         program.write_text(CHILD.format(noise=noise))
-        made.append(Hosting(parcel, f"{sys.executable} {program}"))
+        made.append(RayNodeProcess(parcel, f"{sys.executable} {program}"))
         return made[-1]
 
     yield make
@@ -64,11 +64,11 @@ def hosting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         each._child.wait(LIMIT_S)
 
 
-def taken(hosting: Hosting, ends: Callable[[bytes, int | None], object]) -> tuple[bytes, int | None]:
+def taken(node_process: RayNodeProcess, ends: Callable[[bytes, int | None], object]) -> tuple[bytes, int | None]:
     """All output until a condition on it and the exit code holds."""
     said, deadline = b"", time.monotonic() + LIMIT_S
     while True:
-        output, code = hosting.exchange()
+        output, code = node_process.exchange()
         said += output
         if ends(said, code):
             return said, code
@@ -76,22 +76,22 @@ def taken(hosting: Hosting, ends: Callable[[bytes, int | None], object]) -> tupl
         time.sleep(0.02)
 
 
-def test_the_child_gets_parcel_and_renewals_and_its_output_and_exit_code_come_back(hosting) -> None:
-    there = hosting()
+def test_the_child_gets_parcel_and_renewals_and_its_output_and_exit_code_come_back(node_process) -> None:
+    there = node_process()
     taken(there, lambda said, _: b"renewed twice" in said)
     there.stop()
     said, code = taken(there, lambda _, code: code is not None)
     assert (said, code) == (b"the input has ended\n", 5)
 
 
-def test_a_parcel_that_is_larger_than_a_pipe_is_handed_over_all_the_same(hosting) -> None:
-    there = hosting(parcel=b"PARCEL" + b"-" * (1 << 18) + b"!")
+def test_a_parcel_that_is_larger_than_a_pipe_is_handed_over_all_the_same(node_process) -> None:
+    there = node_process(parcel=b"PARCEL" + b"-" * (1 << 18) + b"!")
     _, code = taken(there, lambda _, code: code is not None)
     assert code == 7
 
 
-def test_output_that_nobody_takes_is_kept_up_to_a_bound(hosting) -> None:
-    there = hosting(noise=2 * OUTPUT_AT_MOST)
+def test_output_that_nobody_takes_is_kept_up_to_a_bound(node_process) -> None:
+    there = node_process(noise=2 * OUTPUT_AT_MOST)
     for _ in range(2):
         while there._writer.is_alive():
             time.sleep(0.01)
@@ -134,16 +134,16 @@ class Node:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which only the test moves."""
     now = [100.0]
-    monkeypatch.setattr(exchange.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(ray_handle.time, "monotonic", lambda: now[0])
     return now
 
 
-def handle(node: Node, tmp_path: Path) -> ExchangeHandle:
+def handle(node: Node, tmp_path: Path) -> RayHandle:
     command = Command("g0", "generator", ["true"], tmp_path / "logs" / "g0.log", host="n1")
-    return ExchangeHandle(command, node, lease_s=10.0)
+    return RayHandle(command, node, lease_s=10.0)
 
 
-def polled(of: ExchangeHandle, clock: list[float], times: int) -> list[int | None]:
+def polled(of: RayHandle, clock: list[float], times: int) -> list[int | None]:
     codes = []
     for _ in range(times):
         codes.append(of.poll())

@@ -174,7 +174,7 @@ def test_the_learning_rate_moves_with_the_version_and_not_with_the_update(tiny_m
 
 
 def test_figures_by_lag_are_those_of_the_weights_before_the_first_update(tiny_model, tmp_path):
-    """Lag 0 stays the baseline, and each token is counted once, however many epochs meet it."""
+    """Lag 0 stays the noise floor, and each token is counted once, however many epochs meet it."""
     learner = make_learner(tiny_model, tmp_path, learning_rate=1e-2, epochs_per_batch=3)
     batch = stale_batch(learner, spread=0.0)
     line = learning(updates.train(learner, batch, never), 3, batch)

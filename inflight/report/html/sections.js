@@ -95,7 +95,7 @@ inflight.ageing = (run) => {
     each.log_ratio_max, each.tail_share, each.ess, each.kl, each.clip_share, each.entropy];
   if (!run.by_lag.length) return [inflight.none("No token was trained on.")];
   return [
-    inflight.element("p", { class: "soft" }, "Lag 0 is the baseline: trainer and generator had the same weights, so its log-ratios are the difference between two implementations."),
+    inflight.element("p", { class: "soft" }, "Lag 0 is the noise floor: trainer and generator had the same weights, so its log-ratios are the difference between two implementations."),
     inflight.table(["lag", ...head.slice(1)], run.by_lag.map((each) => row(each, "lag")), { label: "Figures by lag" }),
     inflight.table(["version", ...head.slice(1)], run.by_version.map((each) => row(each, "version")), { label: "Figures by version" }),
   ];

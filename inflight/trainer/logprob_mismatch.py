@@ -1,5 +1,8 @@
-"""Monitors tokens of lag 0: there trainer and generator have the same weights, so that a difference of their
-log-probabilities beyond rounding is a difference between two implementations."""
+"""Checks during training whether trainer and generators agree on log-probabilities (training-inference mismatch).
+
+At tokens of lag 0 both have the same weights, so that a difference beyond rounding is one between two implementations.
+start_comparison.py does the same before training, with requests of its own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from inflight.sampling import Sampling
 from inflight.trainer.batch import Batch
 from inflight.weights.publish.comparison import SUSPECTS, NumbersDiffer
 
-PROMPTS = 16
+PROMPTS_AT_ONCE = 16
 """Prompts that are judged together: those of one step may be too few for a significant difference."""
 TOKENS_A_STEP = 1 << 14
 """Most tokens per step that are used, of those on this rank."""
@@ -31,10 +34,10 @@ def coarser(config: RunConfig, device: torch.device) -> str:
     return "tf32" if config.model.dtype == "float32" and device.type == "cuda" else config.model.dtype
 
 
-class Baseline:
-    """Collects (recorded, computed) pairs over steps until they are of PROMPTS prompts, and judges them by the same
-    rule as the comparison at the start. Warns when they begin to disagree; with `trainer.compare_lag_0=stop` `require`
-    raises then.
+class LogprobMismatch:
+    """Collects (recorded, computed) pairs over steps until they are of PROMPTS_AT_ONCE prompts, and judges them by the
+    same rule as the comparison at the start. Warns when they begin to disagree; with `trainer.compare_lag_0=stop`
+    `require` raises then.
 
     Uses only sequences sampled by one version from the first token to the last, prefill included: the trainer computes
     a sequence under one version, unlike a generator that swapped meanwhile. With several ranks, uses those of rank 0.
@@ -75,7 +78,7 @@ class Baseline:
         if not self._parts:
             return {}
         recorded, computed, cut, prompt = (np.concatenate(each) for each in zip(*self._parts, strict=True))
-        if len(np.unique(prompt)) < PROMPTS:
+        if len(np.unique(prompt)) < PROMPTS_AT_ONCE:
             return {}
         self._parts.clear()
         found = agreement.compare(

@@ -1,6 +1,6 @@
-"""The node's side of a starter that calls instead of connecting: runs `inflight.hosted` as its child.
+"""Ray's starter on a node of the cluster: the class of the Ray actor that runs `inflight.hosted` as its child.
 
-An object of this class lives in a process of the cluster's (an actor of Ray's). The child gets its parcel and the
+Imports no Ray: `starters/ray.py` makes the actor of it. The child gets its parcel and the
 renewals of its lease through its standard input, as it does from ssh. When the object's process ends, for whatever
 reason, so does the input, and with it the lease: the child ends what it runs.
 """
@@ -25,7 +25,7 @@ OWN = "RAY_"
 """Prefix of variables that Ray sets for its own processes; the child is none of them."""
 
 
-class Hosting:
+class RayNodeProcess:
     """One process of a run, on this node."""
 
     def __init__(self, parcel: bytes, python: str) -> None:

@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probabilities with each generator's before training (weights/publish/comparison.py).
+"""Compares each generator's log-probabilities with the trainer's when it joins (weights/publish/comparison.py judges).
 
 Each start of a generator is compared twice: at the first version that it holds, and at the next one that it receives,
 because a fault may be in the swap, and swaps may alternate between two sets of weights.
@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 
 from inflight.config import RunConfig
 from inflight.sampling import Sampling
-from inflight.trainer.baseline import coarser
 from inflight.trainer.batch import Batch, to_score
 from inflight.trainer.learner import Learner
+from inflight.trainer.logprob_mismatch import coarser
 from inflight.types import Route
 from inflight.weights.publish.asking import ANSWER_S, TOKENS
 from inflight.weights.publish.comparison import REQUESTS, Comparison, NumbersDiffer, Sampled, compare
@@ -56,7 +56,7 @@ class _Start:
     retry_at: float = 0.0
 
 
-class Comparing:
+class StartComparison:
     """Decides which generators to compare, and refuses them or warns according to `trainer.compare_start`."""
 
     def __init__(

@@ -1,5 +1,8 @@
-"""The launcher's side of a starter that calls instead of connecting: a handle whose `poll` asks the node from time to
-time, which renews the lease there, and takes the process's output and exit code from the answers."""
+"""Ray's starter on the launcher's host: the handle of a process that runs beside a Ray actor on another node.
+
+`poll` calls the node from time to time, which renews the lease there, and takes the process's output and exit code from
+the answers. Imports no Ray: NodeCalls stands for its remote calls.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ class NodeGone(Exception):
 
 
 class NodeCalls(Protocol):
-    """Remote calls of a Hosting on another node (hosting.py). None of them waits."""
+    """Remote calls of a RayNodeProcess on another node (ray_node.py). None of them waits."""
 
     def ask(self) -> None:
         """Calls `exchange`."""
@@ -35,7 +38,7 @@ class NodeCalls(Protocol):
         """Ends the object, and what the node reserves for it."""
 
 
-class ExchangeHandle:
+class RayHandle:
     """See Handle: a process that waits for its node, runs there or has ended."""
 
     pid: int | None = None

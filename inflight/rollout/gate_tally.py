@@ -1,13 +1,13 @@
-"""What the gate has judged: the rewards of all groups from which a batch was selected, and why groups were dropped."""
+"""Adds up what the gate decided: rewards of all groups from which a batch was selected, why groups were dropped."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inflight.rollout.gated import GatedGroup
+from inflight.rollout.gate_result import GatedGroup
 
 
-class Judged:
+class GateTally:
     """The mean reward of all groups is the success rate. That of a batch is not, if a rule selects by reward."""
 
     def __init__(self) -> None:

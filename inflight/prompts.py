@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from inflight.models import prepare
@@ -39,10 +40,20 @@ class ModelTokens:
         """`model` is a name or a directory, for models.prepare. Raises ModelError, or what transformers does."""
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(prepare(model), trust_remote_code=trust_remote_code)
+        self._model = prepare(model)
+        self._trust_remote_code = trust_remote_code
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(self._model, trust_remote_code=trust_remote_code)
         decode_every_id(self._tokenizer)
         self.size = len(self._tokenizer)
         """Tokens in the vocabulary."""
+
+    @cached_property
+    def embedded(self) -> int:
+        """Token ids that the model has: those of the vocabulary, and mostly some more that no text gives."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self._model, trust_remote_code=self._trust_remote_code)
+        return int(getattr(config.get_text_config(), "vocab_size", self.size))
 
     @property
     def chat_template(self) -> str:

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
 LARGEST = 1_000_000_000
 """Upper limit of numbers without a limit of their own: it fits into the 32 bits in which torch and vLLM store some."""
 LARGEST_REAL = 1e38
@@ -13,6 +19,9 @@ MAX_PROCESSES = 1024
 """Most processes of one kind."""
 
 
+PLAIN = (int, float, str, bool)
+
+
 class ConfigError(ValueError):
     """A configuration value that can't be used; the text names it, its place and what is allowed."""
 
@@ -21,6 +30,32 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
     """Raises ConfigError that names the value, its place and what is allowed."""
     if not ok:
         raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def require_takes(field: dataclasses.Field[Any], kind: type[Any], value: object, place: str) -> None:
+    """Requires an option to be of the type of a dataclass's field: that of its default, or the annotated one where the
+    default is no plain value. An annotation with other than plain types, lists and dicts is not looked at."""
+    wanted = type(field.default)
+    if wanted in PLAIN:
+        fits = type(value) is wanted or (wanted is float and type(value) is int)  # YAML writes 1.0 as 1
+        require(fits, place, value, f"it takes {wanted.__name__}")
+        return
+    try:
+        annotated = get_type_hints(kind)[field.name]
+    except (NameError, TypeError, KeyError):
+        return
+    if _is_plain(annotated):
+        try:
+            msgspec.convert(value, annotated)
+        except msgspec.ValidationError:
+            require(False, place, value, f"it takes {getattr(field.type, '__name__', field.type)}")
+
+
+def _is_plain(annotated: Any) -> bool:
+    origin = get_origin(annotated)
+    if origin is None:
+        return annotated in (*PLAIN, list, dict, Any, type(None))
+    return origin in (list, dict, Union, UnionType) and all(map(_is_plain, get_args(annotated)))
 
 
 def require_fields(

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from inflight.config import ConfigError, RewardConfig
+from inflight.config.checks import require_takes
 from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Samples
 
 __all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Samples", "make", "make_all"]
@@ -144,7 +145,7 @@ def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
     for name, value in config.options.items():
         if name not in fields:
             raise ConfigError(f"{place}.options.{name} is not an option: {', '.join(fields) or 'it has none'}")
-        _check_type(fields[name].default, value, f"{place}.options.{name}")
+        require_takes(fields[name], kind, value, f"{place}.options.{name}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in config.options:
@@ -155,15 +156,6 @@ def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
         raise ConfigError(f"{place} ({config.name}): {error}") from None
     except Exception as error:  # foreign code
         raise ConfigError(f"{place}.name={config.name!r} can't be made: {_told(error)}") from error
-
-
-def _check_type(default: object, value: object, place: str) -> None:
-    wanted = type(default)
-    if wanted not in (int, float, str, bool) or type(value) is wanted:
-        return
-    if wanted is float and type(value) is int:  # YAML writes 1.0 as 1
-        return
-    raise ConfigError(f"{place}={value!r} is not allowed: it takes {wanted.__name__}")
 
 
 def _told(error: Exception) -> str:

@@ -8,6 +8,7 @@ import traceback
 from typing import Any, cast
 
 from inflight.config import ConfigError, TaskConfig
+from inflight.config.checks import require_takes
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 
 __all__ = ["Item", "Score", "Task", "TurnScorer", "make"]
@@ -54,7 +55,7 @@ def _told(error: Exception) -> str:
 
 
 def _check_options(config: TaskConfig, kind: type[Any]) -> None:
-    """Checks option names, and the types of options whose default is a plain value."""
+    """Checks names and types of options."""
     if not dataclasses.is_dataclass(kind):
         raise ConfigError(f"task.name={config.name!r} is not a dataclass with a field 'seed'")
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init and field.name != "seed"}
@@ -62,9 +63,7 @@ def _check_options(config: TaskConfig, kind: type[Any]) -> None:
         if name not in fields:
             known = ", ".join(sorted(fields))
             raise ConfigError(f"task.options.{name} is not an option of task {config.name}: {known or 'it has none'}")
-        wanted = type(fields[name].default)
-        if wanted in (int, str, bool) and type(value) is not wanted:
-            raise ConfigError(f"task.options.{name}={value!r} is not allowed: it takes {wanted.__name__}")
+        require_takes(fields[name], kind, value, f"task.options.{name}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in config.options:

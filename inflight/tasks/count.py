@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Sized
 from typing import cast
 
+import msgspec
+
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import Item, Task
 
@@ -15,10 +17,24 @@ COUNT_S = 30.0
 LONG = "too long"
 
 
+class NotATokenId(ValueError):
+    """A prompt of token ids has one that the model does not have."""
+
+
 def length_of(item: Item, tokens: ModelTokens) -> int:
-    """Number of tokens of a question's prompt. Raises what the tokenizer or the chat template does."""
+    """Number of tokens of a question's prompt, at least one.
+
+    Raises what keeps the question from being asked: what the tokenizer or the chat template does, NotATokenId, or
+    msgspec's errors for a column that can't be sent to another process (a whole number of more than 64 bits).
+    """
     prompt = item.prompt
-    return len(prompt) if not isinstance(prompt, str | Chat) else len(list(tokens.encode(prompt)))
+    ids = prompt if not isinstance(prompt, str | Chat) else list(tokens.encode(prompt))
+    if not ids:
+        raise ValueError("the prompt has no tokens")
+    if wrong := [each for each in (min(ids), max(ids)) if not 0 <= each < tokens.embedded]:
+        raise NotATokenId(f"token id {wrong[0]} is not one of the model's: 0 to {tokens.embedded - 1}")
+    msgspec.msgpack.encode((item.answer, item.columns))
+    return len(ids)
 
 
 def left_out(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -76,8 +76,6 @@ class Dataset:
                 "task.options.streaming=True is not allowed with task.options.shuffle=True: a stream that is shuffled"
                 " can't be resumed exactly; set shuffle=false, or leave streaming out"
             )
-        if isinstance(self.held_out, bool) or not isinstance(self.held_out, int | float):
-            raise ConfigError(f"task.options.held_out={self.held_out!r} is not allowed: it takes a number")
         require(0 <= self.held_out < 1, "task.options.held_out", self.held_out, "0 to below 1, a share of the rows")
         self._require_split()
 
@@ -189,11 +187,31 @@ class Dataset:
 
     @cached_property
     def _other(self) -> Rows | None:
-        """What is held out, where that is not a part of the rows."""
+        """What is held out, where that is not a part of the rows. Raises ConfigError where it is trained on as well."""
         if self.held_out_split:
-            return self._of_hub(self.held_out_split)
+            other = self._of_hub(self.held_out_split)
+            if isinstance(self._rows, HubRows) and (shared := self._rows.shared(other)):
+                held = f"task.options.held_out_split={self.held_out_split!r}"
+                raise ConfigError(f"{held} is not allowed: {shared} of its rows are in split={self.split!r}, too")
+            return other
+        if not self.held_out_path:
+            return None
         name = "task.options.held_out_path"
-        return open_files(matching(self.held_out_path, name), name) if self.held_out_path else None
+        files = matching(self.held_out_path, name)
+        if is_of_files(self.path):
+            self._require_apart(files, matching(self.path, "task.options.path"))
+        return open_files(files, name)
+
+    def _require_apart(self, held_out: Sequence[Path], trained: Sequence[Path]) -> None:
+        """Raises ConfigError for a file with questions for evaluation that is trained on, under this name or another.
+        (Single questions are not compared.)"""
+        sizes = {file: file.stat().st_size for file in trained}
+        for one in held_out:
+            alike = [file for file, size in sizes.items() if size == one.stat().st_size]
+            content = fingerprint.of_files([one]) if alike else ""
+            if same := next((file for file in alike if fingerprint.of_files([file]) == content), None):
+                held = f"task.options.held_out_path={self.held_out_path!r} is not allowed"
+                raise ConfigError(f"{held}: {one} would be trained on, too, as {same} of task.options.path")
 
     def _of_hub(self, split: str) -> HubRows:
         if "/" not in self.path:

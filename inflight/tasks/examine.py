@@ -100,7 +100,7 @@ def _askable(what: str, item: Callable[[int], Item], tokens: ModelTokens, longes
         except Exception as error:  # noqa: BLE001 - of the data, of a template
             why.append(_one_line(error))
             continue
-        if 0 < length <= longest:
+        if length <= longest:
             return found
         why.append(f"{length} tokens, and generator.max_model_len and rollout.max_prompt_tokens allow 1 to {longest}")
     first = f"the first {len(why)} {what}questions" if len(why) > 1 else f"the only {what}question"

@@ -154,7 +154,7 @@ def test_a_changed_file_is_read_again(tmp_path):
         ({"prompt": "prompt", "streaming": True}, r"shuffled can't be resumed exactly; set shuffle=false"),
         ({"prompt": "prompt", "streaming": True, "shuffle": False, "held_out": 0.5}, "with streaming"),
         ({"prompt": "prompt", "held_out": 1.0}, "0 to below 1"),
-        ({"prompt": "prompt", "held_out": "half"}, "takes a number"),
+        ({"prompt": "prompt", "held_out": "half"}, "takes float"),
         ({"prompt": "prompt", "held_out": 0.01}, "of 9 rows it holds 0 out"),
         ({"prompt": "prompt", "held_out": 0.5, "held_out_path": "x"}, "one way"),
         ({"prompt": "prompt", "held_out_path": "no.jsonl"}, "held_out_path='no.jsonl' does not exist"),

@@ -15,11 +15,12 @@ LEAST = 64 << 10
 PIECES = 32
 
 
-def of_files(files: Sequence[Path]) -> str:
-    """Number of files, if several, bytes and a hash. Raises OSError."""
+def of_files(files: Sequence[Path], *, among: int = 0) -> str:
+    """Number of files, if several, bytes and a hash. Raises OSError. `among`: how many files share what may be read,
+    where these are some of them."""
     total = 0
     hashed = blake2b(digest_size=12)
-    part = max(LEAST, READ // len(files))
+    part = max(LEAST, READ // (among or len(files)))
     for file in files:
         size = file.stat().st_size
         total += size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.config import ConfigError
@@ -24,6 +24,7 @@ class HubRows:
             where = f"task.options.path={name!r}, split={split!r}" + (f", revision={revision!r}" if revision else "")
             offline = "; the hub is not asked, for HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
             raise ConfigError(f"{where} can't be had: {one_line(error)}{offline}") from None
+        self._parts = _parts(split, {each: info.num_examples for each, info in builder.info.splits.items()})
         self._name = name
         self._split = split
         self._table = table
@@ -31,6 +32,15 @@ class HubRows:
         """The hub's commit that the rows are of."""
         if not len(table):
             raise ConfigError(f"task.options.path={name!r}, split={split!r} is empty: it has no row")
+
+    def shared(self, other: HubRows) -> int:
+        """How many rows of another split of the same data set are rows of this one, too."""
+        return sum(
+            max(0, min(one.to, another.to) - max(one.from_, another.from_))
+            for one in self._parts
+            for another in other._parts
+            if one.splitname == another.splitname
+        )
 
     def __len__(self) -> int:
         return len(self._table)
@@ -42,6 +52,12 @@ class HubRows:
     def place(self, index: int) -> str:
         """Data set, split and row."""
         return f"{self._name}, {self._split}, row {index + 1}"
+
+
+def _parts(split: str, lengths: Mapping[str, int]) -> Sequence[Any]:
+    """Which rows of which of the data set's own splits a name such as `train[:10%]+test` means."""
+    named = "+".join(lengths) if split == "all" else split
+    return quiet().ReadInstruction.from_spec(named).to_absolute(dict(lengths))  # type: ignore[no-any-return]
 
 
 def _at(builder: Any, revision: str) -> Any:

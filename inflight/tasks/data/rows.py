@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import glob
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight.config import ConfigError
+from inflight.tasks.data import fingerprint
 
 LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet",)
@@ -48,13 +50,17 @@ def matching(path: str, option: str) -> list[Path]:
 
     Raises ConfigError for none, or for files that are not of one of the known kinds, all the same.
     """
-    files = [Path(each).absolute() for each in sorted(glob.glob(str(Path(path).expanduser()), recursive=True))]
+    named = os.path.expanduser(path)  # a file of that very name comes first: it may have brackets in it
+    found = [named] if os.path.isfile(named) else sorted(glob.glob(named, recursive=True))
+    files = [Path(each).absolute() for each in found]
     if not files:
         raise ConfigError(f"{option}={path!r} does not exist: no file has that name")
     allowed = f"a file, or a pattern for files, that ends in {', '.join((*LINES, *TABLES))}"
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1 or kinds & {None} or not all(file.is_file() for file in files):
         raise ConfigError(f"{option}={path!r} is not allowed: {allowed}")
+    if chained := next((file for file in files if "::" in str(file)), None):
+        raise ConfigError(f"{option}={str(chained)!r} is not allowed: :: joins file systems for datasets; rename it")
     return files
 
 
@@ -72,7 +78,7 @@ def _kind(file: Path) -> str | None:
 def open_files(files: Sequence[Path], option: str) -> Rows:
     """Rows of files, one file after the other. Raises ConfigError when one can't be read, or all are empty."""
     datasets = quiet()
-    tables = {file: table for file in files if (table := _read(file, option)) is not None}
+    tables = {file: table for file in files if (table := _read(file, option, len(files))) is not None}
     if not tables:
         raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
     try:
@@ -83,19 +89,22 @@ def open_files(files: Sequence[Path], option: str) -> Rows:
     return kind(table, Places(list(tables), [len(each) for each in tables.values()]))
 
 
-def _read(file: Path, option: str) -> Any:
+def _read(file: Path, option: str, among: int) -> Any:
     """A file as a Dataset of `datasets`, from its cache where it has not changed since; None for one without a row,
     which the library does not read. Raises ConfigError."""
     datasets = quiet()
     try:
         if _is_empty(file):
             return None
+        # The library's cache goes by path and time alone: another content under both would be taken for the old one.
+        content = fingerprint.of_files([file], among=among).split()[-1]
+        named = glob.escape(str(file))  # the library takes each name for a pattern
         if _kind(file) == "lines":
             features = datasets.Features({LINE_COLUMN: datasets.Value("string")})
             return datasets.load_dataset(
-                "text", data_files=str(file), split="train", features=features, encoding="utf-8-sig"
+                "text", content, data_files=named, split="train", features=features, encoding="utf-8-sig"
             )
-        return datasets.load_dataset("parquet", data_files=str(file), split="train")
+        return datasets.load_dataset("parquet", content, data_files=named, split="train")
     except Exception as error:  # noqa: BLE001 - of many libraries
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):

@@ -97,7 +97,7 @@ class AdapterWorkerMixin(InflightWorkerMixin):
 
     def stage_weights(self, path: str, version: int, wait: bool = True, adapter: int = 0) -> None:
         """RPC: as the mixin's, for one adapter. The file holds `*.lora_A.weight` and `*.lora_B.weight` as PEFT names
-        them, with B scaled already (trainer/lora)."""
+        them, with B scaled already (trainer/adapter.py)."""
         self._require_files()
         self._staged(adapter).stage(Path(path), version, wait=wait)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from transports import store_elsewhere
+from transports import stop, store_elsewhere
 
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import KeyValueStore
@@ -67,7 +67,7 @@ def test_a_host_that_is_stopped_is_waited_for_no_longer_than_the_bound(
     """torch's client of the store would wait until the host continues."""
     process, store = host
     store.put("sent", b"1")
-    process.send_signal(signal.SIGSTOP)
+    stop(process)
     ask = {
         "confirm": lambda: store.confirm("the trainer", "receive"),
         "take": lambda: store.take("offer", "the trainer", "receive"),

@@ -47,7 +47,7 @@ class Trainers:
                 argv = [sys.executable, "-m", "inflight.trainer", "--run-dir", str(run.folder), "--rank", str(rank)]
                 self.processes.append(subprocess.Popen(argv, stdout=log, stderr=subprocess.STDOUT))
 
-    def wait(self, timeout_s=120.0):
+    def wait(self, timeout_s=400.0):
         """Exit codes, rank by rank; then the others go home too."""
         self.processes[0].wait(timeout_s)
         self.run.close()

@@ -1,12 +1,11 @@
 """What a rank does around a pull over CUDA IPC, without CUDA: copies are calls here, the store is a real one."""
 
 import contextlib
-import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transports import store_elsewhere, without_cuda
+from transports import kill, stop, store_elsewhere, without_cuda
 
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import KeyValueStore
@@ -41,18 +40,12 @@ def pull(ipc, address, timeout_s):
 
 @pytest.mark.parametrize(
     ("harm", "timeout_s", "said"),
-    [("SIGKILL", 30.0, "receive: the trainer is gone"), ("SIGSTOP", 0.5, "receive: the trainer did not answer within")],
+    [(kill, 30.0, "receive: the trainer is gone"), (stop, 0.5, "receive: the trainer did not answer within")],
 )
 def test_what_was_pulled_from_a_trainer_that_is_gone_is_not_received(ipc, trainer, monkeypatch, harm, timeout_s, said):
     """The copies raise nothing; what they gave is undefined."""
     process, address = trainer
-
-    def copy(*_):
-        process.send_signal(getattr(signal, harm))
-        if harm == "SIGKILL":
-            process.wait(20)
-
-    monkeypatch.setattr(ipc.cuda, "copy", copy)
+    monkeypatch.setattr(ipc.cuda, "copy", lambda *_: harm(process))
     with pytest.raises(TransportError, match=said):
         pull(ipc, address, timeout_s)
 

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal as signals
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from fake_generator import eventually
-from transports import store_elsewhere, without_cuda
+from transports import kill, stop, store_elsewhere, without_cuda
 
 from inflight.messages import BucketMeta
 from inflight.weights.transport import timeout
@@ -458,18 +457,18 @@ def test_copies_that_do_not_end_keep_their_memory_and_the_receiver_from_another_
 
 
 @pytest.mark.parametrize(
-    ("signal", "timeout_s", "said"),
+    ("harm", "timeout_s", "said"),
     [
-        ("SIGKILL", 120.0, "receive: the trainer is gone"),
-        ("SIGSTOP", 1.0, "receive: the trainer did not answer within 0"),
+        (kill, 120.0, "receive: the trainer is gone"),
+        (stop, 1.0, "receive: the trainer did not answer within 0"),
     ],
 )
-def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, signal, timeout_s, said):
+def test_a_rank_that_waits_finds_out_that_the_sender_is_gone(communicator, harm, timeout_s, said):
     """Killed: at once, long before the bound. Stopped: within the bound."""
     with store_elsewhere() as (sender, address):
         group = communicator.Communicator(KeyValueStore(address, timeout_s), 1, 2)
         group.broadcast(torch.zeros(4))
-        sender.send_signal(getattr(signals, signal))
+        harm(sender)
         with pytest.raises(TransportError, match=said):
             group.finish(Never(), "receive")
     assert FakeGroup.made[0].aborted.is_set()

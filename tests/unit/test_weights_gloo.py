@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transports import stop
 
 from inflight.config.network import NetworkConfig, parted
 from inflight.messages import BucketMeta
@@ -196,7 +196,7 @@ def test_a_receiver_whose_sender_is_stopped_waits_no_longer_than_the_bound():
     sender = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         receiver = GlooReceiver(sender.stdout.readline().strip(), 1, 2, 0.2)
-        sender.send_signal(signal.SIGSTOP)
+        stop(sender)
         error = Side(receiver.receive, torch.zeros_like(BYTES)).done()
         assert str(error) == "receive, connecting: no answer within 5.2 s"
         receiver.close()

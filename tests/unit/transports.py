@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
 import types
@@ -48,3 +50,15 @@ def store_elsewhere(*keys: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         process.kill()
         process.communicate(timeout=20)
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Stops a process; returns once all its threads have stopped. Until then one of them may still answer."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process; returns once it is gone."""
+    process.kill()
+    process.wait(20)

@@ -41,6 +41,8 @@ class Link(Endpoint):
         self._next_beat = 0.0
         self._trips = RoundTrips(clock)
         self._leaving = False
+        self.listener = ""
+        """Which listener has answered last; empty: none has. It changes when another one takes the address."""
         self._deadline = time.monotonic() + first_contact_s
         with self._opening(f"connect to {endpoint}", zmq.ZMQError, keys.KeysError):
             self._socket.setsockopt(zmq.IDENTITY, identity.encode() + TAIL + secrets.token_hex(16).encode())
@@ -93,6 +95,7 @@ class Link(Endpoint):
                 self._put(message, len(frame))
             elif message.answers:
                 self._trips.answered(message.answers, message.sent)
+                self.listener = message.listener or self.listener
 
     def _tend(self, now: float) -> None:
         if now >= self._next_beat and not self._leaving:  # a heartbeat after the goodbye would look like a new peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,13 +19,12 @@ from inflight.bus.allowed import AllowedKeys
 from inflight.bus.claim import AddressClaim, ClaimError
 from inflight.bus.endpoint import IDENTITY, READ_AT_ONCE, TAIL, BusError, Endpoint
 from inflight.bus.handshakes import Handshakes
-from inflight.bus.rate import Rate
+from inflight.bus.rate import MAX_PEERS, Rate
 from inflight.config import BusConfig
 from inflight.messages import AnyMessage, ClockOffset, Goodbye, Heartbeat, Refused, encode
 
-MAX_NAMES = 4096
-"""Number of names whose connections are remembered; of each, the newest KNOWN_EACH."""
 KNOWN_EACH = 16
+"""Of each name, the newest connections that are remembered."""
 
 
 @dataclass(slots=True)
@@ -69,6 +69,7 @@ class Listener(Endpoint):
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a Link that reconnects after its connection broke
         self._peers: dict[str, _Peer] = {}
         self._clock = clock
+        self._id = secrets.token_hex(8)
         self._offsets: dict[str, ClockOffset] = {}
         self._known: dict[str, collections.deque[bytes]] = {}
         """Name → connections on which it was heard, in the order of their first message."""
@@ -160,7 +161,7 @@ class Listener(Endpoint):
         self._peers[peer] = _Peer(address, time.monotonic())
         if isinstance(message, Heartbeat):
             # A full queue proves life without a heartbeat; a closed peer may have sent more, and its goodbye, before.
-            answer = Heartbeat(sent=self._clock(), answers=message.sent)
+            answer = Heartbeat(sent=self._clock(), answers=message.sent, listener=self._id)
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send_multipart([address, encode(answer)], zmq.NOBLOCK)
             if message.offset is not None:
@@ -173,7 +174,7 @@ class Listener(Endpoint):
         known = self._known.setdefault(peer, collections.deque(maxlen=KNOWN_EACH))
         if address not in known:
             known.append(address)
-        if len(self._known) > MAX_NAMES:
+        if len(self._known) > MAX_PEERS:
             del self._known[next(name for name in self._known if name != peer)]
         return known[-1] != address
 

@@ -28,21 +28,27 @@ from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
 from inflight.hosted.output import KeptOutput
 from inflight.hosted.running import run
 from inflight.messages import Finish, Join, Placed, Refused, Vacated
+from inflight.messages.hosts import MOST_SLOT
 from inflight.models import ModelError
+from inflight.starters.base import UNREACHABLE
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
 from inflight.starters.parcel import KINDS, Parcel, ParcelError, unpacked
 
 AGAIN_S = 2.0
 """Seconds between two offers."""
+LAST_WORDS = 4096
+"""Most characters of the reason why a process can't run here."""
 LOCAL_NUMBERS = ("SLURM_LOCALID", "LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
 """Variables with the number of this task among those of its host: of Slurm, torchrun and MPI."""
 
 
 class Joined:
-    """The lease of a process that was placed here: it ends with Finish, or with the launcher."""
+    """The lease of a process that was placed here: it ends with Finish, or with the launcher. One that takes its place,
+    as when the run is resumed, has other keys for the process and does not know of it."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._launcher = link.listener
         self.ended = ""
         self.over = False
         """The launcher is gone, or needs this host no more."""
@@ -55,8 +61,11 @@ class Joined:
             self.ended = str(error)
             self.over = True
             return False
+        self._launcher = self._launcher or self._link.listener
         if isinstance(message, Finish):
             self.ended = message.reason
+        elif self._link.listener != self._launcher:
+            self.ended = "another launcher has taken the place of the one that placed it"
         return not self.ended
 
 
@@ -69,10 +78,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slot", type=int, help="which generator of this host it is (default: the task's number)")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the launcher")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         key = _key(arguments.key_file, os.environ)
-        slot = arguments.slot if arguments.slot is not None else slot_of(os.environ)
+        slot = checked_slot(arguments.slot if arguments.slot is not None else slot_of(os.environ))
         with tempfile.TemporaryDirectory(prefix="inflight-join-") as folder:
             derive_keys(Path(folder), key, NAME)
             bus = BusConfig(dead_after_s=DEAD_AFTER_S, keys=folder)
@@ -101,7 +112,13 @@ def offer(link: Link, join: Join, output: KeptOutput) -> int:
         message = link.receive(AGAIN_S / 10)
         if isinstance(message, Placed) and message.number == join.number:
             output.forget()
-            code = _placed(link, unpacked(message.parcel))
+            try:
+                code = _placed(link, unpacked(message.parcel))
+            except (ParcelError, ConfigError, ModelError, OSError) as error:
+                link.send(
+                    Vacated(number=join.number, code=UNREACHABLE, output=f"it can't run there: {error}"[:LAST_WORDS])
+                )
+                raise
             link.send(Vacated(number=join.number, code=code, output=output.last()))
             join = msgspec.structs.replace(join, number=join.number + 1)
             asked = -AGAIN_S
@@ -140,6 +157,13 @@ def slot_of(environment: Mapping[str, str]) -> int:
         if environment.get(name, "").isdecimal():
             return int(environment[name])
     return 0
+
+
+def checked_slot(slot: int) -> int:
+    """Raises ConfigError for a number that no launcher takes."""
+    if not 0 <= slot <= MOST_SLOT:
+        raise ConfigError(f"--slot {slot} is not allowed: 0 to {MOST_SLOT}")
+    return slot
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str:

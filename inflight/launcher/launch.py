@@ -50,6 +50,8 @@ from inflight.view.view import View
 POLL_S = 0.2
 ENDS_A_RUN = (DONE, DATA_ENDED, STOPPED)
 """Exit codes with which a trainer has ended the run by itself; any other code is a failure."""
+READ_AT_ONCE = 4096
+"""Most status messages that are read before the processes are looked at again: a few from each of a thousand."""
 ASKS = ("actor", "evaluator")
 """Kinds of processes that end by themselves when the trainer reports the end of the run."""
 FAREWELL_S = 30.0
@@ -147,7 +149,8 @@ def _run(
     config = progress.config
     interrupt = Interrupt()
     starter = starter_of(config)
-    guests = Guests(config, starter if isinstance(starter, JoinStarter) else None)
+    joins = starter if isinstance(starter, JoinStarter) else None
+    guests = Guests(config, joins)
     with (
         View(progress, line_every_s=config.launch.line_every_s, kept=config.snapshot_file) as view,
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter) as processes,
@@ -155,7 +158,7 @@ def _run(
     ):
         exported = LauncherMetrics([command.name for command in commands])
         clocks = ClockLog(config.path)
-        parts = _Parts(processes, listener, view, Restarts(config), exported, clocks, Targets(config), guests)
+        parts = _Parts(processes, listener, view, Restarts(config), exported, clocks, Targets(config), guests, joins)
         for command in commands:
             processes.start(command)
         with MetricsEndpoint(config, "launcher", exported.registry):
@@ -180,6 +183,8 @@ class _Parts:
     clocks: ClockLog
     targets: Targets
     guests: Guests
+    joins: JoinStarter | None
+    """None: no hosts join."""
 
 
 def _watch(run: _Parts, interrupt: Interrupt) -> RunOutcome:
@@ -203,6 +208,7 @@ def _watch(run: _Parts, interrupt: Interrupt) -> RunOutcome:
         run.clocks.note(run.listener.offsets(), processes.hosts())
         for ended in lately:
             run.targets.ended(ended.command.name)
+            restarts.ended(ended.command.name)
             if ended.command.kind == "trainer" and ended.code in ENDS_A_RUN:
                 return RunOutcome(trainer=ended)
             if (left := run.guests.left(ended)) is not None:
@@ -220,15 +226,20 @@ def _watch(run: _Parts, interrupt: Interrupt) -> RunOutcome:
                 gone = gone or (ended, time.monotonic())
         if gone is not None and time.monotonic() - gone[1] > FAREWELL_S:
             return RunOutcome(failed=gone[0])
+        if run.joins is not None:
+            run.joins.refuse(restarts.blamed())
         for command in (*restarts.due(), *run.guests.due()):
             processes.start(command)
         view.refresh()
 
 
 def _read_status(listener: Listener, view: View, restarts: Restarts, targets: Targets, known: Sequence[str]) -> None:
-    """Waits up to the poll interval for status messages, then handles all that are queued from `known` processes."""
+    """Waits up to the poll interval for status messages, then handles those that are queued from `known` processes, so
+    many at once that a process which floods this one does not keep it from watching the others."""
     event = listener.receive(POLL_S)
-    while event is not None:
+    for _ in range(READ_AT_ONCE):
+        if event is None:
+            return
         if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
             view.heard(event.peer, event.message.values)
             restarts.heard(event.peer, event.message.values)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inflight.config import RunConfig
+from inflight.config.hosts import ANYWHERE
 from inflight.exits import BAD_INPUT
 from inflight.processes import Ended
 from inflight.starters.base import UNREACHABLE, Command
@@ -24,6 +25,8 @@ class _RestartRecord:
     failures: int = 0
     worked: bool = False
     """Whether it has ever sent a status: a process that never did would fail again in the same way."""
+    works: bool = False
+    """Whether it has sent one since it was last started."""
     unreachable: int = 0
     """How often in a row its host could not be reached."""
     tokens: float = 0.0
@@ -45,12 +48,14 @@ class Restarts:
         self._records: dict[str, _RestartRecord] = {}
         self._seen: dict[tuple[str, str], float] = {}
         self._due: dict[str, tuple[float, Command]] = {}
+        self._blamed: list[str] = []
 
     def heard(self, name: str, values: Mapping[str, object]) -> None:
         """Takes a status message. Tokens that an actor reports as accepted count for it and for the generators that
         sampled them."""
-        self._of(name).worked = True
-        self._of(name).unreachable = 0
+        record = self._of(name)
+        record.worked = record.works = True
+        record.unreachable = 0
         for key, value in values.items():
             word, _, generator = key.partition(".")
             if word == "accepted" and isinstance(value, int | float):
@@ -58,22 +63,52 @@ class Restarts:
                 self._seen[name, key] = value
                 self._of(generator or name).tokens += value - before if value >= before else value  # it was restarted
 
+    def ended(self, name: str) -> None:
+        """A process does not work any more, for whatever reason."""
+        self._of(name).works = False
+
     def failed(self, ended: Ended) -> str | None:
         """Plans the restart of a process that failed and returns a line about it; None: the process is given up."""
-        record = self._of(ended.command.name)
         command = ended.command
-        if command.host and ended.code == UNREACHABLE and record.worked:
+        record = self._of(command.name)
+        if command.host and ended.code == UNREACHABLE and (record.worked or command.host == ANYWHERE):
             return self._reach_again(record, command)
         if command.kind in self._enough and record.tokens >= self._enough[command.kind]:
             record.failures = 0
         record.failures += 1
         record.tokens = 0.0
-        hopeless = command.kind not in KINDS or ended.code == BAD_INPUT or not record.worked
+        if self._is_the_hosts(command):
+            return self._elsewhere(record, ended)
+        hopeless = command.kind not in KINDS or ended.code == BAD_INPUT or not (record.worked or _may_be_back(ended))
         if hopeless or record.failures > self._limit:
             return None
+        return f"{ended}; {self._planned(record, command)} ({record.failures} of {self._limit}); its log: {command.log}"
+
+    def _planned(self, record: _RestartRecord, command: Command) -> str:
         delay = self._delay_s * 2.0 ** (record.failures - 1)
         self._due[command.name] = (time.monotonic() + delay, command)
-        return f"{ended}; it is restarted in {delay:g} s ({record.failures} of {self._limit}); its log: {command.log}"
+        return f"it is restarted in {delay:g} s"
+
+    def _is_the_hosts(self, command: Command) -> bool:
+        """Whether a failure is that of a host which has joined, and not of the run: another process of the kind
+        works."""
+        working = (name for name, record in self._records.items() if record.works and name != command.name)
+        return command.host == ANYWHERE and any(_is_of(name, command.kind) for name in working)
+
+    def _elsewhere(self, record: _RestartRecord, ended: Ended) -> str:
+        """Whoever joins with a host that can't run a process must not end the run: after `launch.restarts` failures the
+        host is refused, and the process waits for another one."""
+        said = f"({record.failures} of {self._limit})"
+        if record.failures > self._limit:
+            record.failures = 1
+            self._blamed.append(ended.command.name)
+            said = "on another host; its own is refused"
+        return f"{ended}; {self._planned(record, ended.command)} {said}; its log: {ended.command.log}"
+
+    def blamed(self) -> list[str]:
+        """Processes whose hosts are to be refused, since the last call."""
+        blamed, self._blamed = self._blamed, []
+        return blamed
 
     def _reach_again(self, record: _RestartRecord, command: Command) -> str:
         """A host that is gone is no failure of its process, and has no limit of its own: as long as other generators
@@ -81,6 +116,8 @@ class Restarts:
         record.unreachable += 1
         delay = min(self._delay_s * 2.0 ** min(record.unreachable - 1, 10), RETRY_AT_MOST_S)
         self._due[command.name] = (time.monotonic() + delay, command)
+        if command.host == ANYWHERE:
+            return f"the host of {command.name} is gone, another one gets it in {delay:g} s; its log: {command.log}"
         return f"{command.host} can't be reached, {command.name} is restarted in {delay:g} s; its log: {command.log}"
 
     def due(self) -> list[Command]:
@@ -96,3 +133,13 @@ class Restarts:
 
     def _of(self, name: str) -> _RestartRecord:
         return self._records.setdefault(name, _RestartRecord())
+
+
+def _is_of(name: str, kind: str) -> bool:
+    """Whether a process is a generator (`g0`) or an actor (`a0`); the launcher numbers those that join on."""
+    return name[0] == kind[0] and name[1:].isdecimal()
+
+
+def _may_be_back(ended: Ended) -> bool:
+    """Whether its host could not be reached: sshd, for example, drops some of many connections that come at once."""
+    return bool(ended.command.host) and ended.code == UNREACHABLE

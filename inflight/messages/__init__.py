@@ -46,7 +46,7 @@ from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
 from inflight.types import Name
 
-SCHEMA = 10
+SCHEMA = 11
 MAX_FRAME_BYTES = 64 << 20
 """Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 
@@ -75,6 +75,8 @@ class Heartbeat(Message, tag=True):
     """`sent` of the heartbeat that this one answers; 0: it answers none."""
     offset: ClockOffset | None = None
     """What the link has found from earlier answers."""
+    listener: Annotated[str, Meta(max_length=32)] = ""
+    """Which listener answers: another one after a restart, also at the same address; empty: it is no answer."""
 
 
 class Goodbye(Message, tag=True):

@@ -9,6 +9,9 @@ from msgspec import Meta
 from inflight.messages.base import Message
 from inflight.types import Count
 
+MOST_SLOT = 1024
+"""Highest number of a generator on its host."""
+
 
 class Join(Message, tag=True):
     """A host offers to run a process of a kind; repeated, with the same `number`, until there is one. The numbers
@@ -16,7 +19,7 @@ class Join(Message, tag=True):
 
     number: Count
     kind: Annotated[str, Meta(pattern="^(generator|actor)$")]
-    slot: Annotated[int, Meta(ge=0, le=1024)]
+    slot: Annotated[int, Meta(ge=0, le=MOST_SLOT)]
     """Which of the generators of this host it would be, counted from 0: it decides the GPUs."""
     host: Annotated[str, Meta(max_length=255)]
     """Its name, for messages."""

@@ -16,7 +16,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -93,6 +93,12 @@ class JoinStarter:
         """Peer that has offered itself and got no process → the kind that it would run."""
         self._failures: collections.Counter[str] = collections.Counter()
         """Peer → how many processes that are not configured have failed there, one after the other."""
+        self._last: dict[str, str] = {}
+        """Configured process → the peer on which it ended last."""
+        self._refused: dict[str, str] = {}
+        """Peer that is refused → the reason."""
+        self._broken: Exception | None = None
+        """What has ended the thread."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="joins", daemon=True)
         self._thread.start()
@@ -110,6 +116,15 @@ class JoinStarter:
         with self._lock:
             waiting = sum(handle.parcel.kind == kind for handle in self._waiting)
             return max(sum(each == kind for each in self._unserved.values()) - waiting, 0)
+
+    def refuse(self, names: Sequence[str]) -> None:
+        """Refuses the hosts on which these configured processes ended last, when they offer themselves again. Raises
+        BusError when nothing is heard of hosts any more."""
+        if self._broken is not None:
+            raise BusError(f"hosts can't join any more: {self._broken!r}")
+        with self._lock:
+            for name in self._last.keys() & set(names):
+                self._refused[self._last[name]] = f"{name} has failed there again and again, and others work elsewhere"
 
     def stop(self, handle: JoinHandle) -> None:
         """Asks for a process's end; one that waits for a host has ended."""
@@ -129,6 +144,12 @@ class JoinStarter:
         self._listener.close()
 
     def _run(self) -> None:
+        try:
+            self._hear_all()
+        except Exception as error:  # noqa: BLE001 - end of the thread: raised by `refuse`
+            self._broken = error
+
+    def _hear_all(self) -> None:
         while not self._closing.is_set():
             event = self._listener.receive(_POLL_S)
             with self._lock:
@@ -136,6 +157,7 @@ class JoinStarter:
                     self._lose(event.peer)
                     self._unserved.pop(event.peer, None)
                     self._failures.pop(event.peer, None)
+                    self._refused.pop(event.peer, None)
                 elif isinstance(event, Received):
                     self._hear(event.peer, event.message)
 
@@ -145,11 +167,15 @@ class JoinStarter:
             self._count(peer, placed, message.code)
             _append(placed, f"(the end of its output on {placed.address}, code {message.code})\n{message.output}")
             self._end(peer, message.code)
-        elif isinstance(message, Join) and (placed is None or placed.offer != (peer, message.number)):
+        elif isinstance(message, Join) and placed is not None and placed.offer == (peer, message.number):
+            self._send(peer, _placed(placed, message))  # it has not come, or a repeated offer was under way
+        elif isinstance(message, Join):
             self._lose(peer)  # one that makes a new offer does not run it any more
             if self._failures[peer] > self._config.launch.restarts:
                 said = f"{self._failures[peer]} processes have failed there, one after the other (launch.restarts)"
-                self._send(peer, Refused(reason=said))
+                self._refused[peer] = said
+            if peer in self._refused:
+                self._send(peer, Refused(reason=self._refused[peer]))
             else:
                 self._place(peer, message)
 
@@ -165,8 +191,7 @@ class JoinStarter:
         if handle is None:
             self._unserved[peer] = offer.kind
             return
-        parcel = msgspec.structs.replace(handle.parcel, slot=offer.slot)
-        if self._send(peer, Placed(number=offer.number, parcel=body_of(parcel))):
+        if self._send(peer, _placed(handle, offer)):
             self._waiting.remove(handle)
             self._unserved.pop(peer, None)
             handle.offer = (peer, offer.number)
@@ -181,6 +206,8 @@ class JoinStarter:
     def _end(self, peer: str, code: int) -> None:
         handle = self._placed.pop(peer, None)
         if handle is not None:
+            if handle.command.configured:
+                self._last[handle.command.name] = peer
             handle.code = code
 
     def _send(self, peer: str, message: AnyMessage) -> bool:
@@ -190,12 +217,17 @@ class JoinStarter:
         return False
 
 
+def _placed(handle: JoinHandle, offer: Join) -> Placed:
+    """A process for an offer, with the GPUs of its slot."""
+    return Placed(number=offer.number, parcel=body_of(msgspec.structs.replace(handle.parcel, slot=offer.slot)))
+
+
 def _append(handle: JoinHandle, text: str) -> None:
     """To the log of a process, which nothing else is written to here."""
     if (path := handle.command.log) is not None:
         with contextlib.suppress(OSError):  # a full disk must not end this thread
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a") as log:
+            with path.open("a", encoding="utf-8") as log:
                 log.write(text.rstrip("\n") + "\n")
 
 

@@ -9,7 +9,7 @@ import torch
 
 from inflight.bus import BusError
 from inflight.config import PublishConfig
-from inflight.messages import Abort, Aborted, Commit, Committed, EngineHello, Failed, Prepare, RankHello, Ready
+from inflight.messages import Abort, Aborted, Commit, Committed, EngineHello, Failed, Place, Prepare, RankHello, Ready
 from inflight.types import ParamMeta
 from inflight.weights.pack import content_digest
 from inflight.weights.plan import plan
@@ -55,12 +55,12 @@ class Fleet:
     def peers(self) -> set[str]:
         return set(self.connected)
 
-    def come(self, name: str) -> None:
+    def come(self, name: str, place: Place | None = None) -> None:
         self.incarnations[name] += 1
         self.holds.pop(name, None)
         start = {"generator": name, "world_size": 1, "incarnation": f"{self.incarnations[name]:016x}"}
         self.connected |= {f"{name}.r0", f"{name}.engine"}
-        self.protocol.hear(f"{name}.r0", RankHello(rank=0, **start))
+        self.protocol.hear(f"{name}.r0", RankHello(rank=0, place=place, **start))
         self.protocol.hear(f"{name}.engine", EngineHello(url="http://127.0.0.1:1", **start))
 
     def go(self, name: str) -> None:

@@ -142,7 +142,7 @@ def test_a_process_that_wakes_up_after_it_was_replaced_is_not_mistaken_for_its_s
 
 @pytest.mark.parametrize("names", [1, 3])
 def test_the_connections_that_are_remembered_are_bounded(endpoint, monkeypatch, names):
-    monkeypatch.setattr("inflight.bus.listener.MAX_NAMES", 2)
+    monkeypatch.setattr("inflight.bus.listener.MAX_PEERS", 2)
     with Listener(endpoint, QUICK) as listener:
         for number in range(40):
             assert not listener._is_replaced(f"g{number % names}", b"%d" % number)

@@ -255,6 +255,13 @@ def test_a_flood_without_end_does_not_keep_an_endpoint_from_sending(bus_endpoint
     assert 0 < Flood.read < 100_000
 
 
+def test_a_listener_hears_all_members_of_a_thousand_generators():
+    """Each has an engine and at least one rank; a hundred and twenty-five of eight ranks are as many."""
+    rate = Rate()
+    members = [f"g{number}.{member}" for number in range(1024) for member in ("engine", "r0", "r1")]
+    assert all(rate.allows(member) for member in members * 2)
+
+
 def test_names_without_end_are_bounded(monkeypatch):
     monkeypatch.setattr(rate_module, "MAX_PEERS", 10)
     rate = Rate()

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
 import socket
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from fake_generator import eventually
-from joining_hosts import KEY, LIMIT_S, accepting, connected, joined_run, placed
+from joining_hosts import KEY, LIMIT_S, accepting, composed, connected, free_ports, joined_run, placed
 
-from inflight.bus import Link
-from inflight.config import ConfigError, RunConfig
+from inflight.bus import BusError, Link
+from inflight.config import BusConfig, ConfigError, RunConfig
 from inflight.exits import STOPPED
 from inflight.hosted import join as joining
 from inflight.hosted.output import KEPT_BYTES, KeptOutput
 from inflight.hosted.running import Held
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.messages import Finish, Join, Vacated
+from inflight.launcher.launch import launch
+from inflight.launcher.restarts import Restarts
+from inflight.messages import AnyMessage, Finish, Join, Placed, Refused, Status, Vacated
+from inflight.processes import Ended
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.joining import VARIABLE, JoinStarter
-from inflight.starters.parcel import Parcel
+from inflight.starters.parcel import Parcel, ParcelError, unpacked
 
 until = functools.partial(eventually, timeout_s=LIMIT_S)
 G0, G1 = (Command(name, "generator", ["true"], None, host="a host that joins") for name in ("g0", "g1"))
@@ -72,7 +78,7 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     assert second.receive(0.3) is None, "nothing waits"
     g1 = starter.start(G1)
     assert placed(second).name == "g1"
-    first.send(Join(number=0, kind="generator", slot=3, host="node3"))  # a repeat that was under way
+    assert placed(first, slot=3) == parcel, "a placement that was lost with its connection is sent again"
     first.send(Vacated(number=7, code=1))  # of another offer
     first.send(Vacated(number=0, code=1, output="no room\nfor the model\n"))
     until(lambda: g0.poll() is not None)
@@ -99,6 +105,29 @@ def test_a_host_that_offers_itself_anew_has_lost_what_it_ran(starter: JoinStarte
     starter.start(G1)
     assert placed(link, number=1).name == "g1"
     assert g0.poll() == UNREACHABLE
+
+
+def test_a_host_that_is_blamed_is_refused_and_others_are_not(starter: JoinStarter, host: Callable[..., Link]) -> None:
+    bad, good, g0 = host("join.0"), host("join.1"), starter.start(G0)
+    placed(bad)
+    bad.send(Vacated(number=0, code=9))
+    until(lambda: g0.poll() == 9)
+    starter.refuse(["g0", "g7"])
+    starter.start(G0)
+    bad.send(Join(number=1, kind="generator", slot=0, host="node"))
+    assert bad.receive(LIMIT_S) == Refused(reason="g0 has failed there again and again, and others work elsewhere")
+    assert placed(good).name == "g0"
+
+
+def test_an_error_in_the_thread_that_hears_hosts_ends_the_run_and_not_the_joining_alone(
+    starter: JoinStarter, host: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starter.refuse([])
+    monkeypatch.setattr(starter, "_hear", lambda *_: 1 / 0)
+    host().send(Join(number=0, kind="generator", slot=0, host="node"))
+    until(lambda: not starter._thread.is_alive())
+    with pytest.raises(BusError, match="hosts can't join any more: ZeroDivisionError"):
+        starter.refuse([])
 
 
 def test_the_end_of_the_run_dismisses_hosts(run: RunConfig, host: Callable[..., Link]) -> None:
@@ -177,6 +206,164 @@ def test_a_host_offers_itself_runs_and_leaves_with_the_run(
     assert "the run is over" in capsys.readouterr().out
 
 
+class Host:
+    """`inflight join` in a thread; what it runs lasts as long as its lease."""
+
+    def __init__(self, run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ran: list[str] = []
+        self.codes: list[int] = []
+        monkeypatch.setattr(joining, "run", self._process)
+        monkeypatch.setattr(joining.signal, "signal", lambda *_: None)  # of the main thread
+        monkeypatch.setenv(VARIABLE, KEY)
+        address = f"127.0.0.1:{run.bus.port + 5}"
+        self._thread = threading.Thread(target=lambda: self.codes.append(joining.main([address])), daemon=True)
+        self._thread.start()
+
+    def _process(self, parcel: Parcel, lease_of: Callable[[float], Held]) -> int:
+        self.ran.append(parcel.api_key)
+        lease = lease_of(LIMIT_S)
+        while lease.wait(0.05):
+            pass
+        return STOPPED
+
+    def ended(self) -> int:
+        self._thread.join(LIMIT_S)
+        return self.codes[0]
+
+
+def test_a_process_of_a_launcher_that_was_killed_does_not_outlive_the_resume_of_the_run(
+    run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next launcher has the same address and join key, and all other keys are new: a host that did not notice
+    would run a process that nobody hears, and offer itself to none."""
+    before = JoinStarter(run, {VARIABLE: KEY})
+    host = Host(run, monkeypatch)
+    before.start(G0)
+    until(lambda: host.ran)
+    before._closing.set()
+    before._thread.join()
+    before._listener.close()  # without a word to the host
+    run.api_key_file.write_text("B" * 43 + "\n")
+    with accepting(run) as after:
+        g0 = after.start(G0)
+        until(lambda: len(host.ran) == 2)
+        assert g0.poll() is None
+        assert host.ran[1] == "B" * 43
+        g0.stop()
+        until(lambda: g0.poll() == STOPPED)
+    assert host.ended() == 0
+
+
+def test_a_host_that_can_not_run_a_process_says_why_and_ends_nothing(
+    starter: JoinStarter, run: RunConfig, host: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one with another release does; no generator has worked before."""
+
+    def refuse(_: bytes) -> Parcel:
+        raise ParcelError("this host has inflight 0.0.1, the launcher's 0.1.0")
+
+    monkeypatch.setattr(joining, "unpacked", refuse)
+    log = run.path / "logs" / "g0.log"
+    g0 = starter.start(replace(G0, log=log))
+    assert Host(run, monkeypatch).ended() == 2
+    until(lambda: g0.poll() == UNREACHABLE)
+    assert "it can't run there: this host has inflight 0.0.1, the launcher's 0.1.0\n" in log.read_text()
+    restarts = Restarts(replace(run, launch=replace(run.launch, restart_delay_s=0.001, restarts=0)))
+    for _ in range(3):
+        assert "the host of g0 is gone, another one gets it in" in str(restarts.failed(Ended(G0, UNREACHABLE)))
+    due: list[Command] = []
+    until(lambda: due.extend(restarts.due()) or due)
+    again = starter.start(due[0])
+    assert placed(host("join.7")).name == "g0"
+    assert again.poll() is None
+
+
+def test_a_host_that_fails_ends_the_run_only_where_no_other_generator_works(run: RunConfig) -> None:
+    restarts = Restarts(replace(run, launch=replace(run.launch, restarts=1)))
+    assert restarts.failed(Ended(G1, 1)) is None, "it would fail again anywhere"
+    restarts.heard("a0", {"phase": "sampling"})
+    assert restarts.failed(Ended(G1, 1)) is None, "an actor is no generator"
+    restarts = Restarts(replace(run, launch=replace(run.launch, restarts=1)))
+    restarts.heard("g0", {"running": 1})
+    assert "(1 of 1)" in str(restarts.failed(Ended(G1, 2)))
+    assert restarts.blamed() == []
+    assert "on another host; its own is refused" in str(restarts.failed(Ended(G1, 1)))
+    assert restarts.blamed() == ["g1"]
+    assert restarts.blamed() == []
+    restarts.ended("g0")
+    assert restarts.failed(Ended(G1, 1)) is None, "none works any more"
+
+
+def test_a_run_outlives_a_host_on_which_a_generator_never_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the launcher: the host is refused, and the generator works on the next one."""
+    monkeypatch.setenv(VARIABLE, KEY)
+    made = replace(composed("generator.count=2", "launch.restarts=1"), run_dir=str(tmp_path / "run"), chosen=None)
+    run = replace(
+        made,
+        bus=replace(made.bus, port=free_ports(), heartbeat_s=0.1),
+        launch=replace(made.launch, restart_delay_s=0.01, stop_grace_s=0.1),
+    )
+    over = tmp_path / "over"
+    code = f"import pathlib, time\nwhile not pathlib.Path({str(over)!r}).exists(): time.sleep(0.05)"
+    trainer = Command("trainer", "trainer", [sys.executable, "-c", code], run.path / "logs" / "trainer.log")
+    answers: list[str] = []
+
+    def hosts(good: Link, bad: Link, late: Link) -> None:
+        works = unpacked(cast("Placed", answer(good, 0)).parcel)
+        with reporting(run, works, tmp_path / "keys-of-g0"):
+            for number in range(2):
+                answers.append(unpacked(cast("Placed", answer(bad, number)).parcel).name)
+                bad.send(Vacated(number=number, code=2))
+            answers.append(unpacked(cast("Placed", answer(late, 0)).parcel).name)
+            answers.append(cast("Refused", answer(bad, 2)).reason)
+
+    def run_hosts() -> None:
+        try:
+            with contextlib.ExitStack() as stack:
+                hosts(*(stack.enter_context(connected(run, tmp_path, f"join.{each}")) for each in range(3)))
+        finally:
+            over.touch()
+
+    joining = threading.Thread(target=run_hosts, daemon=True)
+    joining.start()
+    others = [replace(each, log=run.path / "logs" / f"{each.name}.log") for each in (G0, G1)]
+    try:
+        assert launch(run, [trainer, *others]) == 0
+    finally:
+        over.touch()
+        joining.join(LIMIT_S)
+    assert answers == ["g1", "g1", "g1", "g1 has failed there again and again, and others work elsewhere"]
+
+
+def answer(link: Link, number: int) -> AnyMessage:
+    """To an offer, which is repeated as a host does it."""
+    found: list[AnyMessage | None] = []
+
+    def answered() -> bool:
+        link.send(Join(number=number, kind="generator", slot=0, host="node"))
+        found.append(link.receive(0.2))
+        return found[-1] is not None
+
+    until(answered)
+    return cast("AnyMessage", found[-1])
+
+
+@contextlib.contextmanager
+def reporting(run: RunConfig, parcel: Parcel, keys: Path) -> Iterator[None]:
+    """A process that works, and whose status the launcher has read."""
+    keys.mkdir(mode=0o700)
+    for name, content in parcel.keys.items():
+        (keys / name).write_text(content)
+        (keys / name).chmod(0o600)
+    bus = BusConfig(heartbeat_s=0.1, keys=str(keys))
+    with Link(run.endpoint("status"), parcel.name, bus, first_contact_s=LIMIT_S) as status:
+        status.send(Status(source=parcel.name, values={"waiting": 4711}))
+        until(lambda: run.snapshot_file.exists() and "4711" in run.snapshot_file.read_text())
+        yield
+
+
 @pytest.mark.parametrize(
     ("environment", "slot"),
     [({}, 0), ({"SLURM_LOCALID": "3", "LOCAL_RANK": "1"}, 3), ({"LOCAL_RANK": "1"}, 1), ({"LOCAL_RANK": "x"}, 0)],
@@ -190,6 +377,8 @@ def test_the_slot_is_the_tasks_number_on_its_host(environment: dict[str, str], s
     [
         (["host.example"], KEY, "'host.example' is not allowed: an IP address, or ADDRESS:PORT"),
         (["10.0.0.1"], "", "INFLIGHT_JOIN_KEY has 0 characters"),
+        (["10.0.0.1", "--slot", "1025"], KEY, "--slot 1025 is not allowed: 0 to 1024"),
+        (["10.0.0.1", "--slot", "-1"], KEY, "--slot -1 is not allowed: 0 to 1024"),
         (["127.0.0.1:9", "--wait", "0.1"], KEY, "nothing heard from tcp://127.0.0.1:9"),
     ],
 )

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 import torch
 from fake_generator import FakeGenerator
+from fleet import Fleet
 
 from inflight.bus import Link, Listener, Received, make_keys
 from inflight.config import BusConfig, ConfigError, PublishConfig
 from inflight.config.network import NetworkConfig, joined, parted
 from inflight.launcher.compose import compose
 from inflight.listening import interface_of, listen, nccl_settings, source_of
-from inflight.messages import BucketMeta, Commit, Place
+from inflight.messages import BucketMeta, Commit, Place, Refused
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
 from inflight.weights.transport import make_receiver, make_sender
@@ -206,7 +207,25 @@ def test_what_can_not_be_sent_to_is_refused_by_name(
 def test_generators_of_one_run_have_one_vllm() -> None:
     fleet = choice()
     assert not fleet.objection(HERE, "none")
-    assert "vLLM 0.32.0, another generator of this run 0.33.0" in fleet.objection(place(vllm="0.32.0"), "none")
+    assert not fleet.objection(HERE, "none", "0.33.0")
+    assert not fleet.objection(place(vllm=""), "none", "0.33.0")
+    said = fleet.objection(place(vllm="0.32.0"), "none", "0.33.0")
+    assert said == "it has vLLM 0.32.0, another generator of this run 0.33.0"
+
+
+def test_a_generator_that_is_refused_or_gone_does_not_decide_which_vllm_others_have() -> None:
+    fleet = Fleet(3, elastic=True)
+    own = place_of(CPU)
+    fleet.come("g0", msgspec.structs.replace(own, torch="1.0", vllm="0.1"))  # refused for its torch
+    fleet.come("g1", msgspec.structs.replace(own, vllm="0.33.0"))
+    assert [each.generator for each in fleet.protocol.replicas if each.state.present] == ["g1"]
+    other = msgspec.structs.replace(own, vllm="0.32.0")
+    fleet.come("g2", other)
+    refused = {peer: message.reason for peer, message in fleet.queued if isinstance(message, Refused)}
+    assert refused["g2.r0"] == "it has vLLM 0.32.0, another generator of this run 0.33.0"
+    fleet.go("g1")
+    fleet.come("g2", other)
+    assert [each.generator for each in fleet.protocol.replicas if each.state.present] == ["g2"]
 
 
 def test_this_process_knows_its_place() -> None:

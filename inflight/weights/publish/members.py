@@ -39,6 +39,12 @@ class Members:
         return {rank: self._places.get(rank) for rank in self.ranks}
 
     @property
+    def vllm(self) -> str:
+        """The release of vLLM of the ranks that are present; empty when none is, or none says."""
+        places = (place for rank, place in self._places.items() if rank in self.held and place is not None)
+        return next((place.vllm for place in places if place.vllm), "")
+
+    @property
     def version(self) -> int | None:
         """The version that the engine stamps; all members hold it."""
         return self.held[self.engine]

@@ -86,7 +86,10 @@ class Membership:
     def _objection(self, hello: Hello) -> str:
         """Why no transport leads to a rank; empty when one does."""
         place = hello.place if isinstance(hello, RankHello) else None
-        return self._session.choice.objection(place, self._session.manifest.checksum)
+        if place is None:
+            return ""
+        there = (release for replica in self.replicas.values() if (release := replica.members.vllm))
+        return self._session.choice.objection(place, self._session.manifest.checksum, next(there, ""))
 
     def _refuse(self, peer: str, hello: Hello, reason: str) -> None:
         self._session.outbox.ignore(peer, hello, reason)

@@ -31,8 +31,6 @@ class TransportChoice:
         self._configured = configured
         self._here = here or place_of(device)
         self._gpu = gpu_of(device) if gpu is None else gpu
-        self._vllm = ""
-        """That of the generators so far."""
 
     def of(self, places: Sequence[Place | None]) -> str:
         """The transport to a generator whose ranks are at `places`; None: unknown, a process of this host."""
@@ -42,18 +40,18 @@ class TransportChoice:
             return "gloo"
         return self.usual if all(map(self._sees_trainer, places)) else "nccl"
 
-    def objection(self, place: Place | None, checksum: str) -> str:
-        """Why a rank can't be sent this trainer's versions, whose manifest has `checksum`; empty when it can."""
+    def objection(self, place: Place | None, checksum: str, vllm: str = "") -> str:
+        """Why a rank can't be sent this trainer's versions, whose manifest has `checksum`; empty when it can. `vllm`:
+        the release of the ranks that are there, empty when there are none."""
         if place is None:
             return ""
         kind = self.of([place])
         own = self._here
         differs = _series(place.torch) != _series(own.torch)
-        self._vllm = self._vllm or place.vllm
         if place.inflight != own.inflight:
             return f"it has inflight {place.inflight or 'of unknown release'}, the trainer {own.inflight}"
-        if place.vllm and place.vllm != self._vllm:
-            return f"it has vLLM {place.vllm}, another generator of this run {self._vllm}"
+        if place.vllm and vllm and place.vllm != vllm:
+            return f"it has vLLM {place.vllm}, another generator of this run {vllm}"
         if differs and kind != "ipc":
             return f"it has torch {place.torch}, the trainer {own.torch}, whose {kind} may differ"
         if kind == "ipc" and not self._sees_trainer(place):

@@ -66,6 +66,7 @@ IDLE = (
     Idle("eval.best_by", lambda run: not run.eval.keep_best, "eval.keep_best is false"),
     Idle("tracker_project", lambda run: not run.trackers, "trackers is empty"),
     Idle("bus.port", lambda run: not run.over_tcp, "without network.bind and bus.address all sockets are files"),
+    Idle("bus.address", lambda run: bool(run.network.bind), "control sockets listen on network.bind"),
     Idle("hosts.ssh", lambda run: run.hosts.starter != "ssh", "hosts.starter is not ssh"),
     Idle(
         "hosts.names hosts.actors hosts.python hosts.lease_s",

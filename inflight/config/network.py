@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from inflight.config.checks import require
 
 LOOPBACK = "127.0.0.1"
+ADDRESS = "an IP address of one interface, not link-local with IPv6"
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class NetworkConfig:
     chooses (net.ipv4.ip_local_port_range)."""
 
     def __post_init__(self) -> None:
-        require(not self.bind or is_address(self.bind), "network.bind", self.bind, "an IP address, or empty")
+        require(not self.bind or is_address(self.bind), "network.bind", self.bind, f"{ADDRESS}, or empty")
         fits = not self.advertise or (bool(self.bind) and is_address(self.advertise))
-        require(fits, "network.advertise", self.advertise, "an IP address, together with network.bind, or empty")
+        require(fits, "network.advertise", self.advertise, f"{ADDRESS}, together with network.bind, or empty")
         allowed = "FIRST-LAST, such as 20000-20999, both 1024 to 65535, or empty"
         require(not self.ports or self._has_ports(), "network.ports", self.ports, allowed)
 
@@ -58,11 +59,15 @@ class NetworkConfig:
 
 
 def is_address(text: str) -> bool:
-    """Whether it is an IP address that one interface has."""
+    """Whether it is an IP address that one interface has, and that means the same on every host: a link-local address
+    of IPv6 does not, as its zone (`%eth0`) is the name of an interface of one host."""
     try:
-        return not ipaddress.ip_address(text).is_unspecified
+        address = ipaddress.ip_address(text)
     except ValueError:
         return False
+    if isinstance(address, ipaddress.IPv6Address) and (address.scope_id or address.is_link_local):
+        return False
+    return not (address.is_unspecified or address.is_multicast)
 
 
 def joined(host: str, port: int | str) -> str:

@@ -80,6 +80,11 @@ class RunConfig:
         reached = not self.hosts.elsewhere or bool(self.network.bind)
         allowed = "local, or with network.bind, an address at which other hosts reach this one"
         require(reached, "hosts.starter", self.hosts.starter, allowed)
+        first, last = self.network.span
+        control = self.bus.port + len(SERVICES) - 1
+        clear = not self.network.bind or last < self.bus.port or first > control
+        allowed = f"without the ports of the control sockets, {self.bus.port} to {control} (bus.port)"
+        require(clear, "network.ports", self.network.ports, allowed)
         require_rewards(self.rewards)
         self._require_scores()
         require_known(self.trackers)

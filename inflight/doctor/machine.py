@@ -73,19 +73,20 @@ def ports(config: RunConfig | None) -> Iterator[Finding]:
         yield fail("loopback", f"can't listen on 127.0.0.1: {problem}", "bring the interface lo up")
     else:
         yield ok("loopback", "generators can serve on 127.0.0.1")
-    if config is None or not config.bus.address:
+    if config is None or not config.over_tcp:
         return
+    address = config.network.bind or config.bus.address
     taken = []
     for offset, service in enumerate(SERVICES):
         port = config.bus.port + offset
-        problem = _bindable(config.bus.address, port)
+        problem = _bindable(address, port)
         if problem:
             taken.append(f"{port} ({service}): {problem}")
     name = "control ports"
     if taken:
-        yield fail(name, f"{config.bus.address}: {', '.join(taken)}", "another bus.port, or an address of this host")
+        yield fail(name, f"{address}: {', '.join(taken)}", "another bus.port, or an address of this host")
     else:
-        yield ok(name, f"{config.bus.address}, {config.bus.port} to {config.bus.port + len(SERVICES) - 1} are free")
+        yield ok(name, f"{address}, {config.bus.port} to {config.bus.port + len(SERVICES) - 1} are free")
 
 
 def _bindable(address: str, port: int) -> str:

@@ -171,13 +171,14 @@ def test_disk_for_checkpoints_and_versions(tmp_path, monkeypatch):
     assert only(memory.on_disk(GIB, config)).state is Severity.FAIL
 
 
-def test_a_control_port_that_is_taken_is_named():
+@pytest.mark.parametrize("name", ["bus.address", "network.bind"])
+def test_a_control_port_that_is_taken_is_named(name):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = min(taken.getsockname()[1], 65532)
         first = port - 1
-        config = compose("tiny", ["bus.address=127.0.0.1", f"bus.port={first}"])
+        config = compose("tiny", [f"{name}=127.0.0.1", f"bus.port={first}"])
         loopback, control = machine.ports(config)
     assert (loopback.state, control.state) == (Severity.OK, Severity.FAIL)
     assert f"{port} (rollouts): Address already in use" in control.text

@@ -525,6 +525,16 @@ def test_of_a_process_that_failed_the_errors_are_shown_without_where_they_came_t
     assert last_words(tmp_path / "none.log", 2) == []
 
 
+def test_of_a_log_of_any_size_the_end_is_read_and_nothing_in_it_controls_the_terminal(tmp_path):
+    log = tmp_path / "g0.log"
+    with log.open("wb") as file:
+        file.truncate(1 << 36)  # a hole: to read all of it would take minutes
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"x" * 2_000_000 + b"\n\x1b]0;owned\x07\x1b[2J\tred\n\xff\xfe the end\r\n")
+    assert last_lines(log, 3) == ["x" * 1000, "\u241b]0;owned\u2407\u241b[2J  red", "\ufffd\ufffd the end"]
+    assert last_words(log, 1) == ["\ufffd\ufffd the end"]
+
+
 def test_what_a_process_said_before_it_died_counts_for_a_launcher_that_was_busy(config, capfd, monkeypatch):
     """Its word and its death are both there when the launcher comes to look."""
     read, ended, heard = launching._read_status, launching.Processes.ended, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from fleet import Fleet
 
 from inflight.bus import Link, Listener, Received, make_keys
 from inflight.config import BusConfig, ConfigError, PublishConfig
+from inflight.config.effect import require_effect
 from inflight.config.network import NetworkConfig, joined, parted
 from inflight.launcher.compose import compose
 from inflight.listening import interface_of, listen, nccl_settings, source_of
@@ -36,6 +38,12 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
     [
         ({"bind": "host.example"}, "network.bind='host.example'"),
         ({"bind": "0.0.0.0"}, "network.bind='0.0.0.0'"),
+        (
+            {"bind": "fe80::1%eth0"},
+            "network.bind='fe80::1%eth0' is not allowed: an IP address of one interface, not link",
+        ),
+        ({"bind": "fe80::1"}, "network.bind='fe80::1'"),
+        ({"bind": "239.1.1.1"}, "network.bind='239.1.1.1'"),
         ({"advertise": "10.0.0.1"}, "network.advertise='10.0.0.1'"),
         ({"bind": "10.0.0.1", "advertise": "::"}, "network.advertise='::'"),
         ({"ports": "20000"}, "network.ports='20000'"),
@@ -106,6 +114,25 @@ def test_control_sockets_follow_the_address(tmp_path: Path, options: list[str], 
     assert run.endpoint("weights").startswith(connects)
     assert run.listening("weights").startswith(listens)
     assert run.over_tcp == bool(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["network.ports=5700-5800"], "network.ports='5700-5800' is not allowed: without the ports of the control"),
+        (["network.ports=5000-5703"], "5700 to 5705"),
+        (["network.ports=5705-5705"], "bus.port"),
+        (["network.ports=20000-20999", "bus.port=20994"], "20994 to 20999"),
+        (["network.ports=5706-5800"], ""),
+        (["network.ports=5600-5699"], ""),
+        (["bus.address=10.0.0.1"], "bus.address is set and has no effect: control sockets listen on network.bind"),
+    ],
+)
+def test_what_listens_takes_no_port_of_a_control_socket(tmp_path: Path, options: list[str], said: str) -> None:
+    """A generator that started first would take it, at times."""
+    with pytest.raises(ConfigError) if said else contextlib.nullcontext() as caught:
+        require_effect(compose("tiny", [f"run_dir={tmp_path}", "network.bind=10.0.0.1", *options]))
+    assert said in str(caught.value if said else "")
 
 
 def test_control_over_ipv6_with_keys(tmp_path: Path) -> None:

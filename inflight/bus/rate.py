@@ -8,7 +8,7 @@ PER_SECOND = 1000.0
 BURST = 8192.0
 """Far above what any process of a run sends; messages beyond it are refused unread."""
 MAX_PEERS = 1 << 14
-"""Names that are told apart at once: 1,024 generators, each with its engine and up to 15 ranks."""
+"""Names that are distinguished at once: 1,024 generators, each with its engine and up to 15 ranks."""
 
 
 class Rate:

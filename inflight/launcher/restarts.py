@@ -96,7 +96,7 @@ class Restarts:
         return command.host == ANYWHERE and any(_is_of(name, command.kind) for name in working)
 
     def _elsewhere(self, record: _RestartRecord, ended: Ended) -> str:
-        """Whoever joins with a host that can't run a process must not end the run: after `launch.restarts` failures the
+        """A host that joins and can't run a process must not end the run: after `launch.restarts` failures the
         host is refused, and the process waits for another one."""
         said = f"({record.failures} of {self._limit})"
         if record.failures > self._limit:

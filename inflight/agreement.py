@@ -13,8 +13,8 @@ the same at every confidence, and its median lies between 0.4 and 30 for all mod
 * recorded values rise as the replayed ones do: the slope of recorded over replayed ones is 1, up to SLOPE and
   STANDARD_ERRORS standard errors.
 
-The first two need one token. The others need PROMPTS prompts: the tokens of a prompt depend on each other, so that
-errors are taken over prompts.
+The first two need one token. The others need LEAST_PROMPTS prompts: the tokens of a prompt depend on each other, so
+that errors are taken over prompts.
 
 Example:
     found = compare(recorded, replayed, "bfloat16", temperature=0.7, prompt=prompt)     # [N] each, in nats
@@ -45,7 +45,7 @@ SPREAD = 50.0
 SLOPE = 0.05
 """Measured: within 0.01 of 1."""
 STANDARD_ERRORS = 4.0
-PROMPTS = 8
+LEAST_PROMPTS = 8
 """With fewer prompts their spread is unknown."""
 FLOAT32_LOGARITHM = 2.0**-22
 """Relative error of a log-probability computed in float32, also for certain tokens."""
@@ -173,7 +173,7 @@ def _largest(sizes: np.ndarray, in_steps: np.ndarray, dtype: str, most: float | 
 
 def _mean(off: np.ndarray, prompt: np.ndarray, step: float) -> tuple[float, list[str]]:
     """The mean of differences [N], and problems with it."""
-    if len(np.unique(prompt)) < PROMPTS:
+    if len(np.unique(prompt)) < LEAST_PROMPTS:
         return (float(off.mean()) if len(off) else math.nan), []
     mean = float(off.mean())
     error = _cluster_error(off - mean, prompt) / len(off)
@@ -191,7 +191,7 @@ def _slope(x: np.ndarray, y: np.ndarray, prompt: np.ndarray) -> tuple[float, lis
     y = y - y.mean()
     weight = float(x @ x)
     slope = float(x @ y) / weight
-    if len(np.unique(prompt)) < PROMPTS:
+    if len(np.unique(prompt)) < LEAST_PROMPTS:
         return slope, []
     allowed = SLOPE + STANDARD_ERRORS * _cluster_error(x * (y - slope * x), prompt) / weight
     if abs(slope - 1) <= allowed:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from inflight.actor import calls
 from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTokenizer, Raised, Unusable
-from inflight.actor.hosts import Host, UnusableResult, host
+from inflight.actor.services import Service, UnusableResult, service_of
 from inflight.config import ConfigError
 from inflight.descendants import adopt
 from inflight.lifeline import end_with
@@ -54,16 +54,16 @@ async def serve(connection: socket.socket) -> None:
             task.add_done_callback(working.discard)
 
 
-def _make(message: Make) -> Host | Unusable:
+def _make(message: Make) -> Service | Unusable:
     try:
-        return host(message)
+        return service_of(message)
     except (ConfigError, ModelError) as error:
         return Unusable(_text(error), bad_input=True)
     except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
         return Unusable(f"{_clean(type(error).__name__)}: {_text(error)}", bad_input=False)
 
 
-async def _work(made: Host, ask: Ask, writer: asyncio.StreamWriter, limit_s: float | None) -> None:
+async def _work(made: Service, ask: Ask, writer: asyncio.StreamWriter, limit_s: float | None) -> None:
     own = os.getpid()
     writer.write(calls.encode(calls.Begun(ask.call)))  # sent before the call, which may never return
     answer = await answered(made, ask, limit_s)
@@ -72,7 +72,7 @@ async def _work(made: Host, ask: Ask, writer: asyncio.StreamWriter, limit_s: flo
     writer.write(answer)
 
 
-async def answered(made: Host, ask: Ask, limit_s: float | None) -> bytes:
+async def answered(made: Service, ask: Ask, limit_s: float | None) -> bytes:
     """The frame with the answer, or with the error."""
     scope = asyncio.timeout(limit_s)
     try:

@@ -14,7 +14,7 @@ import torch
 from inflight.audit.alone import Trial, explain
 from inflight.audit.replay import AuditError, Job, KeptVersions, Replayer, Sequenced
 from inflight.config import RunConfig
-from inflight.generator.passes import MAX_BATCH, EngineMissing, Pass, PassEngine
+from inflight.generator.pass_engine import MAX_BATCH, EngineMissing, Pass, PassEngine
 from inflight.sampling import Sampling, processed_logprobs
 
 TRIAL_TOKENS = 1 << 14

@@ -22,7 +22,7 @@ from inflight.audit import AuditReport
 from inflight.audit.evidence import MIN_PROMPTS, Verdict
 from inflight.config import AuditConfig, GeneratorConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values
-from inflight.generator.passes import ROUNDS_BY_BATCH
+from inflight.generator.pass_engine import ROUNDS_BY_BATCH
 
 pytestmark = pytest.mark.vllm
 

@@ -12,7 +12,7 @@ from test_prompts import TEMPLATE
 
 from inflight import config as configuration
 from inflight.actor.calls import MakeTask
-from inflight.actor.hosts import host
+from inflight.actor.services import service_of
 from inflight.config import ConfigError
 from inflight.launcher import preflight
 from inflight.launcher.compose import compose
@@ -215,13 +215,13 @@ def test_another_template_of_the_model_is_other_data(tmp_path):
 def test_a_process_of_the_run_does_not_take_data_that_have_changed_meanwhile(begun, tmp_path):
     task = begun.task
     message = MakeTask(name=task.name, options=task.options, seed=begun.seed, contents=task.contents, limit_s=1.0)
-    host(message)
+    service_of(message)
     lines(tmp_path / "data.jsonl", sums(2))
     with pytest.raises(ConfigError, match=r"task\.options\.path holds other data \(.* bytes, .*\) than when the run"):
-        host(message)
+        service_of(message)
     scoring = task.options | {"path": str(tmp_path / "gone.jsonl")}
     # A task that only scores opens no data.
-    host(MakeTask(name=task.name, options=scoring, seed=0, contents=task.contents, scores_only=True, limit_s=1.0))
+    service_of(MakeTask(name=task.name, options=scoring, seed=0, contents=task.contents, scores_only=True, limit_s=1.0))
 
 
 def test_the_copyable_configuration_is_one_that_a_folder_of_ones_own_can_hold(tmp_path, monkeypatch):

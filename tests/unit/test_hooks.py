@@ -12,7 +12,7 @@ from rollout_samples import make_config
 from inflight.generator import hooks
 from inflight.generator.declared import Attributes, Sources
 from inflight.generator.hooks import HOOKS, HookChanged, changes
-from inflight.generator.passes import EngineMissing, PassEngine
+from inflight.generator.pass_engine import EngineMissing, PassEngine
 
 (VLLM,) = (Path(path) for path in importlib.util.find_spec("vllm").submodule_search_locations)
 FILES = sorted({file for side in HOOKS.values() for hook in side for file in hook.files})

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from inflight.actor import calls
 from inflight.actor.calls import AskEncode, TokensAre
-from inflight.actor.hosts import TextHost
+from inflight.actor.services import TextService
 from inflight.actor.worker import answered
 from inflight.models import TINY_CHARACTERS, prepare
 from inflight.prompts import Chat, ModelTokens
@@ -90,7 +90,7 @@ def test_a_prompt_that_can_not_be_made_costs_itself(with_bos, prompt, kind, says
     async def ask():
         reader = asyncio.StreamReader()
         for each in (prompt, [3, 4]):
-            reader.feed_data(await answered(TextHost(with_bos), AskEncode(0, each), 30.0))
+            reader.feed_data(await answered(TextService(with_bos), AskEncode(0, each), 30.0))
         return [await calls.read_from_child(reader) for _ in range(2)]
 
     raised, next_one = asyncio.run(ask())

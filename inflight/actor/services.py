@@ -1,4 +1,4 @@
-"""The object that a child process serves: one task or one tokenizer; each call is checked on its way in and out.
+"""The object that a child process serves: a task, rewards or a tokenizer; each call is checked on its way in and out.
 
 Runs in the child. Results of foreign code are checked here, so that only well-formed messages are sent to the actor.
 """
@@ -49,7 +49,7 @@ class UnusableResult(Exception):
         self.kind = kind
 
 
-class Host(Protocol):
+class Service(Protocol):
     """Foreign code behind calls."""
 
     def ready(self) -> Constructed:
@@ -59,20 +59,20 @@ class Host(Protocol):
         """Carries out a call. Raises UnusableResult, or whatever the foreign code raises."""
 
 
-def host(message: Make) -> Host:
-    """Constructs the task or tokenizer. Raises ConfigError, or whatever the foreign code raises."""
+def service_of(message: Make) -> Service:
+    """Constructs the task, rewards or tokenizer. Raises ConfigError, or whatever the foreign code raises."""
     if isinstance(message, MakeTask):
         task = make(TaskConfig(message.name, message.options), message.seed)
         if message.scores_only:
-            return TaskHost(task, None)
+            return TaskService(task, None)
         require_same(task, message.contents)
-        return TaskHost(task, Course(task, message.epochs))
+        return TaskService(task, Course(task, message.epochs))
     if isinstance(message, MakeRewards):
-        return RewardsHost(make_all(message.rewards))
-    return TextHost(ModelTokens(message.model, trust_remote_code=message.trust_remote_code))
+        return RewardsService(make_all(message.rewards))
+    return TextService(ModelTokens(message.model, trust_remote_code=message.trust_remote_code))
 
 
-class RewardsHost:
+class RewardsService:
     """The rewards of a run, or some of them."""
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
@@ -102,7 +102,7 @@ class RewardsHost:
             raise UnusableResult(error.kind, str(error)) from None
 
 
-class TaskHost:
+class TaskService:
     """A task's questions and scores; without a course, scores alone."""
 
     def __init__(self, task: Task, course: Course | None) -> None:
@@ -166,7 +166,7 @@ class TokenizerMethods(Protocol):
         """Text of a completion, without special tokens."""
 
 
-class TextHost:
+class TextService:
     """A tokenizer's encoding and decoding."""
 
     def __init__(self, tokens: TokenizerMethods) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from inflight import config as configuration
 from inflight.config import ConfigError, ModelConfig, RewardConfig, RunConfig
 from inflight.config.effect import require_effect
-from inflight.config.pairings import require_sound, teachers, warnings
+from inflight.config.pairings import require_sound, warnings
 from inflight.config.trackers import require_installed
+from inflight.exits import BAD_INPUT
 from inflight.generator.engine_args import require_extra
 from inflight.generator.server_args import require_server
 from inflight.launcher import devices
@@ -24,7 +25,7 @@ from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError
 from inflight.surroundings import computing, inherited
 from inflight.tasks import examine
-from inflight.tasks.__main__ import SAYS
+from inflight.tasks.__main__ import FINE, SAYS
 from inflight.tasks.examine import Examined
 from inflight.trainer.advantage import ADVANTAGES
 from inflight.trainer.objectives import OBJECTIVES
@@ -92,44 +93,32 @@ def _require_own_code(config: RunConfig) -> None:
     looked = _look(config, "inflight.tasks", [], "actor")
     if looked.code is None:
         raise ConfigError(f"{what} can't be imported: it takes longer than {CHECK_S:g} s")
-    if looked.code in (0, -signal.SIGALRM):  # the latter: construction takes long, which is allowed
-        return
-    _require_made(looked, what)
+    if looked.code != -signal.SIGALRM:  # construction takes long, which is allowed
+        _require_made(looked, what)
 
 
 def _require_made(looked: _Looked, what: str) -> None:
     """Raises ConfigError with what the process said that constructed `what`, where it failed."""
-    if looked.code == 0:
-        return
     assert looked.code is not None
-    said = looked.words[-1:] or ["nothing"]
-    if said[0].startswith(SAYS):
-        raise ConfigError(said[0].removeprefix(SAYS))
+    own = [line.removeprefix(SAYS) for line in looked.words if line.startswith(SAYS)]
+    if own[-1:] == [FINE]:
+        return
+    if own and looked.code == BAD_INPUT:
+        raise ConfigError(own[-1])
+    said = (looked.words[-1:] or ["nothing"])[0]
     how = f"signal {-looked.code}" if looked.code < 0 else f"code {looked.code}"
-    raise ConfigError(f"{what} can't be made: its process ended with {how} and said {said[0]}")
+    raise ConfigError(f"{what} can't be made: its process ended with {how} and said {said}")
 
 
 def _require_task(config: RunConfig) -> None:
-    """Raises ConfigError for a task that does not exist, misses an option, or gives less than the trainer needs."""
-    from inflight import tasks
+    """Raises ConfigError for a task or a reward that does not exist, misses an option, or gives less than the trainer
+    needs."""
     from inflight.tasks.check import usable_task
 
     if any(":" in name for name in (config.task.name, *(each.name for each in config.rewards))):
         _require_own_code(config)
-        return
-    task = usable_task(config)
-    learnt_from = list(teachers(config))
-    if config.trainer.advantage.name == "process":
-        learnt_from.append("trainer.advantage.name=process")
-    if learnt_from and config.rewards and not any(each.is_task for each in config.rewards):
-        raise ConfigError(
-            f"{learnt_from[0]} is not allowed with these rewards: it needs the task's own score; add one named task"
-        )
-    if learnt_from and not isinstance(task, tasks.TurnScorer):
-        raise ConfigError(
-            f"{learnt_from[0]} is not allowed with task.name={config.task.name}: the task scores whole completions, and"
-            " returns neither step rewards nor teacher log-probabilities (docs/tasks.md, score_turn)"
-        )
+    else:
+        usable_task(config)
 
 
 def with_data(config: RunConfig) -> RunConfig:

@@ -88,7 +88,7 @@ def _find(name: str, place: str) -> Callable[..., Any]:
         raise
     except ImportError as error:
         raise ConfigError(f"{place}.name={name!r} can't be imported: {error}") from None
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise ConfigError(f"{place}.name={name!r} can't be imported: {_told(error)}") from error
     found = getattr(loaded, attribute, None)
     if not callable(found):
@@ -154,11 +154,11 @@ def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
         return kind(**config.options)
     except ConfigError as error:
         raise ConfigError(f"{place} ({config.name}): {error}") from None
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise ConfigError(f"{place}.name={config.name!r} can't be made: {_told(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception of foreign code in one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

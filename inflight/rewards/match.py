@@ -73,7 +73,7 @@ class NumericMatch:
         if wanted is None:
             return None
         right = float(wanted) if isinstance(wanted, int | float) else last_number(str(wanted))
-        if right is None:
+        if right is None or not math.isfinite(right):
             raise ValueError(f"column {self.column} holds no number: {str(wanted)[:100]!r}")
         looked_at = last_match(self.pattern, text) if self.pattern else text
         found = None if looked_at is None else last_number(looked_at)

@@ -36,18 +36,18 @@ def make(config: TaskConfig, seed: int) -> Task:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task.name={config.name!r} can't be imported: {error}") from None
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise ConfigError(f"task.name={config.name!r} can't be imported: {_told(error)}") from error
     _check_options(config, kind)
     try:
         return cast(Task, kind(seed=seed, **config.options))
     except ConfigError:
         raise
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise ConfigError(f"task.name={config.name!r} can't be made: {_told(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     """An exception of foreign code in one line, with the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ MAKE_S = 10
 """Seconds after which this process ends by SIGALRM once the module is imported: a task that reads much data may take
 longer, which is allowed. What --examine reads afterwards is within the caller's timeout."""
 SAYS = "inflight tasks: "
+FINE = "all can be made"
+"""Said at the end: exit code 0 alone may be that of a module that has ended the process."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(arguments.run_dir)
     names = [config.task.name, *(each.name for each in config.rewards)]
     for module in (name.rpartition(":")[0] for name in names):
-        with contextlib.suppress(Exception):  # `usable_task` raises the same error again and reports it
+        with contextlib.suppress(Exception, SystemExit):  # `usable_task` raises the same error again and reports it
             if module and not module.endswith(".py"):
                 importlib.import_module(module)
     signal.alarm(MAKE_S)
@@ -42,8 +45,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{SAYS}{error}", file=sys.stderr)
         return 2
+    print(f"{SAYS}{FINE}", file=sys.stderr)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    with contextlib.suppress(Exception):  # foreign code may have closed or replaced them
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)  # threads and exit handlers of foreign code are not waited for

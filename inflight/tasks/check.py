@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from inflight.config import ConfigError, RunConfig
+from inflight.config.pairings import teachers
 from inflight.rewards import RESERVED, make
 from inflight.tasks import make as make_task
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task, TurnScorer, columns_of
@@ -10,8 +11,8 @@ from inflight.tasks.base import HeldOut, Item, OfFiles, Task, TurnScorer, column
 
 def usable_task(config: RunConfig) -> Task:
     """The task of a run. Raises ConfigError when it or a reward can't be made, when nothing scores its answers, when
-    it is to be evaluated and holds no question out, or when a reward needs a column that its first question does not
-    have."""
+    it is to be evaluated and holds no question out, when the trainer learns from more than whole completions and it
+    scores those alone, or when a reward needs a column that its first question does not have."""
     task = make_task(config.task, config.seed)
     own = not config.rewards or any(each.is_task for each in config.rewards)
     if own and not (hasattr(task, "score") or isinstance(task, TurnScorer)):
@@ -19,6 +20,7 @@ def usable_task(config: RunConfig) -> Task:
             f"task.name={config.task.name!r} has no score of its own: rewards must say how answers are scored"
             " (docs/rewards.md)"
         )
+    _require_turns(config, task)
     if config.eval.every and not isinstance(task, OfFiles):
         require_held_out(task, config.task.name)
     if config.rewards and not isinstance(task, OfFiles):  # whose data are read by `examine`
@@ -30,6 +32,23 @@ def usable_task(config: RunConfig) -> Task:
             return task
         require_columns(config, first)
     return task
+
+
+def _require_turns(config: RunConfig, task: Task) -> None:
+    """Raises ConfigError when the trainer needs step rewards or a teacher, and the task's score gives none or is not
+    asked for."""
+    learnt_from = list(teachers(config))
+    if config.trainer.advantage.name == "process":
+        learnt_from.append("trainer.advantage.name=process")
+    if learnt_from and config.rewards and not any(each.is_task for each in config.rewards):
+        raise ConfigError(
+            f"{learnt_from[0]} is not allowed with these rewards: it needs the task's own score; add one named task"
+        )
+    if learnt_from and not isinstance(task, TurnScorer):
+        raise ConfigError(
+            f"{learnt_from[0]} is not allowed with task.name={config.task.name}: the task scores whole completions, and"
+            " returns neither step rewards nor teacher log-probabilities (docs/tasks.md, score_turn)"
+        )
 
 
 def require_held_out(task: Task, name: str) -> None:

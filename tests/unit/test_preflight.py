@@ -27,6 +27,12 @@ class T:
     def score(self, item, completion):
         return 1.0
 """
+SPEAKS = """
+import atexit, threading, time
+atexit.register(print, "last words")
+threading.Thread(target=time.sleep, args=(600,)).start()
+"""
+"""Keeps its process from ending, and has the last word in it."""
 NAMED = ["--config-name", "tiny", "task.name=mine:T"]
 
 
@@ -44,7 +50,11 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("import nowhere", "can't be imported: No module named 'nowhere'"),
         ("T = 3", "is not a dataclass with a field 'seed'"),
         ("def T(:", "can't be imported: SyntaxError: invalid syntax"),
-        ("import sys; sys.exit('no GPU')", "can't be made: its process ended with code 1 and said no GPU"),
+        ("import sys; sys.exit('no GPU')", "can't be imported: SystemExit: no GPU (/TMP/mine.py, line 1)"),
+        (TASK + "import sys; sys.exit()", "can't be imported: SystemExit: "),
+        (TASK + "import os; os._exit(0)", "can't be made: its process ended with code 0 and said nothing"),
+        (TASK + "\n    def __post_init__(self): import sys; sys.exit(0)", "can't be made: SystemExit: 0 (/TMP/mine.py"),
+        (SPEAKS + TASK + "\n    def __post_init__(self): raise OSError('no disk')", "can't be made: OSError: no disk"),
         ("import os; os._exit(139)", "can't be made: its process ended with code 139 and said nothing"),
         ("import os; os.kill(os.getpid(), 11)", "can't be made: its process ended with signal 11 and said nothing"),
         (
@@ -87,7 +97,7 @@ def test_one_that_hangs_is_refused_and_leaves_nothing_behind(mine, tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    "more", ["", f"\n    def __post_init__(self): import os; os.kill(os.getpid(), {signal.SIGALRM})"]
+    "more", ["", "\n" + SPEAKS, f"\n    def __post_init__(self): import os; os.kill(os.getpid(), {signal.SIGALRM})"]
 )
 def test_one_that_can_be_made_or_takes_its_time_is_taken(mine, more):
     mine.write_text(TASK + more)

@@ -135,6 +135,17 @@ def test_what_cannot_be_made_is_one_line(name, options, says):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("when", ["imported", "made"])
+def test_a_file_that_ends_its_process_is_one_line(tmp_path, when):
+    """As a script without a guard does, with code 0."""
+    ends = "import sys; sys.exit(0)"
+    body = "from dataclasses import dataclass\n@dataclass\nclass R:\n    def __call__(self, **_): ...\n"
+    body += ends if when == "imported" else f"    def __post_init__(self): {ends}"
+    (tmp_path / "script.py").write_text(body)
+    with pytest.raises(ConfigError, match=rf"^rewards\[0\]\.name='.*script\.py:R' can't be {when}: SystemExit: 0 \("):
+        make(RewardConfig(f"{tmp_path}/script.py:R"), "rewards[0]")
+
+
 def test_a_key_in_place_of_its_variables_name_is_not_repeated():
     with pytest.raises(ConfigError) as raised:
         reward("judge", url="http://h", model="m", api_key_env="sk-secret-7")
@@ -188,8 +199,9 @@ def test_numeric_match():
     assert value(reward("numeric_match", tolerance=0.01), "3.18", answer=math.pi) == 0.0
     assert value(plain, "3.14", answer=math.pi) == 0.0
     assert value(reward("numeric_match", pattern=r"answer: (\S+)"), "answer: 7, of 9", answer=7) == 1.0
-    with pytest.raises(ValueError, match="column answer holds no number: 'abc'"):
-        value(plain, "7", answer="abc")
+    for wrong in ("abc", math.nan, math.inf, -math.inf, "1e999"):  # any number would be within a share of infinity
+        with pytest.raises(ValueError, match=f"column answer holds no number: '{wrong}'"):
+            value(plain, "7", answer=wrong)
 
 
 def test_regex():

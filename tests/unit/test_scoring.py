@@ -233,6 +233,9 @@ def test_what_needs_the_tasks_own_score_is_refused_with_rewards_that_leave_it_ou
     with pytest.raises(ConfigError, match=r"with these rewards: it needs the task's own score; add one named task"):
         preflight._require_task(config)
     preflight._require_task(replace(config, rewards=[*config.rewards, RewardConfig("task")]))
+    own = [RewardConfig("reward_samples:soon")]  # is looked at in a child process
+    with pytest.raises(ConfigError, match=r"with these rewards: it needs the task's own score; add one named task"):
+        preflight._require_task(replace(config, rewards=own))
 
 
 def test_a_file_of_rewards_is_found_from_any_folder(monkeypatch):

@@ -1,8 +1,13 @@
-"""The folder of a process on another host than the trainer's: what a run folder holds for it, and nothing else."""
+"""The folder of a process on another host than the trainer's: what a run folder holds for it, and nothing else.
+
+It holds secrets, so it is removed with its process. A process that is killed can't remove it: the next one on this host
+does.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
@@ -18,6 +23,35 @@ from inflight.listening import source_of
 from inflight.starters.parcel import Parcel
 
 IN_MEMORY = Path("/dev/shm")
+PREFIX = "inflight-"
+LOCK = "process.lock"
+"""Locked for as long as the process of a folder lives."""
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for its owner alone, in memory where that is possible; removed at the end. Raises OSError."""
+    parent = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    _remove_abandoned(parent)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+    try:
+        new = folder / f"{LOCK}.new"
+        with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(folder / LOCK)  # under this name it is always locked
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Removes the folders of this user's processes that were killed."""
+    for path in parent.glob(f"{PREFIX}*/{LOCK}"):
+        with contextlib.suppress(OSError):
+            if path.parent.lstat().st_uid == os.getuid():
+                with path.open("r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
+                    shutil.rmtree(path.parent, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -27,17 +61,13 @@ def unpacked_folder(parcel: Parcel) -> Iterator[RunConfig]:
     Raises ConfigError or ModelError for a configuration that can't be used here, OSError when the trainer's network
     can't be reached or nothing can be written.
     """
-    parent = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="inflight-", dir=parent))
-    try:
+    with private_folder() as folder:
         with for_owner_alone():
             (folder / CONFIG_FILE).write_text(parcel.config)
             config = _here(parcel, configuration.load(folder))
             _write_secrets(parcel, config)
             configuration.save(config)
         yield config
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_secrets(parcel: Parcel, config: RunConfig) -> None:

@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +24,7 @@ from inflight.config import BusConfig, ConfigError
 from inflight.config.network import is_address, joined, parted
 from inflight.config.run import SERVICES
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
+from inflight.hosted.folder import private_folder
 from inflight.hosted.output import KeptOutput
 from inflight.hosted.running import run
 from inflight.messages import Finish, Join, Placed, Refused, Vacated
@@ -84,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         key = _key(arguments.key_file, os.environ)
         slot = checked_slot(arguments.slot if arguments.slot is not None else slot_of(os.environ))
-        with tempfile.TemporaryDirectory(prefix="inflight-join-") as folder:
-            derive_keys(Path(folder), key, NAME)
-            bus = BusConfig(dead_after_s=DEAD_AFTER_S, keys=folder)
+        with private_folder() as folder:
+            derive_keys(folder, key, NAME)
+            bus = BusConfig(dead_after_s=DEAD_AFTER_S, keys=str(folder))
             name = f"{NAME}.{secrets.token_hex(8)}"
             join = Join(number=0, kind=arguments.kind, slot=slot, host=socket.gethostname()[:255])
             endpoint = endpoint_of(arguments.address)

@@ -174,6 +174,8 @@ class JoinStarter:
             if self._failures[peer] > self._config.launch.restarts:
                 said = f"{self._failures[peer]} processes have failed there, one after the other (launch.restarts)"
                 self._refused[peer] = said
+            elif message.kind == "actor" and not self._config.hosts.actors_join:
+                self._refused[peer] = "no actors of this run are on hosts that join (hosts.actors_join=false)"
             if peer in self._refused:
                 self._send(peer, Refused(reason=self._refused[peer]))
             else:

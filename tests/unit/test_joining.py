@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import random
+import signal
 import socket
 import stat
 import sys
@@ -22,6 +23,7 @@ from joining_hosts import KEY, LIMIT_S, accepting, composed, connected, free_por
 from inflight.bus import BusError, Link
 from inflight.config import BusConfig, ConfigError, RunConfig
 from inflight.exits import STOPPED
+from inflight.hosted import folder as folders
 from inflight.hosted import join as joining
 from inflight.hosted.output import KEPT_BYTES, KeptOutput
 from inflight.hosted.running import Held
@@ -73,7 +75,6 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     parcel = placed(first, slot=3)
     assert (parcel.name, parcel.slot, parcel.trainer) == ("g0", 3, "127.0.0.1")
     assert (g0.poll(), g0.address, g0.pid) == (None, "node3", None)
-    second.send(Join(number=0, kind="actor", slot=0, host="node"))
     second.send(Join(number=0, kind="generator", slot=0, host="node"))
     assert second.receive(0.3) is None, "nothing waits"
     g1 = starter.start(G1)
@@ -117,6 +118,39 @@ def test_a_host_that_is_blamed_is_refused_and_others_are_not(starter: JoinStarte
     bad.send(Join(number=1, kind="generator", slot=0, host="node"))
     assert bad.receive(LIMIT_S) == Refused(reason="g0 has failed there again and again, and others work elsewhere")
     assert placed(good).name == "g0"
+
+
+def test_an_actors_host_is_refused_where_no_actors_join(starter: JoinStarter, host: Callable[..., Link]) -> None:
+    """It would wait for as long as the run lasts."""
+    link = host()
+    link.send(Join(number=0, kind="actor", slot=0, host="node"))
+    reason = "no actors of this run are on hosts that join (hosts.actors_join=false)"
+    assert link.receive(LIMIT_S) == Refused(reason=reason)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_ends_a_host_and_leaves_no_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+    monkeypatch.setattr(folders, "IN_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+    def end() -> None:
+        until(lambda: list((tmp_path / "shm").glob("*/join.key_secret")))
+        os.kill(os.getpid(), number)
+
+    try:
+        threading.Thread(target=end, daemon=True).start()
+        with pytest.raises(SystemExit) as caught:
+            joining.main(["127.0.0.1:9"])
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert caught.value.code == 128 + number
+    assert not list((tmp_path / "shm").iterdir())
 
 
 def test_an_error_in_the_thread_that_hears_hosts_ends_the_run_and_not_the_joining_alone(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from inflight import __version__
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import STOPPED
+from inflight.hosted import folder as folders
 from inflight.hosted.folder import unpacked_folder
 from inflight.hosted.running import _gpus
 from inflight.launcher import devices
@@ -147,7 +149,7 @@ def test_the_folder_there_is_the_owners_alone_and_gone_afterwards(run: RunConfig
         assert folder != run.path
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         found = {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
-        assert found == {"config.yaml", "bus/api.key", "keys/listener.key", "keys/a0.key_secret"}
+        assert found == {"process.lock", "config.yaml", "bus/api.key", "keys/listener.key", "keys/a0.key_secret"}
         assert all(not stat.S_IMODE(file.stat().st_mode) & 0o077 for file in folder.rglob("*"))
         again = configuration.load(folder)
         assert again.api_key() == API_KEY
@@ -155,6 +157,23 @@ def test_the_folder_there_is_the_owners_alone_and_gone_afterwards(run: RunConfig
         assert (again.bus.keys, again.network.bind) == (str(folder / "keys"), "127.0.0.1")
         assert (again.checkpoint, again.resume, again.seed) == ("", False, run.seed)
     assert not folder.exists()
+
+
+def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_other_is(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "IN_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm" / "inflight-foreign").mkdir(parents=True)
+    parcel = parcel_of(run, command("a0", "actor"))
+    with unpacked_folder(parcel) as living:
+        killed = tmp_path / "shm" / "inflight-killed"
+        shutil.copytree(living.path, killed)
+        assert (killed / "keys" / "a0.key_secret").exists()
+        with unpacked_folder(parcel) as later:
+            found = {each.name for each in (tmp_path / "shm").iterdir()}
+            assert found == {"inflight-foreign", living.path.name, later.path.name}
+            assert living.api_key() == API_KEY
+    assert {each.name for each in (tmp_path / "shm").iterdir()} == {"inflight-foreign"}
 
 
 def test_a_generator_there_has_the_gpus_of_its_slot(run: RunConfig) -> None:

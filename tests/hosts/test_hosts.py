@@ -51,9 +51,7 @@ class Run(OneHost):
         program = ["-m", "inflight.launcher", "--config-name", "tiny"] if vllm else [str(LAUNCHER), *ALWAYS]
         stand_in = f"env STAND_IN_SLOWEST_S={slowest_s} {hosts.python} {ROOT}/tests/hosts/hosted.py"
         self.python = hosts.python if vllm else stand_in
-        self._launcher = hosts.within(
-            0,
-            sys.executable,
+        self._command = [
             *program,
             f"run_dir={self.folder}",
             f"network.bind={hosts.address(0)}",
@@ -61,11 +59,15 @@ class Run(OneHost):
             f"generator.count={count}",
             *(self._by_ssh() if ssh else JOINED),
             *overrides,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=SETTINGS,
-        )
+        ]
+        self.start()
         self.joined = [] if ssh else [self.join(1), self.join(2), self.join(2, "--kind", "actor")]
+
+    def start(self, *more: str) -> OneHost:
+        """The launcher, in the background."""
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self._launcher = self.hosts.within(0, sys.executable, *self._command, *more, **output, env=SETTINGS)
+        return self
 
     def _by_ssh(self) -> list[str]:
         there = [self.hosts.address(1), self.hosts.address(2)]
@@ -228,6 +230,22 @@ def test_processes_elsewhere_end_with_a_launcher_that_is_killed(three: Hosts, st
     assert run.kill("launcher")
     run.wait()
     run.until_nothing_left()
+
+
+def test_a_run_that_is_resumed_is_served_by_those_that_have_joined(three: Hosts, started: Callable[..., Run]) -> None:
+    """The launcher is killed, and the next one has its address and join key before the hosts give it up: what they run
+    has keys that are valid no more."""
+    run = started(three, "trainer.steps=30", ssh=False, slowest_s=2.0)
+    run.until(lambda: run.steps() >= 6, alive=True)
+    assert run.kill("launcher")
+    run.wait()
+    run.resume()
+    said = run.finish()
+    assert "resuming from step" in said
+    assert run.steps() == 30
+    run.account()
+    assert [each.wait(60) for each in run.joined] == [0] * len(run.joined)
+    run.nothing_left()
 
 
 STRANGER = """

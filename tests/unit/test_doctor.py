@@ -181,6 +181,7 @@ def test_a_control_port_that_is_taken_is_named(name):
         config = compose("tiny", [f"{name}=127.0.0.1", f"bus.port={first}"])
         loopback, control = machine.ports(config)
     assert (loopback.state, control.state) == (Severity.OK, Severity.FAIL)
+    assert control.text.startswith("127.0.0.1: ")
     assert f"{port} (rollouts): Address already in use" in control.text
 
 

@@ -22,7 +22,7 @@ from joining_hosts import KEY, LIMIT_S, accepting, composed, connected, free_por
 
 from inflight.bus import BusError, Link
 from inflight.config import BusConfig, ConfigError, RunConfig
-from inflight.exits import STOPPED
+from inflight.exits import BAD_INPUT, STOPPED
 from inflight.hosted import folder as folders
 from inflight.hosted import join as joining
 from inflight.hosted.output import KEPT_BYTES, KeptOutput
@@ -328,7 +328,7 @@ def test_a_host_that_fails_ends_the_run_only_where_no_other_generator_works(run:
     assert restarts.failed(Ended(G1, 1)) is None, "none works any more"
 
 
-def test_a_run_outlives_a_host_on_which_a_generator_never_works(
+def test_a_run_outlives_a_host_on_which_a_generator_never_works_and_not_the_last_that_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the launcher: the host is refused, and the generator works on the next one."""
@@ -339,36 +339,41 @@ def test_a_run_outlives_a_host_on_which_a_generator_never_works(
         bus=replace(made.bus, port=free_ports(), heartbeat_s=0.1),
         launch=replace(made.launch, restart_delay_s=0.01, stop_grace_s=0.1),
     )
-    over = tmp_path / "over"
-    code = f"import pathlib, time\nwhile not pathlib.Path({str(over)!r}).exists(): time.sleep(0.05)"
-    trainer = Command("trainer", "trainer", [sys.executable, "-c", code], run.path / "logs" / "trainer.log")
     answers: list[str] = []
 
+    def place(link: Link, number: int) -> Parcel:
+        parcel = unpacked(cast("Placed", answer(link, number)).parcel)
+        answers.append(parcel.name)
+        return parcel
+
     def hosts(good: Link, bad: Link, late: Link) -> None:
-        works = unpacked(cast("Placed", answer(good, 0)).parcel)
-        with reporting(run, works, tmp_path / "keys-of-g0"):
+        with reporting(run, place(good, 0), tmp_path / "good"):
             for number in range(2):
-                answers.append(unpacked(cast("Placed", answer(bad, number)).parcel).name)
+                place(bad, number)
                 bad.send(Vacated(number=number, code=2))
-            answers.append(unpacked(cast("Placed", answer(late, 0)).parcel).name)
-            answers.append(cast("Refused", answer(bad, 2)).reason)
+            with reporting(run, place(late, 0), tmp_path / "late"):
+                answers.append(cast("Refused", answer(bad, 2)).reason)
+                late.send(Vacated(number=0, code=9))
+                answer(late, 1)  # refused as well: g1 has failed there, too
+                good.send(Vacated(number=0, code=2))
+                joining_is_over.wait(LIMIT_S)
 
     def run_hosts() -> None:
-        try:
-            with contextlib.ExitStack() as stack:
-                hosts(*(stack.enter_context(connected(run, tmp_path, f"join.{each}")) for each in range(3)))
-        finally:
-            over.touch()
+        with contextlib.ExitStack() as stack:
+            hosts(*(stack.enter_context(connected(run, tmp_path, f"join.{each}")) for each in range(3)))
 
+    joining_is_over = threading.Event()
     joining = threading.Thread(target=run_hosts, daemon=True)
     joining.start()
+    lasts = [sys.executable, "-c", f"import time; time.sleep({4 * LIMIT_S})"]
+    trainer = Command("trainer", "trainer", lasts, run.path / "logs" / "trainer.log")
     others = [replace(each, log=run.path / "logs" / f"{each.name}.log") for each in (G0, G1)]
     try:
-        assert launch(run, [trainer, *others]) == 0
+        assert launch(run, [trainer, *others]) == BAD_INPUT
     finally:
-        over.touch()
+        joining_is_over.set()
         joining.join(LIMIT_S)
-    assert answers == ["g1", "g1", "g1", "g1 has failed there again and again, and others work elsewhere"]
+    assert answers == ["g0", "g1", "g1", "g1", "g1 has failed there again and again, and others work elsewhere"]
 
 
 def answer(link: Link, number: int) -> AnyMessage:

@@ -20,10 +20,10 @@ from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
 from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype
+from inflight.trainer.checkpoint.index import CheckpointError
+from inflight.trainer.checkpoint.whole import ADAPTER, INDEX, require_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ADAPTER = "adapter_config.json"
-INDEX = "model.safetensors.index.json"
 EXAMPLES = """examples:
   inflight export runs/mine out --dtype bfloat16          the newest checkpoint
   inflight export runs/mine/best/step-000040 out          the best one, of a run with eval.every
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         checkpoint = export(given.source, given.out, given.dtype, merge=given.merge)
-    except (ExportError, MergeError, OSError) as error:
+    except (ExportError, CheckpointError, MergeError, OSError) as error:
         return say_why("export", error, BAD_INPUT)
     print(f"{given.out}: the {'adapter' if _is_adapter(given.out) else 'model'} of {checkpoint}, {_stored(given.out)}")
     return 0
@@ -61,8 +61,8 @@ def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = F
     """Makes the directory `out` of a run's newest checkpoint, or of a checkpoint; the checkpoint.
 
     An adapter's checkpoint gives an adapter's directory, or with `merge` a model's. `out` appears complete or not at
-    all. Raises ExportError where there is no checkpoint, `out` exists, or the weights can't be read or cast; MergeError
-    when they can't be merged; OSError when it can't be written.
+    all. Raises ExportError where there is no checkpoint, `out` exists, or the weights can't be read or cast;
+    CheckpointError when they are not whole; MergeError when they can't be merged; OSError when it can't be written.
     """
     checkpoint = _checkpoint(source)
     if out.exists():
@@ -103,8 +103,7 @@ def _checkpoint(source: Path) -> Path:
         found = newest
     if not _is_adapter(found) and not (found / "config.json").is_file():
         raise ExportError(f"{source} is neither a run folder nor a checkpoint: it has no {CONFIG_FILE} or config.json")
-    if not any(found.glob("*.safetensors")):
-        raise ExportError(f"{found} has no weights (*.safetensors)")
+    require_whole(found)
     return found
 
 

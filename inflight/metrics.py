@@ -14,6 +14,8 @@ SWAPS_FILE = "swaps.jsonl"
 """One line per version and generator."""
 EVAL_FILE = "eval.jsonl"
 """One line per evaluation."""
+EVAL_GIVEN_UP = "eval/given_up"
+"""Its value in a line says why an evaluation has no result."""
 SUMMARY_FILE = "summary.json"
 """The result of the run, once it has ended."""
 

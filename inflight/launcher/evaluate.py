@@ -40,10 +40,12 @@ from inflight.tasks.check import usable_task
 from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.best import BEST_FOLDER
 from inflight.trainer.checkpoint.index import CheckpointError
+from inflight.trainer.checkpoint.whole import ADAPTER, require_whole
 from inflight.weights.publish.publisher import Publisher, PublishError
 
 GENERATOR = "g0"
 LOG_LINES = 10
+ADAPTERS = "a checkpoint of adapters (trainer.lora) can't be evaluated alone: its run can (eval.every)"
 _POLL_S = 0.5
 
 
@@ -71,6 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="inflight-eval-") as folder:
             config = alone(overridden(configuration.load(run_dir), arguments.overrides), checkpoint, folder)
             usable_task(replace(config, eval=replace(config.eval, every=1)))
+            if not any(checkpoint.glob("*.bin")):  # of a model from elsewhere
+                require_whole(checkpoint)
             result = evaluate(config)
     except (ConfigError, CheckpointError) as error:
         return say_why("eval", error, BAD_INPUT)
@@ -89,6 +93,8 @@ def find(target: Path, run: Path | None) -> tuple[Path, Path]:
         if found is None:
             raise ConfigError(f"{target} has no checkpoint")
         return target, found.resolve()
+    if (target / ADAPTER).is_file():
+        raise ConfigError(ADAPTERS)
     if not (target / "config.json").is_file():
         raise ConfigError(f"{target} is neither a run folder ({CONFIG_FILE}) nor a checkpoint (config.json)")
     run_dir = run or target.resolve().parent.parent
@@ -114,7 +120,7 @@ def alone(config: RunConfig, checkpoint: Path, folder: str) -> RunConfig:
     Raises ConfigError for a run of adapters, whose checkpoints are no whole model.
     """
     if config.trainer.adapter:
-        raise ConfigError("a checkpoint of adapters (trainer.lora) can't be evaluated alone: its run can (eval.every)")
+        raise ConfigError(ADAPTERS)
     model = config.model
     served = config.model.served_name or config.model.name
     return replace(

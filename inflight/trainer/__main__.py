@@ -174,6 +174,7 @@ def _accelerator(config: RunConfig, reporter: Reporter, stack: contextlib.ExitSt
 def _evaluations(
     config: RunConfig, publisher: Publisher, reporter: Reporter, stack: contextlib.ExitStack
 ) -> Evaluations | None:
+    from inflight.metrics import EVAL_FILE, read_lines
     from inflight.trainer.checkpoint.best import Best
     from inflight.trainer.evaluations import Evaluations
 
@@ -187,6 +188,7 @@ def _evaluations(
         publisher,
         best,
         written_s=config.trainer.checkpoint_timeout_s,
+        done={int(line.get("step", -1)) for line in read_lines(config.path / EVAL_FILE)},
         tell=reporter.evaluation,
         warn=reporter.warn,
     )

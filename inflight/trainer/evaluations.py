@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from inflight.bus import BusError, Listener, Lost, Received
 from inflight.config import EvalConfig
 from inflight.messages import AnyMessage, Evaluate, Evaluated, EvaluatorHello, Finish, StopEvaluating
 from inflight.messages.base import MAX_REASON
+from inflight.metrics import EVAL_GIVEN_UP
 from inflight.trainer.checkpoint.best import Best
 from inflight.types import Route
 from inflight.weights.publish.pin import Pin
@@ -63,12 +64,14 @@ class Evaluations:
         best: Best | None,
         *,
         written_s: float,
+        done: Collection[int] = (),
         tell: Callable[[dict[str, object]], None],
         warn: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`best` keeps checkpoints, each of which is written within `written_s` of its nomination; `tell` takes the
-        line of an evaluation, `warn` a line for the user. The caller closes the listener."""
+        """`best` keeps checkpoints, each of which is written within `written_s` of its nomination; `done` are the steps
+        that were evaluated before the run was resumed; `tell` takes the line of an evaluation, `warn` a line for the
+        user. The caller closes the listener."""
         self.best = best
         self._config = config
         self._listener = listener
@@ -77,6 +80,7 @@ class Evaluations:
         self._warn = warn
         self._clock = clock
         self._written_s = written_s
+        self._done = frozenset(done)
         self._numbers = itertools.count(1)
         self._changed = threading.Condition(threading.RLock())
         self._current: _Evaluation | None = None
@@ -97,7 +101,8 @@ class Evaluations:
 
     def due(self, step: int) -> bool:
         """Whether the version of a step is to be evaluated."""
-        return step % self._config.every == 0 and (step > 0 or self._config.at_start)
+        due = step % self._config.every == 0 and (step > 0 or self._config.at_start)
+        return due and step not in self._done
 
     def begin(self, step: int, nominee: Path | None) -> None:
         """Evaluates the newest version, that of `step`; returns at once. To be called before the next publication, and
@@ -252,7 +257,7 @@ class Evaluations:
         self._changed.notify_all()
         counts = {} if result is None else {f"eval/{name}": result.figures.get(name, 0) for name in COUNTS}
         failed: dict[str, object] = {} if result is None else {"eval/failed_by": result.failed}
-        values: dict[str, object] = {"eval/given_up": reason, **counts, **failed, **self._of(current)}
+        values: dict[str, object] = {EVAL_GIVEN_UP: reason, **counts, **failed, **self._of(current)}
         self._note(current.step, values, current.nominee)
 
     def _of(self, current: _Evaluation) -> dict[str, object]:
@@ -262,7 +267,7 @@ class Evaluations:
 
     def _note(self, step: int, values: dict[str, object], rejected: Path | None) -> None:
         """Writes the line, and removes a nominee that did not become the best."""
-        if given_up := values.get("eval/given_up"):
+        if given_up := values.get(EVAL_GIVEN_UP):
             self._warn(f"the evaluation of version {step} was given up: {given_up}")
         if rejected is not None and self.best is not None:
             self.best.reject(rejected)

@@ -93,8 +93,7 @@ class Trainer:
         self._reporter.phase("comparing with generators")
         self._start_comparison.begin(self.steps_done)
         self._reporter.phase("training")
-        if self.steps_done == 0:
-            self._evaluate_when_due()
+        self._evaluate_when_due()  # of the version that a run begins or resumes with
         while self.steps_done < self._config.trainer.steps and not self._stop.is_set():
             try:
                 learned = self.train_step(self.steps_done + 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from test_trainer_run import Run, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import cli
-from inflight.config import ConfigError, ModelConfig, RunConfig, TaskConfig, TrainerConfig
+from inflight.config import ConfigError, ModelConfig, RunConfig, TaskConfig, TrainerConfig, save
 from inflight.rollout.books import NO_BOOKS
 from inflight.trainer import loop
 from inflight.trainer.checkpoint import io
@@ -229,12 +230,42 @@ def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys
     shutil.copytree(path, tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"no")
     io.note_dtype(tmp_path / "torn", "float32")
-    assert "model.safetensors can't be exported" in line(tmp_path / "torn", out, "--dtype", "bfloat16")
+    for dtype in ([], ["--dtype", "bfloat16"]):
+        assert "torn is not whole: model.safetensors can't be read" in line(tmp_path / "torn", out, *dtype)
     io.save_file({"a": torch.tensor([1e30])}, tmp_path / "torn" / "model.safetensors")
     assert "does not fit into float16" in line(tmp_path / "torn", out, "--dtype", "float16")
     (tmp_path / "torn" / "model.safetensors").unlink()
-    assert "has no weights" in line(tmp_path / "torn", out)
+    assert line(tmp_path / "torn", out) == f"{tmp_path}/torn is not whole: it has no model.safetensors"
     assert {each.name for each in tmp_path.iterdir()} == {"run", "empty", "torn"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda shard, index: shard.unlink(), "is not whole: it has no model-00002-of-"),
+        (lambda shard, index: shard.write_bytes(shard.read_bytes()[:-1]), "-of-.*can't be read"),
+        (lambda shard, index: io.save_file({"a": torch.zeros(1)}, shard), "has no .*, which model.safetensors.index"),
+        (lambda shard, index: index.write_text("{"), "index.json can't be read"),
+        (
+            lambda shard, index: index.write_text('{"weight_map": {"a": "../a"}}'),
+            "places a in '../a', which is no file",
+        ),
+        (lambda shard, index: index.unlink(), "is not whole: it has no model.safetensors"),
+    ],
+)
+def test_half_a_checkpoint_is_neither_exported_nor_evaluated(tmp_path, tiny_untied_model, capsys, damage, says):
+    """transformers and vLLM would fill in what is missing at random, or fail when it is served."""
+    path, _ = written(tmp_path / "run" / "checkpoints", tiny_untied_model, shard_bytes=400_000)
+    config = RunConfig(ModelConfig(str(path)), TaskConfig("addition", {"held_out": 2}), str(tmp_path / "run"))
+    save(config)
+    damage(next(path.glob("model-00002-of-*")), path / "model.safetensors.index.json")
+    capsys.readouterr()  # transformers shows how far it is
+    for command in (["export", str(path), str(tmp_path / "out")], ["eval", str(path)], ["eval", str(tmp_path / "run")]):
+        assert cli.main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(says, line)
+        assert line.startswith(f"inflight {command[0]}: {path}")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_dtype_that_no_checkpoint_has_is_refused():

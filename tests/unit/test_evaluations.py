@@ -10,7 +10,7 @@ import pytest
 from fake_generator import BUS, eventually
 from in_process import in_process
 from openai_server import Server, Tokens, choice
-from test_trainer_run import make_run, train  # noqa: F401 - a fixture
+from test_trainer_run import Died, go_on, kill_at, make_run, train  # noqa: F401 - a fixture
 
 from inflight.bus import Link, Listener
 from inflight.config import EvalConfig
@@ -19,6 +19,7 @@ from inflight.evaluation.evaluator import Evaluator
 from inflight.messages import Evaluate, Evaluated, EvaluatorHello, Finish, StopEvaluating
 from inflight.metrics import EVAL_FILE, read_lines
 from inflight.tasks.addition import Addition
+from inflight.trainer import loop
 from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.best import Best
 from inflight.trainer.checkpoint.rewind import rewind
@@ -153,13 +154,15 @@ def test_what_the_pinned_generator_does_with_training_requests_is_configured(sce
 
 
 def test_every_so_many_steps_are_due():
-    def due(**settings):
+    def due(done=(), **settings):
         evaluations = Evaluations.__new__(Evaluations)
         evaluations._config = EvalConfig(every=3, **settings)
+        evaluations._done = done
         return [step for step in range(8) if evaluations.due(step)]
 
     assert due() == [3, 6]
     assert due(at_start=True) == [0, 3, 6]
+    assert due(at_start=True, done={0, 3}) == [6]
 
 
 def test_an_order_waits_for_the_generator_and_the_evaluator(scene):
@@ -464,6 +467,25 @@ def test_a_run_is_evaluated_under_pinned_versions_while_it_trains(make_run):  # 
 
 def test_a_run_that_is_resumed_tells_no_evaluation_twice(make_run):  # noqa: F811
     run = make_run()
-    (run.folder / EVAL_FILE).write_text("".join(json.dumps({"step": step}) + "\n" for step in (2, 4, 6)))
+    given_up = {"step": 2, "eval/given_up": "the run ends"}
+    lines = [given_up, {"step": 4}, given_up | {"step": 4}, {"step": 6}]
+    (run.folder / EVAL_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
     rewind(run.config, 4)
-    assert read_lines(run.folder / EVAL_FILE) == [{"step": 2}, {"step": 4}]
+    assert read_lines(run.folder / EVAL_FILE) == [given_up, {"step": 4}]
+
+
+def test_a_version_whose_evaluation_was_interrupted_is_evaluated_when_the_run_is_resumed(make_run, monkeypatch):  # noqa: F811
+    """That of version 2 was under way when the trainer was killed."""
+    run = make_run(steps=4, checkpoint_every=2).start()
+    with monkeypatch.context() as patched:
+        kill_at(patched, loop.Trainer, "train_step", lambda trainer, step: step == 3)
+        with pytest.raises(Died):
+            train(run)
+    (run.folder / EVAL_FILE).write_text(json.dumps({"step": 0}) + "\n")
+    settings = EvalConfig(every=2, at_start=True, timeout_s=60.0, concurrency=4)
+    run.config = dataclasses.replace(run.config, eval=settings)
+    evaluating = Evaluating(run)
+    go_on(run, server=evaluating)
+    assert train(run) == 0
+    assert [line["step"] for line in read_lines(run.folder / EVAL_FILE)] == [0, 2, 4]
+    assert set(evaluating.versions) == {2, 4}

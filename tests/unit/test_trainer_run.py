@@ -325,7 +325,7 @@ class Died(Exception):
     """As if by SIGKILL: nothing of the trainer runs after it."""
 
 
-def go_on(run, **trainer):
+def go_on(run, *, server=None, **trainer):
     """The folder as the launcher would give it to the next start, after the others were started again."""
     for each in (run.actor, run.generator, run.launcher):
         each.close()
@@ -338,7 +338,7 @@ def go_on(run, **trainer):
     )
     save(run.config)
     run.launcher = Listener(run.config.endpoint("status"), run.config.bus)
-    return run.start()
+    return run.start(server=server)
 
 
 def test_a_version_is_published_after_all_updates_of_a_batch_and_a_run_resumes_with_them(make_run, monkeypatch):

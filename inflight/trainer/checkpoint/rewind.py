@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from inflight.config import RunConfig
-from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
+from inflight.metrics import EVAL_FILE, EVAL_GIVEN_UP, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.rollout.books import NO_BOOKS
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.restore import restore
@@ -37,24 +39,25 @@ def begin(config: RunConfig) -> tuple[Saved, list[StoredGroup]]:
 
 def rewind(config: RunConfig, step: int) -> None:
     """Removes data of later steps: lines of metrics.jsonl, eval.jsonl and swaps.jsonl, kept versions. Safe to repeat.
+    An evaluation of this step that was given up is removed as well, since the step is evaluated again.
 
     Raises ValueError when a line is damaged (other than the last, which may be torn), OSError when the disk is full.
     """
     _cut(config.path / METRICS_FILE, "step", step)
-    _cut(config.path / EVAL_FILE, "step", step)
+    _cut(config.path / EVAL_FILE, "step", step, lambda line: line.get("step") == step and EVAL_GIVEN_UP in line)
     _cut(config.path / SWAPS_FILE, "version", step - 1)  # the checkpoint's version is sent, and recorded, again
     for path in config.version_file(0).parent.glob("*.safetensors"):
         if path.stem.isdigit() and int(path.stem) > step:
             path.unlink()
 
 
-def _cut(path: Path, key: str, step: int) -> None:
-    """Keeps the lines whose `key` is at most `step`; the file is replaced atomically."""
+def _cut(path: Path, key: str, step: int, undone: Callable[[dict[str, Any]], bool] = lambda line: False) -> None:
+    """Keeps the lines whose `key` is at most `step` and that are not `undone`; the file is replaced atomically."""
     if not path.exists():
         return
     lines = read_lines(path)
     try:
-        kept = [line for line in lines if int(line.get(key, 0)) <= step]
+        kept = [line for line in lines if int(line.get(key, 0)) <= step and not undone(line)]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: a line is damaged, its {key} is no number: {error}") from None
     partial = path.with_name(path.name + ".partial")

@@ -18,7 +18,9 @@ _FOREIGN = {
     MV2_COMM_WORLD_.* SLURM_(?!JOB_?ID$|TMPDIR$).*
     ACCELERATE_.* FSDP_.* PARALLELISM_CONFIG_.* MEGATRON_LM_.* FORK_LAUNCHED
     VLLM_PORT VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_DP_.* VLLM_RAY_.* VLLM_ELASTIC_EP_.* VLLM_TEST_.*
-    """,
+    """
+    # The secret of the launcher and of hosts that join: a task's or a reward's code could place processes on them.
+    "INFLIGHT_JOIN_KEY",
     # vLLM's custom all-reduce exports memory of torch's allocator over CUDA IPC, which expandable segments do not
     # allow. The trainer keeps the setting: its transport depends on it (weights/transport).
     "generator": "PYTORCH_((CUDA|HIP)_)?ALLOC_CONF",

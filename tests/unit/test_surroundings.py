@@ -37,6 +37,7 @@ OTHERS = {
     "ACCELERATE_MIXED_PRECISION": "fp16",
     "VLLM_PORT": "29500",
     "VLLM_DP_SIZE": "2",
+    "INFLIGHT_JOIN_KEY": "secret",
 }
 PASS = {
     "HF_TOKEN": "secret",

@@ -91,7 +91,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             join = Join(number=0, kind=arguments.kind, slot=slot, host=socket.gethostname()[:255])
             endpoint = endpoint_of(arguments.address)
             with Link(endpoint, name, bus, first_contact_s=arguments.wait) as link, KeptOutput() as output:
-                return offer(link, join, output)
+                try:
+                    return offer(link, join, output)
+                except PeerLost as error:
+                    unheard = "" if link.listener else "; no launcher is there, or it has another join key"
+                    return say_why("join", f"{error}{unheard}", GIVEN_UP)
     except (ParcelError, ConfigError, ModelError) as error:
         return say_why("join", error, BAD_INPUT)
     except (BusError, OSError) as error:

@@ -236,12 +236,11 @@ def _watch(run: _Parts, interrupt: Interrupt) -> RunOutcome:
 def _read_status(listener: Listener, view: View, restarts: Restarts, targets: Targets, known: Sequence[str]) -> None:
     """Waits up to the poll interval for status messages, then handles those that are queued from `known` processes, so
     many at once that a process which floods this one does not keep it from watching the others."""
-    event = listener.receive(POLL_S)
-    for _ in range(READ_AT_ONCE):
+    for number in range(READ_AT_ONCE):
+        event = listener.receive(0 if number else POLL_S)
         if event is None:
             return
         if isinstance(event, Received) and isinstance(event.message, Status) and event.peer in known:
             view.heard(event.peer, event.message.values)
             restarts.heard(event.peer, event.message.values)
             targets.heard(event.peer, event.message.values)
-        event = listener.receive(0)

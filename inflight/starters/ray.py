@@ -30,7 +30,7 @@ from inflight.config.hosts import HERE
 from inflight.config.network import parted
 from inflight.starters.base import Command
 from inflight.starters.parcel import packed, parcel_of
-from inflight.starters.ray_handle import NodeGone, RayHandle
+from inflight.starters.ray_handle import NodeGone, RayHandle, RayLeases
 from inflight.starters.ray_node import RayNodeProcess
 from inflight.starters.ray_placement import described, no_room, node_of, require_reserved, share_of, shares_of
 
@@ -114,6 +114,7 @@ class RayStarter:
         except BaseException:
             ray.shutdown()
             raise
+        self._leases = RayLeases()
 
     def start(self, command: Command) -> RayHandle:
         """See Starter. A process that Ray has no room for waits."""
@@ -128,10 +129,11 @@ class RayStarter:
             name=f"{command.name}.{next(self._numbers)}", scheduling_strategy=strategy, **share.options(), **NEVER
         )
         made = actor.remote(packed(parcel_of(self._config, own)), self._config.hosts.python)
-        return RayHandle(command, RayCalls(made), lease_s)
+        return self._leases.add(RayHandle(command, RayCalls(made), lease_s))
 
     def close(self) -> None:
         """See Starter. Ray ends what is left of this driver's actors."""
+        self._leases.close()
         with contextlib.suppress(RayError):
             if self._group is not None:
                 remove_placement_group(self._group)

@@ -6,7 +6,9 @@ the answers. Imports no Ray: NodeCalls stands for its remote calls.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
 from typing import Protocol
 
@@ -15,6 +17,8 @@ from inflight.starters.base import UNREACHABLE, Command
 
 EVERY_S = 0.25
 """Seconds from one answer to the next question."""
+CLOSES_WITHIN_S = 15.0
+"""Most seconds of one poll."""
 
 
 class NodeGone(Exception):
@@ -52,28 +56,33 @@ class RayHandle:
         """When the node has last answered; None: the process still waits for its node."""
         self._next = 0.0
         self._code: int | None = None
+        self._lock = threading.Lock()
+        """Two threads poll: the launcher's, and RayLeases."""
         calls.ask()
 
     def poll(self) -> int | None:
         """See Handle. UNREACHABLE when the node is gone or has not answered for as long as the lease lasts."""
-        now = time.monotonic()
-        if self._code is None and now >= self._next:
-            self._take(now)
-        return self._code
+        with self._lock:
+            now = time.monotonic()
+            if self._code is None and now >= self._next:
+                self._take(now)
+            return self._code
 
     def stop(self) -> None:
         """See Handle."""
-        if self._code is not None:
-            return
-        if self._answered is None:
-            self._end(STOPPED)
-        else:
-            self._calls.stop()
+        with self._lock:
+            if self._code is not None:
+                return
+            if self._answered is None:
+                self._end(STOPPED)
+            else:
+                self._calls.stop()
 
     def kill(self) -> None:
         """See Handle: what runs on the node ends by its lease, after its grace."""
-        if self._code is None:
-            self._end(STOPPED)
+        with self._lock:
+            if self._code is None:
+                self._end(STOPPED)
 
     def _take(self, now: float) -> None:
         try:
@@ -117,6 +126,34 @@ class RayHandle:
         if self._command.log is None:
             sys.stdout.write(output.decode(errors="replace"))
         elif output:
-            self._command.log.parent.mkdir(parents=True, exist_ok=True)
-            with self._command.log.open("ab") as log:
-                log.write(output)
+            with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, not the lease here
+                self._command.log.parent.mkdir(parents=True, exist_ok=True)
+                with self._command.log.open("ab") as log:
+                    log.write(output)
+
+
+class RayLeases:
+    """A thread that polls handles, so that processes on other nodes live while the launcher's own thread is blocked, as
+    by a terminal that takes no output."""
+
+    def __init__(self) -> None:
+        self._handles: list[RayHandle] = []
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="leases", daemon=True)
+        self._thread.start()
+
+    def add(self, handle: RayHandle) -> RayHandle:
+        """Polls it until it has ended; returns it."""
+        self._handles.append(handle)
+        return handle
+
+    def close(self) -> None:
+        """Polls none any more."""
+        self._closing.set()
+        self._thread.join(CLOSES_WITHIN_S)
+
+    def _run(self) -> None:
+        while not self._closing.wait(EVERY_S):
+            for handle in list(self._handles):
+                if handle.poll() is not None:
+                    self._handles.remove(handle)

@@ -19,7 +19,7 @@ import pytest
 from fake_generator import eventually
 
 from inflight import processes
-from inflight.bus import BusError, Link, Listener
+from inflight.bus import BusError, Link, Listener, Received
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
 from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED
 from inflight.launcher import launch as launching
@@ -236,6 +236,20 @@ def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd
     output = capfd.readouterr().out
     assert "step many/8 · reward nan" in output
     assert "step 7/8" not in output
+
+
+def test_a_flood_of_status_messages_does_not_keep_the_launcher_from_its_processes(config):
+    class Flood:
+        read = 0
+
+        def receive(self, timeout_s):
+            Flood.read += 1
+            assert Flood.read < 100_000, "it reads as long as something comes"
+            return Received("trainer", Status(source="trainer", values={"step": Flood.read}))
+
+    progress = Progress(config)
+    launching._read_status(Flood(), View(progress, line_every_s=60), Restarts(config), Targets(config), ["trainer"])
+    assert progress._latest["trainer"]["step"] == Flood.read, "what was read is shown"
 
 
 def test_only_processes_of_the_run_are_listened_to(config, tmp_path):

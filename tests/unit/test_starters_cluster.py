@@ -17,7 +17,7 @@ from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.starters import ray_handle
 from inflight.starters.base import UNREACHABLE, Command
-from inflight.starters.ray_handle import NodeGone, RayHandle
+from inflight.starters.ray_handle import NodeGone, RayHandle, RayLeases
 from inflight.starters.ray_node import OUTPUT_AT_MOST, RayNodeProcess
 from inflight.starters.ray_placement import NodeShare, no_room, node_of, require_reserved, shares_of
 
@@ -187,6 +187,28 @@ def test_a_process_is_asked_to_end_and_one_that_has_no_node_yet_is_not_started(c
     never.stop()
     assert never.poll() == STOPPED
     assert waiting.done == ["ask", "end"]
+
+
+def test_leases_are_renewed_while_the_launcher_is_blocked(tmp_path) -> None:
+    """Nothing of the launcher's polls here."""
+    node, done = Node((b"", None)), Node((b"last words\n", 3))
+    leases = RayLeases()
+    try:
+        living, ended = leases.add(handle(node, tmp_path)), leases.add(handle(done, tmp_path))
+        deadline = time.monotonic() + LIMIT_S
+        while node.done.count("ask") < 3 or done.done != ["ask", "end"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        leases.close()
+    assert not leases._thread.is_alive()
+    assert (living.poll(), ended.poll()) == (None, 3)
+    assert (tmp_path / "logs" / "g0.log").read_text() == "last words\n"
+
+
+def test_a_log_that_can_not_be_written_ends_no_process(clock, tmp_path) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    assert polled(handle(Node((b"one", None), (b"two", 3)), tmp_path), clock, 2) == [None, 3]
 
 
 # --- what goes where ---

@@ -33,6 +33,9 @@ NO_TEMPLATE = (
 )
 
 
+_PROBE = "a part of a message"
+
+
 class ModelTokens:
     """A model's own tokenizer."""
 
@@ -44,6 +47,8 @@ class ModelTokens:
         self._trust_remote_code = trust_remote_code
         self._tokenizer: Any = AutoTokenizer.from_pretrained(self._model, trust_remote_code=trust_remote_code)
         decode_every_id(self._tokenizer)
+        self._of_parts: dict[str, bool] = {}
+        """Chat template → whether it renders a content that is a list of parts."""
         self.size = len(self._tokenizer)
         """Tokens in the vocabulary."""
 
@@ -84,9 +89,10 @@ class ModelTokens:
         """The template writes all special tokens itself: none is added to its text."""
         if not (self._tokenizer.chat_template or chat.arguments.get("chat_template")):
             raise ValueError(NO_TEMPLATE)
-        continues = bool(chat.messages) and chat.messages[-1].get("role") == "assistant"
+        messages = chat.messages if self._takes_parts(chat.arguments) else [_as_text(each) for each in chat.messages]
+        continues = bool(messages) and messages[-1].get("role") == "assistant"
         ids = self._tokenizer.apply_chat_template(
-            chat.messages,
+            messages,
             tools=chat.tools,
             add_generation_prompt=not continues,
             continue_final_message=continues,
@@ -95,3 +101,23 @@ class ModelTokens:
             **chat.arguments,
         )
         return list(ids)
+
+    def _takes_parts(self, arguments: dict[str, Any]) -> bool:
+        """Whether the template renders a content that is a list of parts: most would write the list as Python does."""
+        template = str(arguments.get("chat_template") or self._tokenizer.chat_template)
+        if template not in self._of_parts:
+            asked = [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+            try:
+                text = self._tokenizer.apply_chat_template(asked, tokenize=False, **arguments)
+            except Exception:  # noqa: BLE001 - foreign code: it fails again on the chat itself, or on no text of one
+                text = ""
+            self._of_parts[template] = _PROBE in text and repr(_PROBE) not in text
+        return self._of_parts[template]
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts of text are one text, a line for each, as vLLM's server joins them for such a template."""
+    content = message.get("content")
+    if not (isinstance(content, list) and all(isinstance(each, dict) and "text" in each for each in content)):
+        return message
+    return message | {"content": "\n".join(str(each["text"]) for each in content)}

@@ -56,8 +56,16 @@ def text_of(prompt: str | list[Any]) -> str:
         return prompt
     messages = [each for each in prompt if isinstance(each, Mapping)]
     if len(messages) == 1:
-        return str(messages[0].get("content") or "")
-    return "\n\n".join(f"{each.get('role', '')}: {each.get('content') or ''}" for each in messages)
+        return _content(messages[0])
+    return "\n\n".join(f"{each.get('role', '')}: {_content(each)}" for each in messages)
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """The text of a message; of one with parts a line for each that is text."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "\n".join(str(each["text"]) for each in content if isinstance(each, Mapping) and "text" in each)
+    return str(content)
 
 
 RESERVED = tuple(Samples([], [], "", []).arguments())

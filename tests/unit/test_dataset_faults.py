@@ -15,6 +15,7 @@ from test_dataset_start import examined, run
 from inflight.config import ConfigError
 from inflight.tasks.course import Course, NoMoreQuestions
 from inflight.tasks.data import stream
+from inflight.tasks.data.form import BadPrompt
 from inflight.tasks.data.rows import NotJson
 from inflight.tasks.data.stream import Unreadable
 from inflight.tasks.examine import examine
@@ -160,6 +161,34 @@ def test_what_no_actor_could_ask_is_counted_before_the_start(tmp_path, row, opti
     config = run(tmp_path, rows=[row, {"prompt": [16, 0], "answer": "2"}], **text)
     task = dataset(**config.task.options)
     assert examine(config, task).left_out.startswith("of 2 questions, 1 will be left out: 1 that can't be asked (")
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": 5, "content": "x"}, "has the role 5, and a role is text"),
+        ({"role": None, "content": "x"}, "has the role None"),
+        ({"role": "user"}, "a message of the role 'user' has no content"),
+        ({"role": "user", "content": None}, "a message of the role 'user' has no content"),
+        ({"role": "user", "content": 5}, "holds int, and a model is asked with text"),
+        ({"role": "user", "content": []}, "holds an empty list, and"),
+        ({"role": "user", "content": {"text": "x"}}, "holds dict, and a model is asked with text"),
+        ({"role": "user", "content": ["x"]}, "holds str, and a model is asked with text"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "holds 'image_url', and"),
+        ({"role": "user", "content": [{"type": "text", "text": None}]}, "holds 'text', and"),
+        ({"role": "user", "content": [{"type": "text", "text": "x"}]}, ""),
+        ({"role": "assistant", "content": None, "tool_calls": []}, ""),
+        ({"role": "tool", "value": "x"}, ""),
+        ({"role": "user", "content": ""}, ""),
+    ],
+)
+def test_a_message_that_a_template_would_write_as_python_does_is_no_question(tmp_path, message, says):
+    task = dataset(lines(tmp_path / "a.jsonl", [{"m": [{"role": "system", "content": "s"}, message]}]), messages="m")
+    if not says:
+        assert task.item(0).prompt.messages[1] == message
+        return
+    with pytest.raises(BadPrompt, match=f"line 1: column 'm': .*{says}"):
+        task.item(0)
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,25 @@ def test_a_tokenizer_that_adds_nothing_is_left_alone(tmp_path):
     assert plain.encode("") == []
 
 
+PARTS = TEMPLATE.replace("{{ m.content }}", "{% for each in m.content %}{{ each.text }}{% endfor %}")
+
+
+@pytest.mark.parametrize(("template", "between"), [(TEMPLATE, "\n"), (PARTS, "")], ids=["of text", "of parts"])
+def test_parts_of_text_are_the_text_that_they_hold(tmp_path, template, between):
+    """A template of texts would write the list as Python does, without an error."""
+    tokens = save(tmp_path, template=template)
+    one, two = ({"type": "text", "text": each} for each in ("1+1", "=2"))
+    parts = Chat([{"role": "user", "content": [one, two]}, {"role": "assistant", "content": [dict(one)]}])
+    joined = f"1+1{between}=2"
+    seen = tokens._tokenizer(f"<unk>{joined} 1+1", add_special_tokens=False)["input_ids"]
+    assert tokens.encode(parts) == seen
+    if template == TEMPLATE:
+        plain = [{"role": "user", "content": joined}, {"role": "assistant", "content": "1+1"}]
+        assert tokens.encode(Chat(plain)) == seen
+    with_another = Chat(parts.messages, arguments={"chat_template": TEMPLATE if template == PARTS else PARTS})
+    assert tokens.encode(with_another) != seen
+
+
 def test_a_chat_gets_its_special_tokens_from_the_template_alone(with_bos):
     asked = [{"role": "user", "content": "1+1="}]
     assert with_bos.encode(Chat(asked)) == [BOS, *ids("1+1= ==")]

@@ -334,6 +334,9 @@ def test_a_judges_prompt_names_columns():
 def test_a_prompt_as_text():
     chat = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     assert text_of(chat) == "system: S\n\nuser: U"
+    parts = [{"type": "text", "text": "U"}, {"type": "image_url"}, {"type": "text", "text": "V"}]
+    assert text_of([{"role": "user", "content": parts}]) == "U\nV"
+    assert text_of([*chat, {"role": "user", "content": parts[:1]}]) == "system: S\n\nuser: U\n\nuser: U"
     assert text_of([3, 4]) == ""
     assert text_of("plain") == "plain"
 

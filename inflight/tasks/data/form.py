@@ -89,9 +89,32 @@ def _prompt(value: Any, name: str, place: str) -> str | list[int]:
 
 def _messages(value: Any, name: str, place: str) -> list[dict[str, Any]]:
     if isinstance(value, list) and value and all(isinstance(each, dict) and "role" in each for each in value):
+        if why := next(filter(None, map(_unusable, value)), ""):
+            raise BadPrompt(f"{place}: column {name!r}: {why}")
         return value
     hint = "; texts are named as task.options.prompt" if isinstance(value, str) else ""
     raise BadPrompt(f"{place}: column {name!r} holds {_kind(value)}, and messages are a list with roles{hint}")
+
+
+def _unusable(message: Mapping[str, Any]) -> str:
+    """Why a message can't be asked as it is: a template would write `None`, or a list as Python does, without an error.
+    Empty for a sound one."""
+    role = message["role"]
+    content = message.get("content")
+    if not isinstance(role, str) or not role:
+        return f"a message has the role {role!r}, and a role is text"
+    if content is None:
+        # Of a call of tools, or what a template of the user's own takes in its place.
+        return "" if message.keys() - {"role", "content"} else f"a message of the role {role!r} has no content"
+    if isinstance(content, str):
+        return ""
+    parts = content if isinstance(content, list) else []
+    wrong = [each for each in parts if not (isinstance(each, dict) and isinstance(each.get("text"), str))]
+    if parts and not wrong:
+        return ""
+    named = wrong and isinstance(wrong[0], dict) and "type" in wrong[0]
+    what = repr(wrong[0]["type"]) if named else _kind(wrong[0] if wrong else content)
+    return f"the content of a message holds {what}, and a model is asked with text: content is text, or parts of text"
 
 
 def _tools(value: Any, name: str, place: str) -> list[dict[str, Any]] | None:

@@ -21,6 +21,7 @@ from typing import Any, cast
 import aiohttp
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from inflight import config as configuration
 from inflight.actor.foreign import ForeignError, foreign
@@ -110,8 +111,9 @@ def overridden(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     try:
         merged = OmegaConf.merge(schema(), OmegaConf.to_container(OmegaConf.structured(config)))
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))))
-    except OmegaConfBaseException as error:
-        raise ConfigError(" ".join(str(error).split("full_key:")[0].split())) from None
+    except (OmegaConfBaseException, YAMLError) as error:
+        why = " ".join(str(error).split("full_key:")[0].split())
+        raise ConfigError(f"{' '.join(map(ascii, overrides))} can't be set: {why}") from None
 
 
 def alone(config: RunConfig, checkpoint: Path, folder: str) -> RunConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -57,11 +58,22 @@ def ready_to_start(config: RunConfig) -> RunConfig:
             model = _placed(config.model)
     except (patching.PatchError, models.ModelError) as error:
         raise LaunchError(str(error)) from None
+    _require_tokens(config, model)
     if state is not patching.PatchState.PATCHED:
         raise LaunchError(f"the installed vLLM is {state.value}, not patched; run `inflight patch apply`")
     require_extra(config.generator.extra)
     require_server(config.generator.server, config.generator.extra)
     return replace(config, model=model, rewards=[_reward(each) for each in config.rewards])
+
+
+def _require_tokens(config: RunConfig, model: ModelConfig) -> None:
+    """Raises ConfigError for a token that is to end completions and that the model does not have."""
+    from inflight import models
+
+    values = json.loads((models.prepare(model.name, revision=model.revision) / "config.json").read_bytes())
+    number = (values.get("text_config") or values).get("vocab_size")
+    if wrong := [each for each in config.rollout.stop_token_ids if isinstance(number, int) and each >= number]:
+        raise ConfigError(f"rollout.stop_token_ids={wrong} is not allowed: {model.name} has tokens 0 to {number - 1}")
 
 
 def _placed(model: ModelConfig) -> ModelConfig:

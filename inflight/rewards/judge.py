@@ -91,6 +91,8 @@ class Judge:
     async def __call__(
         self, completions: Sequence[str], prompts: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
+        if "prompt" in self._fields and any(type(each) is int for prompt in prompts for each in prompt):
+            raise JudgeError("options.prompt names {prompt}, and the question's prompt is token ids: name a column")
         values = []
         for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
             row = {name: column[index] for name, column in columns.items()}

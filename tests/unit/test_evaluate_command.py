@@ -68,6 +68,8 @@ def test_a_checkpoint_of_adapters_is_refused(run_dir, tmp_path):
     [
         (["eval.sample=4"], "Key 'sample' not in 'EvalConfig'"),
         (["eval.timeout_s=-1"], "eval.timeout_s=-1.0 is not allowed"),
+        (["eval.pass_k=["], "'eval.pass_k=[' can't be set: while parsing a flow node"),
+        (["eval.pass_k=x"], "'eval.pass_k=x' can't be set: Invalid value assigned"),
         (["samples"], "samples is not allowed: KEY=VALUE"),
     ],
 )

@@ -116,6 +116,17 @@ def test_kv_outside_the_engine_is_refused_before_anything_starts(tmp_path, capsy
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.vllm
+def test_a_token_that_no_completion_can_end_with_is_refused(tmp_path, tiny_model, capsys):
+    config = compose("tiny", ["rollout.stop_token_ids=[16]"])
+    preflight._require_tokens(config, config.model)
+    arguments = ["--config-name", "tiny", f"run_dir={tmp_path}/run", "rollout.stop_token_ids=[1,17,99]"]
+    assert launch.main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    says = "rollout.stop_token_ids=[17, 99] is not allowed:"
+    assert line == f"inflight launch: {says} {tiny_model} has tokens 0 to 16"
+
+
 @pytest.mark.parametrize(("served", "expected"), [("", "tiny"), ("mine", "mine")])
 def test_requests_call_the_model_by_the_name_that_it_was_given(tiny_model, served, expected):
     given = compose("tiny", []).model

@@ -314,6 +314,14 @@ def test_a_judge_is_asked_and_its_score_found(monkeypatch):
     assert [each["content"] for each in asked["messages"]] == ["Be fair.", "Capital? Paris {x} Paris {}"]
 
 
+def test_a_judge_is_not_shown_an_empty_question_in_place_of_token_ids():
+    server = JudgeServer()
+    with pytest.raises(RuntimeError, match="prompt is token ids: name a column"):
+        server.ask(samples("x", prompt=[3, 4]))
+    assert not server.asked
+    assert server.ask(samples("x", prompt=[3, 4], question="1+1="), prompt="{question}{completion}") == 0.8
+
+
 def test_a_judge_without_a_score_or_an_answer_says_so(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY_7", "sk-secret-7")
     with pytest.raises(RuntimeError, match="no score in the judge's answer: 'fine'"):

@@ -246,12 +246,13 @@ class Agent:
             try:
                 message = self._link.receive(POLL_S)
                 if isinstance(message, Commit):
-                    self._commit(message.version, message.publisher)
+                    self._commit(message)
             except PeerLost as error:
                 self._fail(f"the trainer is gone: {error}")
                 return
 
-    def _commit(self, version: int, publisher: str) -> None:
+    def _commit(self, message: Commit) -> None:
+        version = message.version
         told = time.perf_counter()
         if (tags := self._client.tags) is not None:
             tags.told(version)
@@ -261,14 +262,17 @@ class Agent:
             if refused := [rank["error"] for rank in ranks if "error" in rank]:
                 raise RuntimeError(refused[0])
         except Exception as error:  # noqa: BLE001 - whatever the engine core says
-            self._link.send(Failed(version=version, phase="commit", reason=str(error)[:1000], poisoned=True))
+            reason = str(error)[:1000]
+            about = {"version": version, "attempt": message.attempt}
+            self._link.send(Failed(**about, phase="commit", reason=reason, poisoned=True))
             self._fail(f"commit of version {version}: {error}")
             return
         gap = max(rank["gap_s"] for rank in ranks)
         if tags is not None:
             tags.answered(version)
         running = self._client.running
-        self._link.send(Committed(version=version, gap_s=gap, running=running, publisher=publisher))
+        about = {"version": version, "attempt": message.attempt, "publisher": message.publisher}
+        self._link.send(Committed(**about, gap_s=gap, running=running))
         with self._changed:
             self.commits[version] = (told, time.perf_counter(), gap)
             self._changed.notify_all()

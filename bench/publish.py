@@ -65,9 +65,8 @@ def receive(endpoint: str) -> None:
         while True:
             message = engine.receive(1.0)
             if isinstance(message, Commit):
-                version = message.version
-                publisher = message.publisher
-                engine.send(Committed(version=version, gap_s=receiver.swap(version), running=0, publisher=publisher))
+                about = {"version": message.version, "attempt": message.attempt, "publisher": message.publisher}
+                engine.send(Committed(**about, gap_s=receiver.swap(message.version), running=0))
 
 
 def random_model() -> nn.Module:

@@ -94,7 +94,7 @@ class Watch:
             if isinstance(message, Finish):
                 return steps
             if isinstance(message, Commit):
-                self._commit(message.version, message.publisher, steps)
+                self._commit(message, steps)
             if self._decoder.left < 8:
                 self._decoder.start()
             self._step(steps if self.version >= WARM_UP else Steps())
@@ -115,10 +115,12 @@ class Watch:
                 self._link.send(self._answer)
                 self._answer = None
 
-    def _commit(self, version: int, publisher: str, steps: Steps) -> None:
+    def _commit(self, commit: Commit, steps: Steps) -> None:
         now = time.perf_counter()
+        version = commit.version
         gap = self._decoder.engine.commit_weights(version)[0]["gap_s"]
-        self._answer = Committed(version=version, gap_s=gap, running=BATCH, publisher=publisher)
+        about = {"version": version, "attempt": commit.attempt, "publisher": commit.publisher}
+        self._answer = Committed(**about, gap_s=gap, running=BATCH)
         self.version = version
         if version > WARM_UP and self._busy_since is not None:
             base = statistics.median(self._idle[-IDLE_STEPS:])

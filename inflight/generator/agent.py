@@ -134,7 +134,8 @@ class EngineAgent:
         live = self.commits.version
         if live is not None and (version < live or (version == live and commit.publisher == self.commits.publisher)):
             reason = f"version {version} is not newer than {live}, which is live"
-            self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=False))
+            answer = Failed(version=version, attempt=commit.attempt, phase="commit", reason=reason, poisoned=False)
+            self.link.send(answer)
             return
         try:
             async with asyncio.timeout(self.commit_timeout_s):
@@ -147,7 +148,11 @@ class EngineAgent:
             self._poisoned(version, "; ".join(errors))
         self.commits.add(commit, max(rank["gap_s"] for rank in ranks))
         self._committed = Committed(
-            version=version, gap_s=self.commits.gap_s, running=running(self.engine), publisher=commit.publisher
+            version=version,
+            gap_s=self.commits.gap_s,
+            running=running(self.engine),
+            attempt=commit.attempt,
+            publisher=commit.publisher,
         )
         self.link.send(self._committed)
 
@@ -176,4 +181,8 @@ class EngineAgent:
 
 
 def _answers(committed: Committed, commit: Commit) -> bool:
-    return (committed.version, committed.publisher) == (commit.version, commit.publisher)
+    return (committed.version, committed.attempt, committed.publisher) == (
+        commit.version,
+        commit.attempt,
+        commit.publisher,
+    )

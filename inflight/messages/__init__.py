@@ -41,6 +41,7 @@ from inflight.messages.weights import Manifest as Manifest
 from inflight.messages.weights import Place as Place
 from inflight.messages.weights import Prepare as Prepare
 from inflight.messages.weights import RankHello as RankHello
+from inflight.messages.weights import RankSwapped as RankSwapped
 from inflight.messages.weights import Ready as Ready
 from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
@@ -120,6 +121,7 @@ AnyMessage = (
     | Ready
     | Failed
     | Commit
+    | RankSwapped
     | Committed
     | Abort
     | Aborted

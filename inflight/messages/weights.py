@@ -132,8 +132,8 @@ class Ready(Message, tag=True):
 class Failed(Message, tag=True):
     """The rank could not make `version` ready (or commit it); its live weights are untouched unless `poisoned`.
 
-    An engine sends it about a commit, without an attempt. Phase `fit`: the engine's model does not fit the manifest, so
-    no version of this publisher can ever be loaded.
+    An engine sends it about a commit. `attempt` is 0 when it is about no attempt alone. Phase `fit`: the engine's model
+    does not fit the manifest, so no version of this publisher can ever be loaded.
     """
 
     version: Version
@@ -147,11 +147,28 @@ class Commit(Message, tag=True):
     """All ranks of this generator are ready: swap at the next step boundary. A repeated Commit only gets the answer."""
 
     version: Version
+    attempt: Count = 0
+    """That of the Prepare; the answer repeats it."""
     publisher: Incarnation = ""
 
 
+class RankSwapped(Message, tag=True):
+    """`version` of `publisher` is live on this rank: every later step of it computes with that version.
+
+    Sent where nothing but the swaps of all ranks is still to be done: not for a generator's first version, and not for
+    one that has the number of the version before (docs/decisions/019-ranks-report-swaps.md).
+    """
+
+    version: Version
+    attempt: Count
+    """That of the Prepare; numbers of another publisher may be the same."""
+    publisher: Incarnation
+    gap_s: Seconds
+    """For how long this rank's step loop stalled."""
+
+
 class Committed(Message, tag=True):
-    """The engine stamps `version` from now on.
+    """The engine stamps `version` from now on, and all its ranks have swapped.
 
     `gap_s` is the longest stall of a rank's step loop, in seconds; `running` sequences were unfinished at the swap.
     """
@@ -159,8 +176,9 @@ class Committed(Message, tag=True):
     version: Version
     gap_s: Seconds
     running: Count
+    attempt: Count = 0
     publisher: Incarnation = ""
-    """That of the Commit that this answers."""
+    """Both are those of the Commit that this answers."""
 
 
 class Abort(Message, tag=True):

@@ -121,7 +121,7 @@ def _computed(
         seconds=_seconds(steps),
         version=int(last.get("version", 0)),
         swaps=len(done),
-        swaps_while_running=sum(swap["running"] > 0 for swap in done),
+        swaps_while_running=sum(bool(swap["running"]) for swap in done),
         swaps_failed=sum(swap["event"] == "failed" for swap in swaps),
         swaps_superseded=sum(swap["event"] == "superseded" for swap in swaps),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),

@@ -124,7 +124,9 @@ class Reporter:
             self._noted += 1
             if isinstance(event, Swap):
                 with self._lock:
-                    self._values |= {"gap_ms": event.gap_s * 1e3, "running_at_swap": event.running}
+                    self._values["gap_ms"] = event.gap_s * 1e3
+                    if event.running is not None:
+                        self._values["running_at_swap"] = event.running
 
     def _send(self) -> None:
         with self._lock:

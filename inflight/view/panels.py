@@ -192,7 +192,8 @@ def swaps(progress: Progress, most: int) -> Table:
         transfer = finite(row.get("transfer_s"))
         took = "?" if transfer is None else f"{number(transfer)} s"
         text = f"{row.get('generator')} → {row.get('version')}   gap {milliseconds(row.get('gap_s'))}"
-        text += f"   transfer {took}   through {row.get('running', '?')} sequences"
+        running = finite(row.get("running"))
+        text += f"   transfer {took}   through {'?' if running is None else f'{running:g}'} sequences"
         rows.append(("swaps" if at == 0 else "", Text(visible(text))))
     return labelled(rows)
 

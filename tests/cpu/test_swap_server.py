@@ -26,9 +26,10 @@ import torch
 from inflight import config as configuration
 from inflight.bus import Listener, Received
 from inflight.config import BusConfig, GeneratorConfig, ModelConfig, PublishConfig, RolloutConfig, RunConfig, TaskConfig
-from inflight.messages import Status
+from inflight.messages import AnyMessage, RankSwapped, Status
 from inflight.models import prepare
 from inflight.types import Route, Routes
+from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.publisher import Publisher, PublishError
 from inflight.weights.source import WeightSource
 
@@ -292,7 +293,16 @@ def test_a_trainer_whose_model_does_not_fit_is_reported_in_one_line_and_may_retu
     require_answers(run, version + 1)
 
 
-def test_running_requests_continue_across_versions(run: Run) -> None:
+def test_running_requests_continue_across_versions(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = list[int]()
+
+    def hear(protocol: PublishProtocol, peer: str, message: AnyMessage, before: Any = PublishProtocol.hear) -> None:
+        if isinstance(message, RankSwapped):
+            reported.append(message.version)
+        before(protocol, peer, message)
+
+    monkeypatch.setattr(PublishProtocol, "hear", hear)
+    first = run.publisher.version + 1
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = [pool.submit(run.ask, prompt) for prompt in PROMPTS]
         version = run.publisher.version
@@ -303,6 +313,8 @@ def test_running_requests_continue_across_versions(run: Run) -> None:
     swaps = run.publisher.stats()
     assert swaps["failures"] == 0
     assert swaps["swaps_with_running"] > 0
+    until(lambda: reported == [*range(first, version + 1)], "the rank's report of each swap", 30)
+    assert swaps["ignored"] == 0
     for choice in choices:
         assert len(choice["token_ids"]) == LENGTH
         seen = [v for _, v in choice["token_versions"]]

@@ -24,7 +24,7 @@ import psutil
 import torch
 from fake_generator import FakeGenerator, FakeShadow, eventually
 
-from inflight.messages import Ready, Refused
+from inflight.messages import Commit, Ready, Refused
 from inflight.weights.transport import make_receiver
 
 VICTIM = 2
@@ -81,14 +81,15 @@ class Halfway:
 class Generator(FakeGenerator):
     """Tells what it holds."""
 
-    def _commit(self, version: int, publisher: str) -> None:
-        if self.answered is None or (self.answered.version, self.answered.publisher) != (version, publisher):
+    def _commit(self, commit: Commit) -> None:
+        named = (commit.version, commit.publisher)
+        if self.answered is None or (self.answered.version, self.answered.publisher) != named:
             fake_send = self.engine.send
-            self.engine.send = lambda message: (at("answer"), self._tell_held(version), fake_send(message))
-            super()._commit(version, publisher)
+            self.engine.send = lambda message: (at("answer"), self._tell_held(commit.version), fake_send(message))
+            super()._commit(commit)
             self.engine.send = fake_send
         else:
-            super()._commit(version, publisher)
+            super()._commit(commit)
 
     def _tell_held(self, version: int) -> None:
         """Before the answer: the test may look once it has that."""

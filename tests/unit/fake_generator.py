@@ -148,9 +148,10 @@ class FakeGenerator:
             elif message is not None:
                 self.heard.append(message)
             if isinstance(message, Commit):
-                self._commit(message.version, message.publisher)
+                self._commit(message)
 
-    def _commit(self, version, publisher):
+    def _commit(self, commit):
+        version, publisher = commit.version, commit.publisher
         if self.answered is not None and (self.answered.version, self.answered.publisher) == (version, publisher):
             if not self.mute.is_set():
                 self.engine.send(self.answered)
@@ -161,7 +162,8 @@ class FakeGenerator:
             answer = Failed(version=version, phase="commit", reason=str(error), poisoned=True)
         else:
             self.version, self.publisher = version, publisher
-            answer = Committed(version=version, gap_s=max(gaps), running=3, publisher=publisher)
+            about = {"version": version, "attempt": commit.attempt, "publisher": publisher}
+            answer = Committed(**about, gap_s=max(gaps), running=3)
             self.answered = answer
         self.unanswered.append(answer) if self.mute.is_set() else self.engine.send(answer)
 

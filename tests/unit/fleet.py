@@ -94,9 +94,10 @@ class Fleet:
                 self.protocol.hear(peer, ready)
             case Abort(version=version, attempt=attempt):
                 self.protocol.hear(peer, Aborted(version=version, attempt=attempt))
-            case Commit(version=version, publisher=publisher):
+            case Commit(version=version):
                 self.holds[name] = version
-                self.protocol.hear(peer, Committed(version=version, gap_s=0.0, running=0, publisher=publisher))
+                about = {"version": version, "attempt": message.attempt, "publisher": message.publisher}
+                self.protocol.hear(peer, Committed(**about, gap_s=0.0, running=0))
 
     def books(self) -> dict[str, int]:
         """What the publisher takes each generator to hold."""

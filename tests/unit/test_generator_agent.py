@@ -83,9 +83,9 @@ def test_commits_in_order_and_tells_the_longest_gap(listener: Listener) -> None:
 
 
 def test_a_version_that_is_not_newer_is_refused_without_asking_the_engine(listener: Listener) -> None:
-    replies, why, agent = converse(listener, [{"gap_s": 0.0}], Commit(version=3), Finish(reason="done"))
+    replies, why, agent = converse(listener, [{"gap_s": 0.0}], Commit(version=3, attempt=7), Finish(reason="done"))
     assert [type(reply) for reply in replies] == [Failed]
-    assert (replies[0].phase, replies[0].poisoned) == ("commit", False)
+    assert (replies[0].phase, replies[0].attempt, replies[0].poisoned) == ("commit", 7, False)
     assert agent.engine.asked == []
     assert why == ""
 
@@ -109,10 +109,11 @@ def test_a_commit_that_goes_wrong_poisons_and_ends_the_generator(listener: Liste
 
 
 def test_a_repeated_commit_is_answered_and_done_once(listener: Listener) -> None:
-    again = (Commit(version=4), Commit(version=4), Enquire(), Finish(reason="done"))
+    commit = Commit(version=4, attempt=9)
+    again = (commit, commit, Enquire(), Finish(reason="done"))
     replies, _, agent = converse(listener, [{"gap_s": 0.001}], *again)
     assert replies == [
-        *[Committed(version=4, gap_s=0.001, running=5)] * 2,
+        *[Committed(version=4, attempt=9, gap_s=0.001, running=5)] * 2,
         msgspec.structs.replace(HELLO, version=4),
     ]
     assert agent.engine.asked == [("commit_weights", 4)]

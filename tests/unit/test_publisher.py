@@ -277,18 +277,40 @@ def test_a_version_that_no_generator_took_is_returned_with_the_reason(run):
         assert r.publisher.flush(20) == {"g0": f"ABSENT: {r.publisher.states['g0'][1]}"}
 
 
-def test_a_version_is_committed_only_when_the_engine_says_so(run):
-    with run() as r:
+def test_a_version_is_committed_when_all_ranks_say_so_and_recorded_with_what_the_engine_says(run):
+    with run(g0=2) as r:
         (g0,) = r.joined("g0")
         g0.mute.set()
+        g0.shadows[1].hold["swap"] = threading.Event()
         r.publish(1)
-        eventually(lambda: g0.unanswered, "the swap")
-        assert g0.shadows[0].events == DONE
+        eventually(
+            lambda: r.state() is ReplicaState.COMMITTING and r.replica().attempt.swapped, "the first rank's report"
+        )
         assert r.publisher.committed == {"g0": 0}
+        g0.shadows[1].hold["swap"].set()
+        eventually(lambda: r.publisher.committed == {"g0": 1}, "the second rank's")
+        assert (r.state(), r.events) == (ReplicaState.IDLE, [])
+        r.publish(2)
+        eventually(
+            lambda: "build" in g0.shadows[0].events[3:], "the next transfer, of which the engine knows nothing yet"
+        )
+        g0.answer()
+        r.publisher.flush(20)
+        assert [(swap.version, swap.running) for swap in r.events] == [(1, 3), (2, 3)]
+        assert r.publisher.ignored == 0
+
+
+def test_the_first_version_is_committed_only_when_the_engine_says_so(run):
+    """Until then the generator answers 503."""
+    with run() as r:
+        (g0,) = r.join("g0")
+        g0.mute.set()
+        eventually(lambda: g0.unanswered, "the swap")
+        assert r.publisher.committed == {}
         assert r.state() is ReplicaState.COMMITTING
         g0.answer()
         r.publisher.flush(20)
-        assert r.publisher.committed == {"g0": 1}
+        assert r.publisher.committed == {"g0": 0}
 
 
 def test_a_publish_packs_only_after_the_version_before_has_its_outcome(run):
@@ -422,13 +444,13 @@ def test_who_answers_in_time_is_not_late_because_the_publisher_was_busy(run):
 def test_an_engine_that_does_not_answer_is_claimed_for_nothing_until_it_does(run):
     with run(IMPATIENT) as r:
         (g0,) = r.joined("g0")
-        g0.mute.set()
+        g0.shadows[0].hold["swap"] = threading.Event()
         r.publish(1)
         r.publisher.flush(20)
         assert r.state() is ReplicaState.UNSURE
         assert r.publisher.committed == {}
         assert [(f.phase, f.reason) for f in r.failures()] == [("commit", "g0.engine did not answer Commit within 2 s")]
-        g0.answer()
+        g0.shadows[0].hold["swap"].set()
         eventually(lambda: r.state() is ReplicaState.IDLE, "the late answer")
         assert r.publisher.committed == {"g0": 1}
 

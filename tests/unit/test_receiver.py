@@ -8,7 +8,18 @@ import torch
 from fake_generator import BUS, FakeShadow, eventually
 
 from inflight.bus import Link, Listener, Lost, Received
-from inflight.messages import Abort, Aborted, Enquire, Failed, Prepare, RankHello, Ready, Refused, Welcome
+from inflight.messages import (
+    Abort,
+    Aborted,
+    Enquire,
+    Failed,
+    Prepare,
+    RankHello,
+    RankSwapped,
+    Ready,
+    Refused,
+    Welcome,
+)
 from inflight.types import ParamMeta
 from inflight.weights.pack import ChecksumError, checksums, content_digest
 from inflight.weights.plan import digest, plan
@@ -19,6 +30,8 @@ from inflight.weights.transport.base import TransportError
 
 MANIFEST = plan([ParamMeta(name="w", shape=(300,), dtype="float32")], {}, 500, "crc32")
 RANK = "g0.r0"
+OTHER = "f" * 16
+"""A publisher that the rank has not heard of before."""
 
 
 def bytes_of(version):
@@ -54,6 +67,8 @@ class Publisher:
         self.listener, self.transports = listener, []
         self.shadow = FakeShadow()
         self.attempt = 0
+        self.reports = []
+        """Every RankSwapped that has come, in order; `next` returns the other messages."""
 
     def receiver(self, version=0):
         link = Link(self.listener.endpoint, RANK, BUS)
@@ -71,6 +86,9 @@ class Publisher:
         got = self.listener.receive(10)
         assert isinstance(got, Received), got
         assert got.peer == RANK
+        if isinstance(got.message, RankSwapped):
+            self.reports.append(got.message)
+            return self.next()
         return got.message
 
     def send(self, message):
@@ -139,6 +157,35 @@ def test_versions_are_received_verified_built_and_swapped_in_order(publisher, re
     assert publisher.transports[0].closed is False
 
 
+def test_a_swap_is_reported_under_its_attempt_before_anything_later(publisher, receiver):
+    publisher.welcome(publisher=OTHER)
+    publisher.prepare(1, publisher=OTHER)
+    expect_ready(publisher, 1)
+    publisher.shadow.fail["build"] = RuntimeError("no room")
+    publisher.prepare(2, publisher=OTHER)  # an attempt that fails, since the version before is still ready
+    assert publisher.next().attempt == 2
+    assert publisher.reports == []
+    receiver.swap(1)
+    publisher.send(Enquire())
+    assert publisher.next().version == 1
+    assert publisher.reports == [RankSwapped(version=1, attempt=1, publisher=OTHER, gap_s=0.001)]
+
+
+@pytest.mark.parametrize(
+    ("held", "version", "reported"), [(None, 0, False), (None, 7, False), (4, 4, False), (4, 5, True), (4, 9, True)]
+)
+def test_a_first_version_and_one_of_the_same_number_are_for_the_engine_to_report(publisher, held, version, reported):
+    receiver = publisher.receiver(held)
+    publisher.welcome(publisher=OTHER)
+    publisher.prepare(version, publisher=OTHER)
+    expect_ready(publisher, version)
+    receiver.swap(version)
+    publisher.send(Enquire())
+    assert publisher.next().version == version
+    assert [report.version for report in publisher.reports] == ([version] if reported else [])
+    receiver.close()
+
+
 def test_only_the_ready_version_can_be_swapped_in(publisher, receiver):
     with pytest.raises(SwapRefused, match=r"version 1 is not ready on g0\.r0: JOINING"):
         receiver.swap(1)
@@ -190,9 +237,6 @@ def test_weights_that_can_never_be_loaded_have_their_own_phase(publisher, receiv
     failed = publisher.next()
     assert (failed.phase, failed.reason) == ("fit", "ManifestMismatch: the engine has no parameter for rotary")
     assert publisher.shadow.events[-1] == "discard"
-
-
-OTHER = "f" * 16
 
 
 @pytest.mark.parametrize(

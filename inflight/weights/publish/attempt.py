@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from inflight.messages import Abort, Commit, Prepare, Ready
+from inflight.messages import Abort, Commit, Committed, Prepare, RankSwapped, Ready
 from inflight.messages.base import MAX_REASON
 from inflight.weights.pack import content_digest
 from inflight.weights.publish.events import Swap
@@ -39,6 +39,8 @@ class Attempt:
         self.ready: dict[str, Ready] = {}
         self.let_go: set[str] = set()
         """Ranks that have answered the Abort."""
+        self.swapped: dict[str, float] = {}
+        """Rank that computes with the version → for how many seconds its step loop stalled."""
         self.broken = False
         """The transport can't be used again."""
         self._lock = threading.Lock()
@@ -86,7 +88,8 @@ class Attempt:
         """Tells the engine that all ranks hold the version; also repeats it."""
         if self.commit_started is None:
             self.commit_started = self._session.clock()
-        self._session.outbox.send([engine], Commit(version=self.version, publisher=self._session.publisher))
+        message = Commit(version=self.version, attempt=self.number, publisher=self._session.publisher)
+        self._session.outbox.send([engine], message)
 
     def abort(self, peers: Sequence[str], reason: str) -> None:
         """Sends Abort to ranks; also repeats it."""
@@ -103,8 +106,13 @@ class Attempt:
         self.ready[peer] = answer
         self.ready_at = self._session.clock()
 
-    def swap(self, generator: str, gap_s: float, running: int, now: float) -> Swap:
-        """The record of the version, which was just committed."""
+    def is_of(self, message: RankSwapped | Committed) -> bool:
+        """Whether a message is about this attempt."""
+        named = (message.version, message.attempt, message.publisher)
+        return named == (self.version, self.number, self._session.publisher)
+
+    def swap(self, generator: str, now: float) -> Swap:
+        """The record of the version, which was just committed, as far as the ranks have told it."""
         committing = now if self.commit_started is None else self.commit_started
         ready = committing if self.ready_at is None else self.ready_at
         return Swap(
@@ -115,6 +123,6 @@ class Attempt:
             ready_s=ready - self.started,
             pinned_s=committing - ready,
             commit_s=now - committing,
-            gap_s=gap_s,
-            running=running,
+            gap_s=max(self.swapped.values(), default=0.0),
+            running=None,
         )

@@ -22,11 +22,11 @@ class Swap:
     ready_s: float
     """Packed to the last rank's Ready: the publisher's checksums, transfer and build."""
     commit_s: float
-    """Commit sent to Committed received."""
+    """Commit sent to the last rank's RankSwapped received, or to Committed."""
     gap_s: float
     """The longest stall of a rank's step loop."""
-    running: int
-    """Sequences that were unfinished at the swap."""
+    running: int | None
+    """Sequences that were unfinished at the swap; None: the generator was lost, or its answer, before it said so."""
     time: float = field(default_factory=time.time, compare=False)
     """Unix time at which the publisher heard of it."""
     pinned_s: float = 0.0
@@ -82,7 +82,7 @@ class EventLog:
         match event:
             case Swap():
                 self._swaps += 1
-                self._swaps_with_running += event.running > 0
+                self._swaps_with_running += bool(event.running)
                 self._largest = {name: max(largest, getattr(event, name)) for name, largest in self._largest.items()}
             case Failure():
                 self._failures += 1

@@ -46,7 +46,7 @@ class Members:
 
     @property
     def version(self) -> int | None:
-        """The version that the engine stamps; all members hold it."""
+        """The version that the engine stamps from the next step on; all members hold it."""
         return self.held[self.engine]
 
     def objection(self, peer: str, hello: Hello) -> str:
@@ -82,7 +82,7 @@ class Members:
             self._places[peer] = hello.place
 
     def commit(self, version: int) -> None:
-        """Records the engine's report that all members hold `version`."""
+        """Records that all members hold `version`."""
         self.held = dict.fromkeys(self.held, version)
 
     def forget(self) -> None:

@@ -19,7 +19,8 @@ class Observed:
 
     @property
     def committed(self) -> dict[str, int]:
-        """Generator → the version that its engine stamps, as the engine reported; absent when that is uncertain."""
+        """Generator → the version that its engine stamps, as its ranks or itself reported; absent when that is
+        uncertain."""
         with self._loop.changed:
             held = {replica.generator: replica.committed for replica in self._loop.protocol.replicas}
         return {name: version for name, version in held.items() if version is not None}

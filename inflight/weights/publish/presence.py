@@ -63,6 +63,11 @@ class Presence:
         sending = self.state is ReplicaState.SENDING
         return self.attempt.due if self.attempt is not None and sending else self.standing.due
 
+    @property
+    def settled(self) -> bool:
+        """Whether the newest version has an outcome, which is recorded."""
+        return self.state.settled and self.standing.unreported is None
+
     def has(self, version: int) -> bool:
         """Whether it holds a version, or was sent the Commit of it."""
         told = self.attempt is not None and self.attempt.version == version

@@ -42,8 +42,8 @@ class PublishProtocol:
         return list(self.membership.replicas.values())
 
     def settled(self) -> bool:
-        """Whether the newest version has an outcome at every generator."""
-        return all(replica.state.settled for replica in self.replicas)
+        """Whether the newest version has an outcome at every generator, and all outcomes are recorded."""
+        return all(replica.settled for replica in self.replicas)
 
     def withdraw(self, *, supersede: bool) -> bool:
         """Takes the offer back, so that the buffer may be written. False while a transfer that counts reads it.

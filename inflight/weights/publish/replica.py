@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.messages import Aborted, AnyMessage, Committed, Failed, Ready
+from inflight.messages import Aborted, AnyMessage, Committed, Failed, RankSwapped, Ready
 from inflight.types import Route
 from inflight.weights.publish.attempt import Attempt
 from inflight.weights.publish.offer import Offer
@@ -91,8 +91,12 @@ class Replica(Presence):
                 self._session.outbox.ignore(peer, message, "not a member")
             case Ready() | Failed() | Aborted() if peer != self.members.engine:
                 self._answer(peer, message)
-            case Committed() | Failed() if peer == self.members.engine:
-                self._outcome(peer, message)
+            case RankSwapped() if peer != self.members.engine:
+                self._rank_swapped(peer, message)
+            case Committed() if peer == self.members.engine:
+                self._engine_swapped(peer, message)
+            case Failed() if peer == self.members.engine:
+                self._refused(peer, message)
             case _:
                 self._session.outbox.ignore(peer, message, "not for the publisher")
 
@@ -122,27 +126,57 @@ class Replica(Presence):
             if not attempt.silent(ending=False):
                 self._delivered(attempt)
 
-    def _outcome(self, peer: str, outcome: Committed | Failed) -> None:
-        """The engine's answer to Commit, in time or late."""
-        attempt = self.attempt if self.state in (ReplicaState.COMMITTING, ReplicaState.UNSURE) else None
-        other = isinstance(outcome, Committed) and outcome.publisher != self._session.publisher
-        if attempt is None or other or outcome.version != attempt.version:
-            self._session.outbox.ignore(peer, outcome, f"no commit of it is out ({self.state.name})")
-        elif isinstance(outcome, Committed):
-            now = self._session.clock()
-            self.standing.swap(attempt.swap(self.generator, outcome.gap_s, outcome.running, now))
-            self.members.commit(outcome.version)
-            self.caught_up = True
-            self.retry.clear()
-            self._rest(attempt)
+    @property
+    def _committing(self) -> Attempt | None:
+        """The attempt whose Commit is out."""
+        return self.attempt if self.state in (ReplicaState.COMMITTING, ReplicaState.UNSURE) else None
+
+    def _rank_swapped(self, peer: str, report: RankSwapped) -> None:
+        """A rank computes with a version. When all do, the version is committed: the engine's answer, which follows, is
+        not waited for (docs/decisions/019-ranks-report-swaps.md)."""
+        attempt = self._committing
+        if attempt is not None and attempt.is_of(report):
+            attempt.swapped[peer] = report.gap_s
+            if len(attempt.swapped) == len(self.members.ranks):
+                self._complete(attempt)
+        elif report.publisher != self._session.publisher or report.version != self.members.held[peer]:
+            # Otherwise the engine was heard first, or the rank twice.
+            self._session.outbox.ignore(peer, report, f"no commit of it is out ({self.state.name})")
+
+    def _engine_swapped(self, peer: str, answer: Committed) -> None:
+        """The engine's answer to Commit, in time or late; its ranks may have reported the commit before."""
+        attempt = self._committing
+        own = answer.publisher == self._session.publisher
+        if attempt is not None and attempt.is_of(answer):
+            self._complete(attempt, answer)
+        elif not own or not self.standing.figures(answer.version, answer.gap_s, answer.running):
+            self._session.outbox.ignore(peer, answer, f"no commit of it is out ({self.state.name})")
+
+    def _refused(self, peer: str, answer: Failed) -> None:
+        """The engine has swapped nothing."""
+        attempt = self._committing
+        if attempt is not None and (attempt.version, attempt.number) == (answer.version, answer.attempt):
+            self._fail("commit", f"{peer}: {answer.reason}", broken=attempt.broken)
         else:
-            self._fail("commit", f"{peer}: {outcome.reason}", broken=attempt.broken)
+            self._session.outbox.ignore(peer, answer, f"no commit of it is out ({self.state.name})")
+
+    def _complete(self, attempt: Attempt, answer: Committed | None = None) -> None:
+        """All members hold the version, as all ranks have reported, or the engine in its `answer`."""
+        now = self._session.clock()
+        self.standing.swap(attempt.swap(self.generator, now), now + self._session.config.commit_timeout_s)
+        if answer is not None:
+            self.standing.figures(answer.version, answer.gap_s, answer.running)
+        self.members.commit(attempt.version)
+        self.caught_up = True
+        self.retry.clear()
+        self._rest(attempt)
 
     def expire(self) -> None:
         """Detects a channel that has ended, and carries out what is due; to be called often."""
         if self.channel is not None and self.channel.error is not None:
             self._channel_ended(str(self.channel.error))
         now = self._session.clock()
+        self.standing.expire(now)
         attempt = self.attempt
         if self.pin is not None and now >= self.pin.due:
             self.unpin("it was not released in time")

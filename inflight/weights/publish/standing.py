@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
-from inflight.weights.publish.events import Event, EventLog, Failure, Left, Superseded
+from inflight.weights.publish.events import EventLog, Failure, Left, Superseded, Swap
 from inflight.weights.publish.states import LEGAL, ReplicaState
 
 log = logging.getLogger(__name__)
@@ -27,13 +28,18 @@ class Standing:
         """Time at which the state's next step must be taken if no message comes before; None: never."""
         self._expected = expected
         self._owed: int | None = None
-        """The newest version for which no event is recorded yet."""
+        """The newest version that has no outcome yet."""
+        self.unreported: Swap | None = None
+        """A version that was committed, and is recorded when the engine's answer with its figures comes."""
+        self._report_due = 0.0
         self._events = events
 
     def enter(self, state: ReplicaState, now: float, why: str = "", *, due: float | None = None) -> None:
         """Changes `state`; nothing else does."""
         if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
+        if not state.present:
+            self.report()
         self.state = state
         self.why = why
         self.since = now
@@ -68,11 +74,34 @@ class Standing:
         log.info("%s is not sent version %d: superseded, %s", self.generator, version, reason)
         self._note(Superseded(self.generator, version, reason))
 
-    def swap(self, event: Event) -> None:
-        """Records a commit; an older version without an outcome is settled with it."""
-        self._events.append(event)
+    def swap(self, event: Swap, due: float) -> None:
+        """A version was committed; an older one without an outcome is settled with it. It is recorded when `figures`
+        come, and without them at `due`, in the clock's seconds."""
+        self.report()
+        self.unreported = event
+        self._report_due = due
         if self._owed is not None and self._owed <= event.version:
             self._owed = None
+
+    def figures(self, version: int, gap_s: float, running: int) -> bool:
+        """Records a version with the engine's figures; False when it was recorded already, or never committed."""
+        event = self.unreported
+        if event is None or event.version != version:
+            return False
+        self.unreported = dataclasses.replace(event, gap_s=gap_s, running=running)
+        self.report()
+        return True
+
+    def expire(self, now: float) -> None:
+        """Records a version without the engine's figures when these are overdue; to be called often."""
+        if self.unreported is not None and now >= self._report_due:
+            self.report()
+
+    def report(self) -> None:
+        """Records a version that is still to be recorded, as far as it is known."""
+        if self.unreported is not None:
+            self._events.append(self.unreported)
+        self.unreported = None
 
     def _note(self, event: Failure | Superseded | Left) -> None:
         self._events.append(event)

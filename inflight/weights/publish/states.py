@@ -20,10 +20,10 @@ class ReplicaState(enum.Enum):
     ABORTING   → IDLE        every rank has released the version; a broken transport was replaced
     ABORTING   → STALLED     some have not by the deadline; Abort is repeated
     STALLED    → IDLE        they have released it later
-    COMMITTING → IDLE        Committed
+    COMMITTING → IDLE        every rank has said RankSwapped, or the engine has said Committed
     COMMITTING → ABORTING    the engine refused and swapped nothing
     COMMITTING → UNSURE      no answer in time: it may hold either version; nothing is claimed, Commit is repeated
-    UNSURE     → IDLE, ABORTING  the answer came, later
+    UNSURE     → IDLE, ABORTING  one of these came later
     POISONED, INCOMPATIBLE → ABSENT  it was restarted: a hello of another incarnation
     any        → POISONED    a swap failed halfway: it may hold parts of two versions
     any other  → INCOMPATIBLE  its model does not fit the manifest (another shape or name), its size is not the

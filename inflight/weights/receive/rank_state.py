@@ -19,7 +19,7 @@ class ReceiverState(enum.Enum):
     RECEIVING, BUILDING → IDLE  T: something failed, or Abort came; the shadow was discarded first
     READY     → DISCARDING → IDLE  T: Abort, or a new Welcome
     READY     → SWAPPING   S: swap(version)
-    SWAPPING  → IDLE       S: `version` is live
+    SWAPPING  → IDLE       S: `version` is live; RankSwapped is sent
     SWAPPING  → POISONED   S: the swap raised: the live weights may be neither version; nothing more is received
     JOINING, IDLE, RECEIVING → POISONED  T: the last swap, which was deferred, turns out to have failed when the shadow
                            is to be filled or, for a new manifest, planned
@@ -133,16 +133,18 @@ class RankState:
             held = f", version {self.hand.version} in hand" if self.hand is not None else ""
             return self.state.name + held + (f" ({self.error})" if self.error else "")
 
-    def end_swap(self, version: int) -> None:
-        """SWAPPING → IDLE: `version` is live."""
+    def end_swap(self) -> Prepare:
+        """SWAPPING → IDLE: the version in hand, which is returned, is live."""
         with self._lock:
-            if self.hand is not None:
-                self.publisher = self.hand.publisher
-            self.version = version
+            live = self.hand
+            assert live is not None, "begin_swap requires one, and only the step loop's thread takes it from SWAPPING"
+            self.publisher = live.publisher
+            self.version = live.version
             self.hand = None
             if self.state is ReceiverState.SWAPPING:
                 self.state = ReceiverState.IDLE
             self._changed.notify_all()
+            return live
 
     def poison(self, error: str) -> None:
         """→ POISONED: nothing may be claimed about the live weights."""

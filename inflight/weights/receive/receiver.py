@@ -18,6 +18,7 @@ from inflight.messages import (
     Manifest,
     Prepare,
     RankHello,
+    RankSwapped,
     Ready,
     Refused,
     Welcome,
@@ -88,20 +89,24 @@ class WeightReceiver:
         return self._rank_state.error
 
     def swap(self, version: int) -> float:
-        """Makes `version` live; returns the seconds that it took. Called by the step loop's thread, between two forward
-        passes.
+        """Makes `version` live and reports that; returns the seconds that the swap took. Called by the step loop's
+        thread, between two forward passes.
 
         Raises SwapRefused, with nothing changed, unless exactly `version` is ready. Errors of the shadow's swap are
         passed on: the rank is then poisoned, has reported that and must not be used before it is restarted.
         """
         if (why := self._rank_state.begin_swap(version)) is not None:
             raise SwapRefused(f"version {version} is not ready on {self._name}: {why}")
+        before = self.version
         try:
             seconds = self._shadow.swap()
         except BaseException as error:
             self._poison(version, error)
             raise
-        self._rank_state.end_swap(version)
+        live = self._rank_state.end_swap()
+        if before is not None and version > before:  # else the engine has more to do before the version may be used
+            message = RankSwapped(version=version, attempt=live.attempt, publisher=live.publisher, gap_s=seconds)
+            self._publisher.tell(message)
         return seconds
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ import psutil
 import torch
 from fake_generator import FakeGenerator, FakeShadow, eventually
 
-from inflight.messages import Commit, Ready, Refused
+from inflight.messages import AnyMessage, Commit, RankSwapped, Ready, Refused
 from inflight.weights.transport import make_receiver
 
 VICTIM = 2
@@ -81,18 +81,24 @@ class Halfway:
 class Generator(FakeGenerator):
     """Tells what it holds."""
 
+    told: tuple[int, str] = (0, "")
+    """The last version that was told, and its publisher."""
+
     def _commit(self, commit: Commit) -> None:
         named = (commit.version, commit.publisher)
         if self.answered is None or (self.answered.version, self.answered.publisher) != named:
             fake_send = self.engine.send
-            self.engine.send = lambda message: (at("answer"), self._tell_held(commit.version), fake_send(message))
+            self.engine.send = lambda message: (at("answer"), self.tell_held(*named), fake_send(message))
             super()._commit(commit)
             self.engine.send = fake_send
         else:
             super()._commit(commit)
 
-    def _tell_held(self, version: int) -> None:
-        """Before the answer: the test may look once it has that."""
+    def tell_held(self, version: int, publisher: str) -> None:
+        """Once, before all ranks or the engine have reported it: the test may look as soon as it is committed."""
+        if self.told == (version, publisher):
+            return
+        self.told = (version, publisher)
         held = [sorted({float(v) for t in shadow.live.values() for v in t.unique()[:9]}) for shadow in self.shadows]
         say(f"{version} {held}")
 
@@ -106,14 +112,25 @@ def tell_live(*_: object) -> None:
     """All that is live, byte by byte."""
     tensors = [tensor for shadow in generator.shadows for _, tensor in sorted(shadow.live.items())]
     digest = hashlib.sha256(b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors))
-    say(f"live {generator.version} {digest.hexdigest()}")
+    say(f"live {generator.told[0]} {digest.hexdigest()}")
 
 
 fake_generator.FakeShadow = Shadow
 generator = Generator(endpoint, name, int(world), connect=Halfway)
-for receiver in generator.receivers:
+
+
+def before(message: AnyMessage, rank: int) -> None:
+    """What happens before a rank says something."""
+    match message:
+        case Ready():
+            at("ready")
+        case RankSwapped() if rank == len(generator.receivers) - 1:
+            generator.tell_held(message.version, message.publisher)
+
+
+for rank, receiver in enumerate(generator.receivers):
     tell = receiver._publisher.tell
-    receiver._publisher.tell = lambda message, tell=tell: (isinstance(message, Ready) and at("ready"), tell(message))
+    receiver._publisher.tell = lambda message, tell=tell, rank=rank: (before(message, rank), tell(message))
 signal.signal(signal.SIGUSR1, tell_live)
 generator.start()
 while not any(isinstance(message, Refused) for message in generator.heard):  # else a generator ends

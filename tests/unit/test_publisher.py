@@ -949,6 +949,7 @@ def test_a_pinned_generator_gets_the_bytes_of_newer_versions_and_makes_the_newes
         assert run.publisher.committed == {"g0": 1}
         run.publisher.unpin(pin, "done")
         eventually(lambda: run.publisher.committed == {"g0": 3})
+        run.publisher.flush(20)
         assert g0.commits == [1, 3]
         assert {float(tensor.flatten()[0]) for tensor in g0.shadows[0].live.values()} == {3.5}
         assert run.routed() == {"g0"}

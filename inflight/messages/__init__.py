@@ -47,7 +47,7 @@ from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
 from inflight.types import Name
 
-SCHEMA = 11
+SCHEMA = 12
 MAX_FRAME_BYTES = 64 << 20
 """Large enough for a rollout group of 4,096 samples of 1,000 tokens; weights are never sent as messages."""
 

@@ -112,7 +112,7 @@ class Attempt:
         return named == (self.version, self.number, self._session.publisher)
 
     def swap(self, generator: str, now: float) -> Swap:
-        """The record of the version, which was just committed, as far as the ranks have told it."""
+        """The record of the version, which was just committed, as far as the ranks have reported it."""
         committing = now if self.commit_started is None else self.commit_started
         ready = committing if self.ready_at is None else self.ready_at
         return Swap(

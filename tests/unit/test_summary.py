@@ -78,6 +78,13 @@ def run(tmp_path):
     return tmp_path
 
 
+def test_a_swap_of_which_the_engine_said_nothing_is_not_one_through_running_sequences(run):
+    with JsonLines(run / SWAPS_FILE) as swaps:
+        swaps.write({"event": "committed", "version": 4, "generator": "g0", "gap_s": 0.002, "running": None})
+    got = summarize(run)
+    assert (got.swaps, got.swaps_while_running) == (4, 2)
+
+
 def test_every_figure(run):
     got = summarize(run)
     assert (got.steps, got.version, got.seconds) == (7, 7, pytest.approx(12 + 1.75 + 0.002))

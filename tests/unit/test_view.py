@@ -194,10 +194,13 @@ def test_the_line_has_the_figures(progress):
 def test_what_is_no_number_ends_no_view(progress):
     for at, reward in ((1, 0.5), (2, None), (3, "NaN")):
         lines(progress.config.path / "metrics.jsonl", {**step(at), "reward": reward, "loss": None})
+    swap = {"event": "committed", "generator": "g0", "version": 9, "gap_s": 0.0003, "transfer_s": 0.8, "running": None}
+    lines(progress.config.path / "swaps.jsonl", swap)
     progress.update("trainer", {"step": "many", "buffer": "full"})
     text = shown(progress, 80).text
     assert "many/8" in text
     assert "▁ 0.5" in text
+    assert "g0 → 9   gap 0.3 ms   transfer 0.8 s   through ? sequences" in text
 
 
 def test_text_of_a_model_has_no_control_over_the_terminal(progress, capfd):

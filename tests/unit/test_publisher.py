@@ -290,11 +290,12 @@ def test_a_version_is_committed_when_all_ranks_say_so_and_recorded_with_what_the
         g0.shadows[1].hold["swap"].set()
         eventually(lambda: r.publisher.committed == {"g0": 1}, "the second rank's")
         assert (r.state(), r.events) == (ReplicaState.IDLE, [])
+        g0.shadows[0].hold["build"] = threading.Event()
         r.publish(2)
-        eventually(
-            lambda: "build" in g0.shadows[0].events[3:], "the next transfer, of which the engine knows nothing yet"
-        )
+        eventually(lambda: "build" in g0.shadows[0].events[3:], "the next transfer")
         g0.answer()
+        eventually(lambda: r.events, "the record of the version before")
+        g0.shadows[0].hold["build"].set()
         r.publisher.flush(20)
         assert [(swap.version, swap.running) for swap in r.events] == [(1, 3), (2, 3)]
         assert r.publisher.ignored == 0

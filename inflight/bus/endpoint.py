@@ -112,8 +112,12 @@ class Endpoint:
                 raise BusError(f"{peer} does not read: {len(self._outbox)} messages, {self._bytes_out} bytes wait")
             self._outbox.append((peer, frame))
             self._bytes_out += len(frame)
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread as well
+        try:
             self._wake_in.send(b"w")
+        except BlockingIOError:  # a full pipe wakes the thread as well
+            pass
+        except OSError:
+            raise BusError(f"bus endpoint is closed, message to {peer} not sent") from None
 
     def _run(self) -> None:
         poller = zmq.Poller()

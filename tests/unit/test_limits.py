@@ -17,6 +17,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "is_moe": False,
         "use_mla": False,
         "enable_sleep_mode": False,
+        "enable_prompt_embeds": False,
         "is_multimodal_model": False,
     },
     "parallel_config": {
@@ -66,6 +67,7 @@ def test_a_dense_model_is_taken(device: str, dtype: str) -> None:
         ({"speculative_config": object()}, "speculative decoding: "),
         ({"enable_expert_parallel": True}, "expert parallelism: "),
         ({"enable_sleep_mode": True}, "sleep mode: "),
+        ({"enable_prompt_embeds": True}, "prompts given as embeddings: "),
         ({"cpu_offload_gb": 4}, "weights offloaded to the CPU: "),
         ({"offload_group_size": 8}, "weights offloaded to the CPU: "),
         ({"is_multimodal_model": True}, "multimodal models: "),
@@ -113,6 +115,7 @@ def test_another_devices_way_to_swap_is_refused(device: str, other: str) -> None
         ("kv_cache_dtype", "fp8", "KV caches quantised with fixed scales"),
         ("speculative_config", {"method": "ngram"}, "speculative decoding"),
         ("enable_lora", True, "LoRA"),
+        ("enable_prompt_embeds", True, "prompts given as embeddings"),
         ("quantization", "fp8", "quantised weights"),
         ("data_parallel_size", 2, "data parallelism"),
         ("distributed_executor_backend", "ray", "vLLM's Ray executors"),

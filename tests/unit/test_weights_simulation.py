@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from inflight.bus import BusError
 from inflight.config import PublishConfig
 from inflight.generator.agent import EngineAgent, GeneratorEnded
-from inflight.messages import Abort, Commit, Committed, EngineHello, RankHello, RankSwapped, Ready
+from inflight.messages import Abort, Commit, Committed, EngineHello, Failed, RankHello, RankSwapped, Ready
 from inflight.types import ParamMeta
 from inflight.weights.pack import checksums
 from inflight.weights.plan import plan
@@ -958,7 +958,7 @@ def test_the_first_version_and_a_number_that_is_stamped_already_are_for_the_engi
     assert [peer for peer, _ in world.net.reports] == ["g0.r0", "g0.r1", "g1.r0"]
 
 
-@pytest.mark.parametrize("ending", ["time", "loss", "the next commit"])
+@pytest.mark.parametrize("ending", ["time", "loss", "the next commit", "the publisher's end"])
 def test_a_version_whose_figures_never_come_is_recorded_without_them(ending):
     world = swapping_world()
     world.drain(200)
@@ -975,12 +975,24 @@ def test_a_version_whose_figures_never_come_is_recorded_without_them(ending):
             world.engines_late = False
             world.publish()
             world.drain(200)
+        case "the publisher's end":
+            for replica in world.replicas.values():
+                replica.close()
     found = [each for each in world.session.events.since(0) if each.version == 1]
     assert [(type(each), each.generator, each.running, each.gap_s) for each in found] == [
         (Swap, "g0", None, 0.001),
         (Swap, "g1", None, 0.001),
     ]
     assert world.protocol.settled()
+
+
+def test_a_version_that_its_ranks_have_reported_is_recorded_before_its_engine_fails():
+    world = swapping_world()
+    world.drain(200)
+    world.net.to_publisher.clear()
+    world._hear("g0.engine", Failed(version=1, phase="commit", reason="no answer", poisoned=True))
+    found = [type(each) for each in world.session.events.since(0) if each.version == 1 and each.generator == "g0"]
+    assert found == [Swap, Failure]
 
 
 def test_a_version_that_only_its_ranks_have_reported_can_be_pinned():

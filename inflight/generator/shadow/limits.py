@@ -127,6 +127,12 @@ LIMITS = (
         lambda config: getattr(config.model_config, "is_multimodal_model", False),
     ),
     Limit(
+        "prompts given as embeddings",
+        "a step embeds its tokens before it carries out a swap by remap, so with the version before",
+        lambda config: config.model_config.enable_prompt_embeds,
+        arguments={"enable_prompt_embeds": bool},
+    ),
+    Limit(
         "KV caches outside the engine",
         "what they hold outlives a swap and is found by its tokens alone, whatever weights computed it",
         lambda config: config.kv_transfer_config is not None or getattr(config.cache_config, "kv_offloading_size", 0),

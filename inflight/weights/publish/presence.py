@@ -103,6 +103,7 @@ class Presence:
     def leave(self, reason: str, *, asked: bool = False) -> None:
         """→ ABSENT: all its members must say hello (again), nothing is claimed before. `asked`: it was asked to end."""
         self.standing.asked_to_end = asked
+        self.standing.report()  # before the outcomes that follow from its loss
         self._end_attempt("receive", reason)
         self._stop_claiming(ReplicaState.ABSENT, reason, due=self._session.clock())
 
@@ -113,12 +114,14 @@ class Presence:
         """
         if self.state not in (ReplicaState.POISONED, ReplicaState.INCOMPATIBLE):
             log.error("%s can't be used until it is restarted: %s", self.generator, reason)
+            self.standing.report()
             self._end_attempt(phase, reason)
             self._stop_claiming(ReplicaState.INCOMPATIBLE, reason, due=self._session.clock() if end else None)
 
     def _poison(self, peer: str, version: int, reason: str) -> None:
         """→ POISONED: only a restart makes it usable. Its engine is refused, and ends."""
         if self.state is not ReplicaState.POISONED:
+            self.standing.report()
             self.standing.fail(version, "commit", f"poisoned, {peer}: {reason}")
             self._stop_claiming(ReplicaState.POISONED, f"{peer}: {reason}", due=None)
             self._session.outbox.send_refusal(self.members.engine, f"{peer} may hold a torn version")

@@ -75,7 +75,8 @@ class Replica(Presence):
             self._commit(self.attempt)
 
     def close(self) -> None:
-        """Aborts a version that is being sent or waits, and closes the channel."""
+        """Aborts a version that is being sent or waits, records one that was committed, and closes the channel."""
+        self.standing.report()
         if self.state in (ReplicaState.SENDING, ReplicaState.READY) and self.attempt is not None:
             self.attempt.cancel("the publisher closes")
         self._drop_channel()

@@ -38,8 +38,6 @@ class Standing:
         """Changes `state`; nothing else does."""
         if state not in LEGAL[self.state]:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
-        if not state.present:
-            self.report()
         self.state = state
         self.why = why
         self.since = now
@@ -95,6 +93,10 @@ class Standing:
     def expire(self, now: float) -> None:
         """Records a version without the engine's figures when these are overdue; to be called often."""
         if self.unreported is not None and now >= self._report_due:
+            version = self.unreported.version
+            log.warning(
+                "%s: all ranks have swapped to version %d, its engine has not answered", self.generator, version
+            )
             self.report()
 
     def report(self) -> None:

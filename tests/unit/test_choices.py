@@ -102,6 +102,7 @@ def idle_with(idle):
         "eval.best_by": {"eval": {"every": 3, "keep_best": False}},
         "gate.stale_retries": {"gate": {"on_stale": "drop"}},
         "launch.restart_delay_s": {"launch": {"restarts": 0}},
+        "bus.address": {"network": {"bind": "127.0.0.1"}},
     }
     return other.get(idle.names, {})
 

@@ -136,7 +136,8 @@ def test_a_signal_ends_a_host_and_leaves_no_keys(
     monkeypatch.setattr(folders, "IN_MEMORY", tmp_path / "shm")
     (tmp_path / "shm").mkdir()
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)}
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for each in before:  # a shell starts what it leaves in the background with SIGINT ignored
+        signal.signal(each, signal.SIG_DFL)
 
     def end() -> None:
         until(lambda: list((tmp_path / "shm").glob("*/join.key_secret")))
@@ -145,7 +146,7 @@ def test_a_signal_ends_a_host_and_leaves_no_keys(
     try:
         threading.Thread(target=end, daemon=True).start()
         with pytest.raises(SystemExit) as caught:
-            joining.main(["127.0.0.1:9"])
+            joining.main(["127.0.0.1:9", "--wait", "60"])
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -262,17 +262,24 @@ class Agent:
             if refused := [rank["error"] for rank in ranks if "error" in rank]:
                 raise RuntimeError(refused[0])
         except Exception as error:  # noqa: BLE001 - whatever the engine core says
-            reason = str(error)[:1000]
-            about = {"version": version, "attempt": message.attempt}
-            self._link.send(Failed(**about, phase="commit", reason=reason, poisoned=True))
+            failed = Failed(
+                version=version,
+                attempt=message.attempt,
+                phase="commit",
+                reason=str(error)[:1000],
+                poisoned=True,
+            )
+            self._link.send(failed)
             self._fail(f"commit of version {version}: {error}")
             return
         gap = max(rank["gap_s"] for rank in ranks)
         if tags is not None:
             tags.answered(version)
         running = self._client.running
-        about = {"version": version, "attempt": message.attempt, "publisher": message.publisher}
-        self._link.send(Committed(**about, gap_s=gap, running=running))
+        answer = Committed(
+            version=version, attempt=message.attempt, gap_s=gap, running=running, publisher=message.publisher
+        )
+        self._link.send(answer)
         with self._changed:
             self.commits[version] = (told, time.perf_counter(), gap)
             self._changed.notify_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +25,13 @@ PLAIN = (int, float, str, bool)
 
 class ConfigError(ValueError):
     """A configuration value that can't be used; the text names it, its place and what is allowed."""
+
+
+def raised(error: BaseException) -> str:
+    """An exception of foreign code in one line, with the file and line that raised it, for a ConfigError."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -7,7 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from inflight.config import ConfigError, RewardConfig
-from inflight.config.checks import require_takes
+from inflight.config.checks import raised, require_takes
 from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Samples
 
 __all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Samples", "make", "make_all"]
@@ -89,7 +88,7 @@ def _find(name: str, place: str) -> Callable[..., Any]:
     except ImportError as error:
         raise ConfigError(f"{place}.name={name!r} can't be imported: {error}") from None
     except (Exception, SystemExit) as error:  # foreign code
-        raise ConfigError(f"{place}.name={name!r} can't be imported: {_told(error)}") from error
+        raise ConfigError(f"{place}.name={name!r} can't be imported: {raised(error)}") from error
     found = getattr(loaded, attribute, None)
     if not callable(found):
         raise ConfigError(f"{place}.name={name!r}: {module} has no function {attribute}")
@@ -155,11 +154,4 @@ def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{place} ({config.name}): {error}") from None
     except (Exception, SystemExit) as error:  # foreign code
-        raise ConfigError(f"{place}.name={config.name!r} can't be made: {_told(error)}") from error
-
-
-def _told(error: BaseException) -> str:
-    """An exception of foreign code in one line, with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise ConfigError(f"{place}.name={config.name!r} can't be made: {raised(error)}") from error

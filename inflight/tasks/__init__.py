@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import traceback
 from typing import Any, cast
 
 from inflight.config import ConfigError, TaskConfig
-from inflight.config.checks import require_takes
+from inflight.config.checks import raised, require_takes
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 
 __all__ = ["Item", "Score", "Task", "TurnScorer", "make"]
@@ -37,21 +36,14 @@ def make(config: TaskConfig, seed: int) -> Task:
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"task.name={config.name!r} can't be imported: {error}") from None
     except (Exception, SystemExit) as error:  # foreign code
-        raise ConfigError(f"task.name={config.name!r} can't be imported: {_told(error)}") from error
+        raise ConfigError(f"task.name={config.name!r} can't be imported: {raised(error)}") from error
     _check_options(config, kind)
     try:
         return cast(Task, kind(seed=seed, **config.options))
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # foreign code
-        raise ConfigError(f"task.name={config.name!r} can't be made: {_told(error)}") from error
-
-
-def _told(error: BaseException) -> str:
-    """An exception of foreign code in one line, with the file and line that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+        raise ConfigError(f"task.name={config.name!r} can't be made: {raised(error)}") from error
 
 
 def _check_options(config: TaskConfig, kind: type[Any]) -> None:

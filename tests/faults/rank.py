@@ -82,7 +82,7 @@ class Generator(FakeGenerator):
     """Tells what it holds."""
 
     told: tuple[int, str] = (0, "")
-    """The last version that was told, and its publisher."""
+    """The last version that was printed, and its publisher."""
 
     def _commit(self, commit: Commit) -> None:
         named = (commit.version, commit.publisher)

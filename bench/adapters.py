@@ -3,12 +3,15 @@
     python -m bench.adapters                        one GPU for both sides, 7B shape, r = 32 on all linear layers
     python -m bench.adapters --trainer-device cuda:1
     python -m bench.adapters --updates 50 --shape 1.5b
+    python -m bench.adapters --interval 0.2 0.02 --round-s 20 6
     python -m bench.adapters --shape tiny --device cpu --updates 20 --batch 4
 
-Updates come every `--interval` seconds. The figure of one is the longest gap between two tokens of a sequence from the
-order to publish until three steps after the commit, less the median gap; `control` is the same over as many steps half
-an interval later, where there was no update. In the same call vLLM's own way is measured: `add_lora` of an adapter in
-place (`load_inplace`), from files in /dev/shm. Percentiles come with a 90 % interval of 2000 bootstrap samples.
+Updates come every `--interval` seconds; with several intervals the same engine is measured at each in turn. The figure
+of one update is the longest gap between two tokens of a sequence from the order to publish until three steps after the
+commit, less the median gap; `control` is the same over as many steps half an interval later, where there was no
+update. An update is committed when the publisher knows that all ranks have swapped. In the same call vLLM's own way is
+measured: `add_lora` of an adapter in place (`load_inplace`), from files in /dev/shm. Percentiles come with a 90 %
+interval of 2000 bootstrap samples.
 """
 
 from __future__ import annotations
@@ -71,29 +74,32 @@ def spread(values: list[float]) -> dict[str, Any]:
 class Cell:
     """One way to update, on rounds of fresh sequences; a round without updates is what it is compared with."""
 
-    def __init__(self, client: Client, arguments: argparse.Namespace) -> None:
+    def __init__(self, client: Client, batch: int, settle_s: float, interval: float, round_s: float) -> None:
         self._client = client
-        self._arguments = arguments
+        self._batch = batch
+        self._settle_s = settle_s
+        self._interval = interval
+        self._round_s = round_s
 
     def run(self, name: str, updates: int, change: Change, first: int) -> dict[str, Any]:
         """The figures of `updates` updates, versions from `first` on."""
-        arguments = self._arguments
-        client = self._client
         quiet = self._round(0, lambda _: None, 0)
-        a_round = max(1, int(arguments.round_s / arguments.interval))
+        a_round = max(1, int(self._round_s / self._interval))
         extra: list[float] = []
         control: list[float] = []
         took: list[float] = []
+        spent_s = 0.0
         kept: list[float] = []
         while len(took) < updates:
             count = min(a_round, updates - len(took))
             timeline, began, moments = self._round(count, change, first + len(took))
-            length = count * arguments.interval
+            length = count * self._interval
             kept.append(timeline.rate(began, began + length) / quiet[0].rate(quiet[1], quiet[1] + length))
+            spent_s += max(length, moments[-1][1] - began)
             for start, end in moments:
                 took.append(1e3 * (end - start))
                 stop = timeline.following(end, SETTLE_STEPS)
-                half = arguments.interval / 2
+                half = self._interval / 2
                 median = statistics.median(timeline.gaps(start - half, start + half))
                 extra.append(1e3 * (max(timeline.gaps(start, stop)) - median))
                 if gaps := timeline.gaps(start + half, stop + half):
@@ -101,33 +107,34 @@ class Cell:
         return {
             "way": name,
             "updates": len(took),
+            "interval_s": self._interval,
+            "updates_per_s": round(len(took) / spent_s, 2),
             "extra_gap_ms": spread(extra),
             "control_gap_ms": spread(control),
             "controls": len(control),
             "publish_to_commit_ms": spread(took),
-            "aborted": client.aborted,
+            "aborted": self._client.aborted,
             "throughput_kept": round(statistics.mean(kept), 4),
-            "base_gap_ms": round(1e3 * statistics.median(quiet[0].gaps(quiet[1], quiet[1] + arguments.round_s)), 3),
-            "tokens_per_s_without": round(quiet[0].rate(quiet[1], quiet[1] + arguments.round_s), 1),
+            "base_gap_ms": round(1e3 * statistics.median(quiet[0].gaps(quiet[1], quiet[1] + self._round_s)), 3),
+            "tokens_per_s_without": round(quiet[0].rate(quiet[1], quiet[1] + self._round_s), 1),
             "extra_gap_raw_ms": [round(value, 3) for value in extra],
             "control_gap_raw_ms": [round(value, 3) for value in control],
         }
 
     def _round(self, count: int, change: Change, first: int) -> tuple[Timeline, float, list[tuple[float, float]]]:
-        arguments = self._arguments
         client = self._client
         client.timeline = timeline = Timeline()
-        client.start(arguments.batch)
-        time.sleep(arguments.settle_s)
+        client.start(self._batch)
+        time.sleep(self._settle_s)
         began = time.perf_counter()
         moments = []
         for number in range(count):
-            time.sleep(max(0.0, began + number * arguments.interval - time.perf_counter()))
+            time.sleep(max(0.0, began + number * self._interval - time.perf_counter()))
             start = time.perf_counter()
             change(first + number)
             moments.append((start, time.perf_counter()))
-        length = count * arguments.interval if count else arguments.round_s
-        time.sleep(max(0.0, began + length + arguments.interval - time.perf_counter()))
+        length = count * self._interval if count else self._round_s
+        time.sleep(max(0.0, began + length + self._interval - time.perf_counter()))
         client.stop()
         return timeline, began, moments
 
@@ -181,28 +188,40 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
         agent = Agent(client, endpoint, arguments.tensor_parallel_size, patched=True, adapter=FIRST_ADAPTER)
         trainer.ask("join")
 
-        packed: list[float] = []
+        rounds = list(zip(arguments.interval, arguments.round_s, strict=True))
 
-        def publish(version: int) -> None:
-            report = trainer.ask("publish", version=version)
-            packed.append(report["pack_s"])
-            agent.wait(version, WAIT_S)
+        def cell(number: int) -> Cell:
+            return Cell(client, arguments.batch, arguments.settle_s, *rounds[number])
 
-        slots = Cell(client, arguments).run("slots", arguments.updates, publish, 1)
-        cells = [{**slots, "phases_ms": phases(packed, trainer.ask("swaps")["swaps"])}]
-        show(cells[-1])
+        cells = []
+        for number in range(len(rounds)):
+            cells.append(slots(cell(number), trainer, agent, arguments.updates, 1 + number * arguments.updates))
+            show(cells[-1])
         own = save_adapter(arguments.shape, arguments.rank, folder / "own", arguments.device)
         client.lora = LoRARequest("own", OWN, str(own))
         in_place = LoRARequest("own", OWN, str(own), load_inplace=True)
         load: Change = lambda _: client.call("add_lora", in_place)  # noqa: E731
         if arguments.own_updates:
-            cells.append(Cell(client, arguments).run("add_lora in place", arguments.own_updates, load, 0))
+            cells.append(cell(0).run("add_lora in place", arguments.own_updates, load, 0))
             show(cells[-1])
         agent.close()
         client.core.shutdown()
         return cells
     finally:
         trainer.close()
+
+
+def slots(cell: Cell, trainer: TrainerProcess, agent: Agent, updates: int, first: int) -> dict[str, Any]:
+    """The figures of published versions from `first` on, with the medians of their phases."""
+    packed: list[float] = []
+    already = len(trainer.ask("swaps")["swaps"])
+
+    def publish(version: int) -> None:
+        packed.append(trainer.ask("publish", version=version, commit_within_s=WAIT_S)["pack_s"])
+
+    figures = cell.run("slots", updates, publish, first)
+    agent.wait(first + updates - 1, WAIT_S)
+    return {**figures, "phases_ms": phases(packed, trainer.ask("swaps")["swaps"][already:])}
 
 
 def phases(packed: list[float], swaps: list[dict[str, Any]]) -> dict[str, float]:
@@ -239,14 +258,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--updates", type=int, default=600)
     parser.add_argument("--own-updates", type=int, default=60, help="of vLLM's own way; 0: not measured")
-    parser.add_argument("--interval", type=float, default=0.2, help="seconds")
-    parser.add_argument("--round-s", type=float, default=20.0, help="fresh sequences after so long")
+    parser.add_argument("--interval", type=float, nargs="+", default=[0.2], help="seconds, or several")
+    parser.add_argument("--round-s", type=float, nargs="+", default=[20.0], help="of a round, for each")
     parser.add_argument("--settle-s", type=float, default=1.5)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--checksum", default="auto", choices=["auto", "always", "none"])
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--out", default="bench/out/adapters")
     arguments = parser.parse_args()
+    if len(arguments.interval) != len(arguments.round_s):
+        parser.error(f"--interval has {len(arguments.interval)} values and --round-s {len(arguments.round_s)}")
     shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
     folder = Path(tempfile.mkdtemp(prefix="adapters-", dir=shared))
     try:

@@ -57,8 +57,10 @@ class Trainer:
         return {}
 
     def publish(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One version; what the trainer waited for."""
+        """One version; what the trainer waited for. Returns when it is committed, if `commit_within_s` is given."""
         report = self._publisher.publish(order["version"])
+        if "commit_within_s" in order:
+            self._publisher.wait_joined(order["commit_within_s"])
         return {"version": order["version"], "wait_s": report.wait_s, "pack_s": report.pack_s}
 
     def swaps(self, _: dict[str, Any]) -> dict[str, Any]:

@@ -108,11 +108,15 @@ class Actions:
             "remap_ms": _spread([1e3 * swap[1] for swap in swaps[0]]),
         }
 
-    def memory(self) -> str:
+    def memory(self) -> list[str]:
+        """What nvidia-smi says of the GPUs, and of the processes on them."""
         import subprocess
 
-        query = ["nvidia-smi", "--query-gpu=memory.used,memory.total,name,driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        queries = ["gpu=memory.used,memory.total,name,driver_version", "compute-apps=pid,used_memory"]
+        commands = [["nvidia-smi", f"--query-{query}", "--format=csv,noheader"] for query in queries]
+        return [f"this is {os.getpid()}"] + [
+            subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() for command in commands
+        ]
 
 
 def _lora(adapter: tuple[int, str] | None) -> Any:

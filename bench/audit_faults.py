@@ -228,7 +228,8 @@ def _judge(folder: Path, dtype: str, stage: str) -> None:
             (path / "metrics.jsonl").write_bytes(counted)
         record = read(path / ROLLOUTS_FILE, None)
         replays = "float32" if stage == "transformers" else dtype
-        return SHOWN[judge(path, run, record, replayer, kept, dtype=replays, alternatives=hypotheses).outcome]
+        passes = {"dtype": replays, "recorded_in": run.model.dtype}
+        return SHOWN[judge(path, run, record, replayer, kept, **passes, alternatives=hypotheses).outcome]
 
     found = {fault: [verdict(_groups(folder, fault), count) for count in PROMPTS] for fault in ENGINE}
     found |= {fault: [verdict(sound, count, change) for count in PROMPTS] for fault, change in RECORDED.items()}

@@ -38,6 +38,7 @@ STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2
 """Relative size of a rounding, by dtype. TF32: CUDA attention kernels multiply float32 in it. Sums are accumulated in
 float32 or higher, in an order of the kernel's own; for float32 that is the whole error, about 16 roundings of
 2**-24."""
+
 TYPICAL = 48.0
 """Steps. Measured in bfloat16: 2.4 (tiny) to 14 (SmolLM2), 27 for 24 layers of large random weights."""
 SPREAD = 50.0
@@ -49,6 +50,12 @@ LEAST_PROMPTS = 8
 """With fewer prompts their spread is unknown."""
 FLOAT32_LOGARITHM = 2.0**-22
 """Relative error of a log-probability computed in float32, also for certain tokens."""
+
+
+def arithmetic(dtype: str, *, cuda: bool) -> str:
+    """The dtype in which generators multiply, a key of STEP; `dtype` is that of their weights. vLLM's attention kernels
+    on CUDA multiply float32 in TF32."""
+    return "tf32" if cuda and dtype == "float32" else dtype
 
 
 @dataclass(frozen=True, slots=True)

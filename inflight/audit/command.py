@@ -11,6 +11,7 @@ import msgspec
 import torch
 from transformers import AutoConfig
 
+from inflight.agreement import arithmetic
 from inflight.audit import counts
 from inflight.audit.alternatives import STANDARD, Alternative, by_name
 from inflight.audit.compare import Auditor
@@ -63,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             threads=arguments.threads,
             through=arguments.through,
             device=arguments.device,
+            no_tf32=arguments.no_tf32,
         )
     except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
         return say_why("audit", error, BAD_INPUT)
@@ -92,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--token-by-token", action="store_true", help="a forward pass for each token, as an engine does"
     )
     parser.add_argument("--threads", type=_above(0, int), help="CPU threads")
+    parser.add_argument(
+        "--no-tf32", action="store_true", help="the GPUs of a float32 run were kept from TF32 (docs/audit.md)"
+    )
     parser.add_argument("--device", help="where the replay runs: cpu (default), cuda, cuda:1, …")
     parser.add_argument(
         "--through",
@@ -125,6 +130,7 @@ def run(
     threads: int | None = None,
     through: str = "transformers",
     device: str | None = None,
+    no_tf32: bool = False,
 ) -> AuditReport:
     """Audits a run folder and writes the report to audit.json there. The engine has its own dtype, device and passes.
 
@@ -139,7 +145,8 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     dtype = dtype or "float32"
-    exact = config.model.dtype == "float32" and dtype == "float32"
+    recorded_in = _arithmetic(config, no_tf32=no_tf32)
+    exact = recorded_in == dtype == "float32"
     record = read(run_dir / ROLLOUTS_FILE, limit)
     kept = KeptVersions(config.version_file(0).parent)
     if not any(kept.folder.glob("*.safetensors")):
@@ -170,8 +177,18 @@ def run(
             replayer = AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)
         else:
             replayer = TransformersReplayer(model_dir, kept, sampling, **passes)
-    replayer.rounding = config.model.dtype if dtype == "float32" else dtype
-    report = judge(run_dir, config, record, replayer, kept, tolerance=tolerance, alternatives=hypotheses, dtype=dtype)
+    replayer.rounding = recorded_in if dtype == "float32" else dtype
+    report = judge(
+        run_dir,
+        config,
+        record,
+        replayer,
+        kept,
+        tolerance=tolerance,
+        alternatives=hypotheses,
+        dtype=dtype,
+        recorded_in=recorded_in,
+    )
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report
 
@@ -184,15 +201,17 @@ def judge(
     kept: KeptVersions,
     *,
     dtype: str,
+    recorded_in: str,
     tolerance: float | None = None,
     alternatives: Sequence[Alternative] = (),
 ) -> AuditReport:
-    """The report for a record of a run folder; `dtype` is that of the replay's computation."""
+    """The report for a record of a run folder; `dtype` is that of the replay's computation, `recorded_in` that of the
+    generators'."""
     return Auditor(replayer, kept).audit(
         record.rollouts,
         run=str(run_dir),
         dtype=dtype,
-        recorded_in=config.model.dtype,
+        recorded_in=recorded_in,
         tolerance=tolerance,
         alternatives=alternatives,
         complete=_completeness(record, run_dir, config, kept),
@@ -218,6 +237,18 @@ def _require_engines_own(**given: object) -> None:
     for name, value in given.items():
         if value:
             raise AuditError(f"--{name.replace('_', '-')} does not go with --through engine, which has its own")
+
+
+def _arithmetic(config: RunConfig, *, no_tf32: bool) -> str:
+    """The dtype in which the run's generators multiplied."""
+    dtype = config.model.dtype
+    found = arithmetic(dtype, cuda=config.launch.needs_gpu)
+    if not no_tf32:
+        return found
+    if found != "tf32":
+        where = "machine=gpu" if config.launch.needs_gpu else "machine=cpu"
+        raise AuditError(f"--no-tf32 has no effect: the run computed in {dtype} with {where}, not in float32 on GPUs")
+    return dtype
 
 
 def _alternatives(names: str | None, exact: bool, model_dir: Path) -> list[Alternative]:

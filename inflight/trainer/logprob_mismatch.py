@@ -25,13 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def coarser(config: RunConfig, device: torch.device) -> str:
-    """The coarser dtype in which a trainer on `device` or its generators compute log-probabilities.
-
-    vLLM's attention kernels on CUDA multiply float32 in TF32.
-    """
+    """The coarser dtype in which a trainer on `device` or its generators compute log-probabilities."""
     if config.trainer.autocast:
         return "bfloat16"
-    return "tf32" if config.model.dtype == "float32" and device.type == "cuda" else config.model.dtype
+    return agreement.arithmetic(config.model.dtype, cuda=device.type == "cuda")
 
 
 class LogprobMismatch:

@@ -31,6 +31,8 @@ KEY = "k" * 43
 RUN_S = 280.0
 APART = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 """NCCL between two of these processes takes sockets, as between hosts without a fabric."""
+NO_TF32 = {"TRITON_F32_DEFAULT": "ieee"}
+"""Triton's kernels multiply float32 as such, so that the audit can judge single tokens."""
 MACHINE = "gpu"
 
 
@@ -42,7 +44,8 @@ def gpu(number: int) -> str:
 def host(name: str, number: int) -> dict[str, str]:
     """The environment of a process that sees one GPU and is on a host of its own, as far as NCCL can tell."""
     seen = {"CUDA_VISIBLE_DEVICES": gpu(number), "NCCL_HOSTID": name, **APART}
-    return {**os.environ, "PYTHONPATH": str(ROOT), "INFLIGHT_JOIN_KEY": KEY, **seen}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "PYTHONPATH": paths, "INFLIGHT_JOIN_KEY": KEY, **NO_TF32, **seen}
 
 
 class Fleet:
@@ -67,6 +70,7 @@ class Fleet:
                 "generator.start_timeout_s=250",
                 "publish.join_timeout_s=250",
                 "launch.line_every_s=5",
+                "+generator.extra.attention_backend=TRITON_ATTN",
                 *overrides,
             )
         }
@@ -104,7 +108,9 @@ class Fleet:
     def _until(self, there: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + RUN_S
         while not there():
-            assert time.monotonic() < deadline, "\n".join([what, *(self.log(each)[-4000:] for each in self._processes)])
+            ended = [name for name, process in self._processes.items() if process.poll()]
+            if ended or time.monotonic() > deadline:
+                pytest.fail("\n".join([what, *(self.log(each)[-4000:] for each in self._processes)]))
             time.sleep(0.2)
 
 
@@ -162,7 +168,7 @@ def test_tokens_of_generators_on_other_hosts_are_those_of_their_versions(
             )
         )
     assert summary["aborted"] == 0
-    command = [sys.executable, "-m", "inflight.cli", "audit", str(fleet.folder), "--limit", "60"]
+    command = [sys.executable, "-m", "inflight.cli", "audit", str(fleet.folder), "--limit", "60", "--no-tf32"]
     audit = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S, env=host("audit", 1), check=False)
     print(audit.stdout)
     assert audit.returncode == 0, audit.stdout + audit.stderr

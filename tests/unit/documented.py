@@ -76,6 +76,7 @@ RUN_BY = {
     "python -m vllm.entrypoints.openai.api_server --model exported": "tests/slow/test_own_model.py::test_the_page",
     "inflight audit runs/<folder> --through engine --limit 100": f"{SLOW}::test_a_demo",
     "inflight audit runs/": f"{SLOW}::test_commands_on_a_run",
+    "inflight audit RUN --no-tf32": "tests/gpu/test_fleet_gpu.py::test_tokens",
     "inflight eval ": f"{SLOW}::test_commands_on_a_run",
     "inflight export runs/mine": f"{SLOW}::test_commands_on_a_run",
     "inflight report runs/": f"{SLOW}::test_commands_on_a_run",

@@ -35,7 +35,7 @@ from inflight.audit.evidence import Misses, Verdict, estimate, excess
 from inflight.audit.replay import KeptVersions
 from inflight.audit.report import AuditOutcome
 from inflight.audit.segments import Segment, TagError, segments
-from inflight.config import ModelConfig, save
+from inflight.config import ModelConfig, load, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import MAGIC
 from inflight.types import PrefillSpan, VersionSpan
@@ -193,6 +193,46 @@ def test_a_log_probability_that_is_no_number_is_a_fault(tmp_path, tiny_model):
 
 
 # --- what noise does not hide ---------------------------------------------------------------------------------------
+
+
+def on_a_gpu(folder, model_dir, made, generator, *, needs_gpu=True):
+    """A float32 run whose products were rounded as TF32's are."""
+    write(folder, model_dir, generator, made)
+    config = load(folder)
+    save(dataclasses.replace(config, launch=dataclasses.replace(config.launch, needs_gpu=needs_gpu)))
+    return folder
+
+
+def rounded(turn):
+    noise = np.random.default_rng(len(turn.token_ids)).normal(0, 5e-4, len(turn.logprobs))
+    return {"logprobs": [value + off for value, off in zip(turn.logprobs, noise, strict=True)]}
+
+
+def test_float32_on_a_gpu_is_judged_by_the_roundings_of_tf32(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = retag(generate(generator), rounded)
+    report = run(on_a_gpu(tmp_path / "gpu", tiny_model, made, generator), alternatives="none")
+    assert report.outcome is AuditOutcome.NOT_SHOWN, report.faults
+    assert (report.recorded_in, report.exact) == ("tf32", False)
+    assert report.open[0].startswith("single tokens can't be judged in tf32")
+    on_cpu = on_a_gpu(tmp_path / "cpu", tiny_model, made, generator, needs_gpu=False)
+    assert run(on_cpu, alternatives="none").outcome is AuditOutcome.FAILED
+
+
+def test_single_tokens_of_a_gpu_that_took_no_tf32_can_be_judged(tmp_path, tiny_model):
+    generator = Generator(tiny_model)
+    made = generate(generator)
+    assert run(on_a_gpu(tmp_path / "sound", tiny_model, made, generator), no_tf32=True).passed
+    harmed = on_a_gpu(tmp_path / "harmed", tiny_model, retag(made, rounded), generator)
+    assert run(harmed, no_tf32=True).outcome is AuditOutcome.FAILED
+
+
+def test_no_tf32_is_refused_where_it_has_no_effect(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    write(tmp_path, tiny_model, generator, generate(generator))
+    assert main([str(tmp_path), "--no-tf32"]) == 2
+    said = capsys.readouterr().err
+    assert "--no-tf32 has no effect: the run computed in float32 with machine=cpu, not in float32 on GPUs" in said
 
 
 @pytest.fixture(scope="module")

@@ -151,11 +151,7 @@ def run(
     kept = KeptVersions(config.version_file(0).parent)
     if not any(kept.folder.glob("*.safetensors")):
         raise AuditError(f"{kept.folder} holds no versions: the run must be started with audit.keep_versions=true")
-    sampling = Sampling.of(config.rollout)
-    if sampling.penalises:
-        raise AuditError("the run was sampled with penalties, which a replay does not support")
-    if config.model.trust_remote_code:
-        raise AuditError("the run's model has code of its own (model.trust_remote_code), which a replay does not load")
+    sampling = _replayable(config)
     model_dir = prepare(config.model.name, revision=config.model.revision)
     hypotheses = _alternatives(alternatives, exact, model_dir)
     replayer: Replayer
@@ -165,18 +161,8 @@ def run(
         lengths = [len(rollout.prompt_ids) + len(rollout.turn.token_ids) for rollout in record.rollouts]
         replayer = EngineReplayer(model_dir, kept, sampling, config, lengths=lengths)
     else:
-        passes: dict[str, Any] = {
-            "dtype": DTYPES[dtype],
-            "token_by_token": token_by_token,
-            "device": device or "cpu",
-        }
-        if config.trainer.adapter:
-            from inflight.audit.adapter import AdapterReplayer
-
-            passes["base_dtype"] = getattr(torch, config.model.dtype)
-            replayer = AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)
-        else:
-            replayer = TransformersReplayer(model_dir, kept, sampling, **passes)
+        passes = {"dtype": DTYPES[dtype], "token_by_token": token_by_token, "device": device or "cpu"}
+        replayer = _through_transformers(config, model_dir, kept, sampling, passes)
     replayer.rounding = recorded_in if dtype == "float32" else dtype
     report = judge(
         run_dir,
@@ -191,6 +177,28 @@ def run(
     )
     (Path(run_dir) / AUDIT_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n")
     return report
+
+
+def _replayable(config: RunConfig) -> Sampling:
+    """How the run sampled. Raises AuditError for what no replay supports."""
+    sampling = Sampling.of(config.rollout)
+    if sampling.penalises:
+        raise AuditError("the run was sampled with penalties, which a replay does not support")
+    if config.model.trust_remote_code:
+        raise AuditError("the run's model has code of its own (model.trust_remote_code), which a replay does not load")
+    return sampling
+
+
+def _through_transformers(
+    config: RunConfig, model_dir: Path, kept: KeptVersions, sampling: Sampling, passes: dict[str, Any]
+) -> TransformersReplayer:
+    """`passes`: how it computes, keyword arguments of TransformersReplayer."""
+    if not config.trainer.adapter:
+        return TransformersReplayer(model_dir, kept, sampling, **passes)
+    from inflight.audit.adapter import AdapterReplayer
+
+    passes = {**passes, "base_dtype": getattr(torch, config.model.dtype)}
+    return AdapterReplayer(model_dir, kept, sampling, config.trainer.lora, **passes)
 
 
 def judge(

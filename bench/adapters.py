@@ -31,10 +31,10 @@ from typing import Any
 
 from bench.gpu_engine import Agent, Client, start_engine
 from bench.gpu_gaps import Timeline, percentile
+from bench.gpu_report import phases
 from bench.gpu_shapes import save_adapter, write_config
 from bench.gpu_strategies import TrainerProcess
 from inflight.generator.settings import FIRST_ADAPTER, NO_VERSION, Settings
-from inflight.weights.publish.events import PHASES
 
 WORKERS = {
     "cuda": "inflight.generator.worker.adapter_cuda.InflightCUDAAdapterWorker",
@@ -222,12 +222,6 @@ def slots(cell: Cell, trainer: TrainerProcess, agent: Agent, updates: int, first
     figures = cell.run("slots", updates, publish, first)
     agent.wait(first + updates - 1, WAIT_S)
     return {**figures, "phases_ms": phases(packed, trainer.ask("swaps")["swaps"][already:])}
-
-
-def phases(packed: list[float], swaps: list[dict[str, Any]]) -> dict[str, float]:
-    """Medians of a version's phases in milliseconds: publish/events.py says what they are."""
-    named = {name: [swap[name] for swap in swaps] for name in PHASES}
-    return {name: round(1e3 * statistics.median(values), 3) for name, values in {"pack_s": packed, **named}.items()}
 
 
 def show(cell: dict[str, Any]) -> None:

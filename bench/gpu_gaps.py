@@ -75,6 +75,8 @@ class Update:
     swap_began: float
     """When the engine got the order to swap (or to stop, where it is stopped)."""
     trainer_blocked_s: float = 0.0
+    packed_s: float = 0.0
+    """The part of it in which the publisher packed."""
     transfer_s: float = 0.0
     remap_s: float = 0.0
     remap_parts_s: tuple[float, ...] = ()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
 from bench.gpu_gaps import Timeline, Update
+from inflight.weights.publish.events import PHASES
 
 _COLUMNS = (
     ("strategy", lambda c: c["strategy"]),
@@ -25,6 +27,13 @@ _COLUMNS = (
     ("aborted", lambda c: c["aborted"]),
     ("recomputed", lambda c: c["recomputed"]),
 )
+
+
+def phases(packed: list[float], swaps: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of a version's phases in milliseconds: publish/events.py says what they are. `packed`: seconds for which
+    the publisher packed, `swaps` its records."""
+    named = {name: [swap[name] for swap in swaps] for name in PHASES}
+    return {name: round(1e3 * statistics.median(values), 3) for name, values in {"pack_s": packed, **named}.items()}
 
 
 def _spread(values: dict[str, float]) -> str:

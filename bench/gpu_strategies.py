@@ -97,7 +97,14 @@ def inflight(bench: Bench, version: int) -> Update:
     report = bench.trainer.ask("publish", version=version)
     told, done, _ = bench.agent.wait(version, WAIT_S)
     blocked = report["wait_s"] + report["pack_s"]
-    return Update(began=began, ended=done, swap_began=told, trainer_blocked_s=blocked, transfer_s=told - began)
+    return Update(
+        began=began,
+        ended=done,
+        swap_began=told,
+        trainer_blocked_s=blocked,
+        packed_s=report["pack_s"],
+        transfer_s=told - began,
+    )
 
 
 def blocking(bench: Bench, version: int) -> Update:

@@ -24,7 +24,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from bench.gpu_gaps import Timeline, Update, summarize
-from bench.gpu_report import write_report
+from bench.gpu_report import phases, write_report
 from bench.gpu_shapes import write_config
 from bench.gpu_soak import memory
 from bench.gpu_trace import Trace, late, show
@@ -173,6 +173,9 @@ class Run:
         result = summarize(cell.strategy, client.timeline, updates, quiet.rate(began, began + seconds))
         share = round(sum(kept) / len(kept), 4)
         result |= {"batch": cell.batch, "interval_s": cell.interval_s, "throughput_kept": share}
+        if cell.strategy.startswith("inflight"):
+            swaps = self._bench.trainer.ask("swaps")["swaps"][-len(updates) :]
+            result["phases_ms"] = phases([update.packed_s for update in updates], swaps)
         watched = {"tags": client.tags.summary(), "memory": memory_seen} if client.tags else {}
         if self._trace is not None:
             watched["late"] = late(client.timeline, updates, self._trace)

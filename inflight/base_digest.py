@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
+from inflight.models.weight_files import INDEX, WHOLE
+
 BASE_DIGEST = "inflight_base"
 """Where an adapter's checkpoint names its base's digest: metadata of its safetensors file."""
 FILES_AT_ONCE = 4

@@ -18,10 +18,11 @@ from inflight.config import CONFIG_FILE
 from inflight.exits import BAD_INPUT, say_why
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
+from inflight.models.weight_files import ADAPTER, INDEX
 from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype
 from inflight.trainer.checkpoint.index import CheckpointError
-from inflight.trainer.checkpoint.whole import ADAPTER, INDEX, require_whole
+from inflight.trainer.checkpoint.whole import require_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EXAMPLES = """examples:

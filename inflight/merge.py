@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from inflight.base_digest import base_digest, require_base
+from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 
 BASE_KEY = "base_model_name_or_path"
 
@@ -28,10 +29,10 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype) -> None:
         raise MergeError("--merge needs PEFT: pip install 'inflight[lora]'") from None
     from transformers import AutoModelForCausalLM
 
-    base = json.loads((checkpoint / "adapter_config.json").read_bytes())[BASE_KEY]
+    base = json.loads((checkpoint / ADAPTER).read_bytes())[BASE_KEY]
     try:
         if (folder := Path(base)).is_dir():
-            require_base(checkpoint / "adapter_model.safetensors", base_digest(folder), folder)
+            require_base(checkpoint / ADAPTER_WEIGHTS, base_digest(folder), folder)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
         merged = PeftModel.from_pretrained(model, checkpoint).merge_and_unload()
     except (OSError, ValueError, RuntimeError, KeyError) as error:

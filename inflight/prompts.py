@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -116,8 +116,13 @@ class ModelTokens:
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose parts of text are one text, a line for each, as vLLM's server joins them for such a template."""
+    """A message whose parts of text are one text; any other one as it is."""
     content = message.get("content")
     if not (isinstance(content, list) and all(isinstance(each, dict) and "text" in each for each in content)):
         return message
-    return message | {"content": "\n".join(str(each["text"]) for each in content)}
+    return message | {"content": joined(content)}
+
+
+def joined(parts: Iterable[Any]) -> str:
+    """The text of a message's parts: a line for each that is text, as vLLM's server joins them."""
+    return "\n".join(str(each["text"]) for each in parts if isinstance(each, Mapping) and "text" in each)

@@ -34,14 +34,15 @@ from inflight.evaluation.figures import figures, reasons
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
 from inflight.launcher.last_words import last_words
 from inflight.launcher.run_folder import LaunchError, RunFolder
+from inflight.models.weight_files import ADAPTER
 from inflight.processes import Processes
 from inflight.starters.base import Command
 from inflight.surroundings import computing
-from inflight.tasks.check import usable_task
+from inflight.tasks.check import require_held_out, usable_task
 from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.best import BEST_FOLDER
 from inflight.trainer.checkpoint.index import CheckpointError
-from inflight.trainer.checkpoint.whole import ADAPTER, require_whole
+from inflight.trainer.checkpoint.whole import require_whole
 from inflight.weights.publish.publisher import Publisher, PublishError
 
 GENERATOR = "g0"
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, checkpoint = find(arguments.target, arguments.run)
         with tempfile.TemporaryDirectory(prefix="inflight-eval-") as folder:
             config = alone(overridden(configuration.load(run_dir), arguments.overrides), checkpoint, folder)
-            usable_task(replace(config, eval=replace(config.eval, every=1)))
+            require_held_out(usable_task(config), config)
             if not any(checkpoint.glob("*.bin")):  # of a model from elsewhere
                 require_whole(checkpoint)
             result = evaluate(config)

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from inflight.models.weight_files import INDEX, WHOLE
+
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 CODE = "*.py"
 # The hub's patterns take "*" across folders; of folders only additional_chat_templates/ is read by transformers.
 OTHER = ("[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*.safetensors", "adapter_model*.safetensors")
 """Weights in formats of other programs, mostly: as large as the model itself."""
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
 ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 

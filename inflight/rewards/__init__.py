@@ -70,8 +70,19 @@ def _bound(
         function=(lambda **arguments: function(**{**arguments, **given})) if given else function,
         takes=None if catches_all else frozenset(named),
         needs=frozenset(needs) - set(RESERVED),
+        refuses=_own_name(function) - named if catches_all else frozenset(),
         asynchronous=asynchronous,
     )
+
+
+def _own_name(function: RewardFunction) -> frozenset[str]:
+    """The name, `self` mostly, by which `__call__` of an object is given that object; none where it is for that alone
+    (`def __call__(self, /, ...)`), or of a plain function."""
+    call = type(function).__call__
+    first = next(iter(inspect.signature(call).parameters.values()), None) if inspect.isfunction(call) else None
+    if first is None or first.kind is not first.POSITIONAL_OR_KEYWORD:
+        return frozenset()
+    return frozenset({first.name})
 
 
 def _find(name: str, place: str) -> Callable[..., Any]:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight.prompts import joined
+
 RewardFunction = Callable[..., Any]
 
 
@@ -61,11 +63,9 @@ def text_of(prompt: str | list[Any]) -> str:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    """The text of a message; of one with parts a line for each that is text."""
+    """The text of a message."""
     content = message.get("content") or ""
-    if isinstance(content, list):
-        return "\n".join(str(each["text"]) for each in content if isinstance(each, Mapping) and "text" in each)
-    return str(content)
+    return joined(content) if isinstance(content, list) else str(content)
 
 
 RESERVED = tuple(Samples([], [], "", []).arguments())
@@ -82,6 +82,8 @@ class Reward:
     """Names of the arguments that it takes; None: whatever there is."""
     needs: frozenset[str]
     """Names of columns without which it can't be called."""
+    refuses: frozenset[str]
+    """Names of columns with which it can't be called."""
     asynchronous: bool
 
     async def values(self, samples: Samples) -> list[float | None]:

@@ -89,7 +89,7 @@ class Judge:
         return frozenset(self._fields) - {"completion", "prompt"}
 
     async def __call__(
-        self, completions: Sequence[str], prompts: Sequence[Any], **columns: Sequence[Any]
+        self, /, completions: Sequence[str], prompts: Sequence[Any], **columns: Sequence[Any]
     ) -> list[float | None]:
         if "prompt" in self._fields and any(type(each) is int for prompt in prompts for each in prompt):
             raise JudgeError("options.prompt names {prompt}, and the question's prompt is token ids: name a column")

@@ -19,7 +19,8 @@ FLAGS = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 class ExactMatch:
     """1 where the completion is the column's text, 0 elsewhere; where the column holds a list, any of its texts.
 
-    None where the column holds None.
+    None where the column holds None. A whole number that the column holds as a float is both of its texts, `12` and
+    `12.0`: tables hold integers as floats where a row has none.
     """
 
     column: str = "answer"
@@ -32,7 +33,7 @@ class ExactMatch:
     def __post_init__(self) -> None:
         compiled(self.pattern, "", "options.pattern")
 
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, /, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return [self._one(text, wanted) for text, wanted in zip(completions, columns[self.column], strict=True)]
 
     def _one(self, text: str, wanted: Any) -> float | None:
@@ -42,11 +43,17 @@ class ExactMatch:
         if found is None:
             return 0.0
         right = wanted if isinstance(wanted, list | tuple) else [wanted]
-        return float(any(self._plain(found) == self._plain(str(each)) for each in right))
+        return float(any(self._plain(found) == self._plain(text) for each in right for text in _texts(each)))
 
     def _plain(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
+
+
+def _texts(value: Any) -> list[str]:
+    """How a value may be written."""
+    whole = isinstance(value, float) and value.is_integer()
+    return [str(value), str(int(value))] if whole else [str(value)]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,7 @@ class NumericMatch:
         compiled(self.pattern, "", "options.pattern")
         require(0 <= self.tolerance < math.inf, "options.tolerance", self.tolerance, "0 or more")
 
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, /, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return [self._one(text, wanted) for text, wanted in zip(completions, columns[self.column], strict=True)]
 
     def _one(self, text: str, wanted: Any) -> float | None:

@@ -32,7 +32,7 @@ class Math:
             raise ConfigError("it needs math-verify: pip install 'inflight[math]'") from None
         object.__setattr__(self, "_library", math_verify)
 
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
+    def __call__(self, /, completions: Sequence[str], **columns: Sequence[Any]) -> list[float | None]:
         return [self._one(text, right) for text, right in zip(completions, columns[self.column], strict=True)]
 
     def _one(self, text: str, right: Any) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.config import ConfigError, RunConfig
+from inflight.config import ConfigError, RunConfig, require
 from inflight.config.pairings import teachers
 from inflight.rewards import RESERVED, make
 from inflight.tasks import make as make_task
@@ -22,7 +22,7 @@ def usable_task(config: RunConfig) -> Task:
         )
     _require_turns(config, task)
     if config.eval.every and not isinstance(task, OfFiles):
-        require_held_out(task, config.task.name)
+        require_held_out(task, config)
     if config.rewards and not isinstance(task, OfFiles):  # whose data are read by `examine`
         try:
             first = task.item(0)
@@ -51,24 +51,36 @@ def _require_turns(config: RunConfig, task: Task) -> None:
         )
 
 
-def require_held_out(task: Task, name: str) -> None:
-    """Raises ConfigError for a task that has no question to be evaluated by."""
-    if not isinstance(task, HeldOut) or task.held_out_size() < 1:
+def require_held_out(task: Task, config: RunConfig) -> None:
+    """Raises ConfigError for a task that has no question to be evaluated by, or fewer than the run is to ask."""
+    held = task.held_out_size() if isinstance(task, HeldOut) else 0
+    if held < 1:
+        name = config.task.name
         raise ConfigError(f"eval.every is set, and task.name={name} holds no question out (docs/evaluation.md)")
+    asked = config.eval.questions
+    allowed = f"1 to {held}, which is how many questions task.name={config.task.name} holds out, or 0 for all"
+    require(asked <= held, "eval.questions", asked, allowed)
 
 
 def require_columns(config: RunConfig, item: Item) -> None:
-    """Raises ConfigError for a column that a reward needs and a question does not have, or that has the name of what
-    every question has; or when a reward can't be made."""
+    """Raises ConfigError for a column that a reward needs and a question does not have, that a reward can't be given,
+    or that has the name of what every question has; or when a reward can't be made."""
     columns = columns_of(item)
     name = config.task.name
     for index, each in enumerate(config.rewards):
         place = f"rewards[{index}]"
-        needs = frozenset[str]() if each.is_task else make(each, place).needs
-        if missing := sorted(needs - columns.keys()):
+        if each.is_task:
+            continue
+        reward = make(each, place)
+        if missing := sorted(reward.needs - columns.keys()):
             there = ", ".join(sorted(columns)) or "none"
             raise ConfigError(
                 f"{place} needs the column {missing[0]}, which task {name} does not have; it has: {there}"
+            )
+        if refused := sorted(reward.refuses & columns.keys()):
+            raise ConfigError(
+                f"{place}.name={each.name!r} can't be given the column {refused[0]}, a name that its __call__ has for"
+                f" its own object: write `def __call__({refused[0]}, /, …)`, or rename the column"
             )
     if taken := sorted(columns.keys() & set(RESERVED)):
         raise ConfigError(

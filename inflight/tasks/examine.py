@@ -50,7 +50,7 @@ def examine(config: RunConfig, task: Task) -> Examined | None:
     longest = config.longest_prompt
     first = [_askable("", task.item, tokens, longest)]
     if config.eval.every:
-        require_held_out(task, config.task.name)
+        require_held_out(task, config)
     if isinstance(task, HeldOut) and task.held_out_size():
         first.append(_askable("held-out ", task.held_out_item, tokens, longest))
     for item in first if config.rewards else ():

@@ -25,6 +25,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from inflight.base_digest import BASE_DIGEST, base_digest, require_base
 from inflight.config import RunConfig
 from inflight.config.lora import LoraConfig
+from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 from inflight.peft_layers import adapter_off, matrices_of, with_adapter
 from inflight.trainer.apart import require_apart
 from inflight.trainer.loading import attention_for, load_model
@@ -32,9 +33,6 @@ from inflight.trainer.logprobs import Scores
 from inflight.trainer.policy import Policy, Scorer
 from inflight.trainer.sharding import shard
 from inflight.trainer.shards import to_shard
-
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 
 
 class Adapter(nn.Module):
@@ -64,7 +62,7 @@ class Adapter(nn.Module):
         """A PEFT directory, whose weights are one file: any PEFT loads it onto the base. Raises OSError or
         SafetensorError."""
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in state_dict.items()}
-        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt", BASE_DIGEST: self.base})
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", BASE_DIGEST: self.base})
         settings = self._settings
         described = {
             "peft_type": "LORA",
@@ -77,7 +75,7 @@ class Adapter(nn.Module):
             "use_rslora": settings.rslora,
             "target_modules": sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}),
         }
-        (folder / CONFIG_FILE).write_text(json.dumps(described, indent=1) + "\n")
+        (folder / ADAPTER).write_text(json.dumps(described, indent=1) + "\n")
 
 
 class AdapterPolicy(Policy):
@@ -153,7 +151,7 @@ def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> 
     twins = dict(matrices_of(base))
     matrices = _new({name: tuple(twin.shape) for name, twin in twins.items()}, config.seed)
     if config.checkpoint:
-        path = Path(config.checkpoint) / WEIGHTS_FILE
+        path = Path(config.checkpoint) / ADAPTER_WEIGHTS
         matrices = _read(path, matrices)
         if digest:
             require_base(path, digest, directory)

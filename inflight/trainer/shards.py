@@ -16,10 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from inflight.models.weight_files import INDEX, WHOLE
 from inflight.trainer.loading import load_model, ready
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 
 
 def to_shard(
@@ -125,10 +123,10 @@ def _index(directory: Path) -> dict[str, str]:
             return dict(json.loads((directory / INDEX).read_text())["weight_map"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{directory / INDEX} can't be read: {error!r}") from None
-    if not (directory / SINGLE).is_file():
+    if not (directory / WHOLE).is_file():
         return {}
     try:
-        with safe_open(directory / SINGLE, framework="pt") as file:
-            return dict.fromkeys(file.keys(), SINGLE)
+        with safe_open(directory / WHOLE, framework="pt") as file:
+            return dict.fromkeys(file.keys(), WHOLE)
     except SafetensorError as error:
         raise ValueError(f"{directory} can't be loaded: {error}") from None

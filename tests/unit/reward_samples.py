@@ -83,6 +83,14 @@ class Own:
 
 
 @dataclass(frozen=True)
+class Unnamed:
+    """Takes a column of any name."""
+
+    def __call__(self, /, completions, **columns):
+        return [float(text != own) for text, own in zip(completions, columns["self"], strict=True)]
+
+
+@dataclass(frozen=True)
 class Failing:
     def __post_init__(self):
         raise OSError("no disk")

@@ -132,10 +132,26 @@ def test_a_column_that_a_reward_needs_must_be_there(tmp_path):
         examined(run(tmp_path, rows=chats(3), held_out_path=other))
 
 
+def test_a_column_that_a_reward_can_not_be_given_is_named(tmp_path):
+    """Its `__call__` takes all columns, and has that name for its own object."""
+    rows = chats(3, self=1)
+    examined(run(tmp_path, rows=rows))
+    examined(run(tmp_path, "rewards=[{name: 'reward_samples:share'}]", rows=rows))
+    own = "rewards=[{name: exact_match}, {name: 'reward_samples:Own', options: {factor: 1}}]"
+    says = r"^rewards\[1\]\.name='reward_samples:Own' can't be given the column self, a name that its __call__ has for"
+    with pytest.raises(ConfigError, match=says):
+        examined(run(tmp_path, own, rows=rows))
+    examined(run(tmp_path, own, rows=rows, columns="[answer]"))
+
+
 def test_an_evaluation_needs_questions_that_are_held_out(tmp_path):
     with pytest.raises(ConfigError, match=r"eval\.every is set, and task\.name=dataset holds no question out"):
         examined(run(tmp_path, "eval.every=2", rows=chats(3)))
-    examined(run(tmp_path, "eval.every=2", rows=chats(3), held_out=0.4))
+    examined(run(tmp_path, "eval.every=2", "eval.questions=1", rows=chats(3), held_out=0.4))
+    with pytest.raises(
+        ConfigError, match=r"^eval\.questions=2 is not allowed: 1 to 1, .* task\.name=dataset holds out"
+    ):
+        examined(run(tmp_path, "eval.every=2", "eval.questions=2", rows=chats(3), held_out=0.4))
 
 
 def test_questions_held_out_are_looked_at_too(tmp_path):

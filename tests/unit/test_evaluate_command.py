@@ -1,12 +1,13 @@
 """`inflight eval`: which checkpoint and which settings are meant, and bad input in one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from rollout_samples import make_config
 
 from inflight import cli
-from inflight.config import ConfigError, save
+from inflight.config import ConfigError, RewardConfig, TaskConfig, save
 from inflight.launcher.evaluate import alone, find, overridden, table
 
 
@@ -86,6 +87,20 @@ def test_a_run_whose_task_holds_nothing_out_is_refused(run_dir, capsys):
     checkpoint(run_dir / "checkpoints" / "step-000003")
     assert cli.main(["eval", str(run_dir)]) == 2
     assert "holds no question out" in capsys.readouterr().err
+
+
+def test_more_questions_than_are_held_out_are_refused(tmp_path, capsys):
+    """Of data, too, which are opened for that."""
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    options = {"path": str(tmp_path / "data.jsonl"), "prompt": "prompt", "held_out": 0.5}
+    rewards = [RewardConfig("exact_match")]
+    save(replace(make_config(tmp_path), task=TaskConfig("dataset", options), rewards=rewards))
+    checkpoint(tmp_path / "checkpoints" / "step-000003")
+    assert cli.main(["eval", str(tmp_path), "eval.questions=3"]) == 2
+    says = (
+        "eval.questions=3 is not allowed: 1 to 2, which is how many questions task.name=dataset holds out, or 0 for all"
+    )
+    assert capsys.readouterr().err == f"inflight eval: {says}\n"
 
 
 def test_the_table_has_a_line_for_each_figure():

@@ -20,7 +20,7 @@ from inflight.evaluation.figures import MAX_REASONS, figures, pass_at, reasons
 from inflight.messages import Evaluate, Evaluated, EvaluatorHello, Finish, Refused, StopEvaluating
 from inflight.tasks import make
 from inflight.tasks.addition import Addition
-from inflight.tasks.check import require_held_out
+from inflight.tasks.check import require_held_out, usable_task
 from inflight.tasks.progression import Progression
 
 LIMIT_S = 30.0
@@ -49,13 +49,24 @@ def test_questions_that_are_held_out_are_never_trained_on_and_always_the_same(ma
     assert whole.held_out_size() == 0
 
 
-def test_a_task_without_questions_to_evaluate_by_is_refused():
-    config = TaskConfig("addition")
+def test_a_task_without_questions_to_evaluate_by_is_refused(tmp_path):
+    config, one = TaskConfig("addition"), TaskConfig("addition", {"held_out": 1})
     with pytest.raises(ConfigError, match=r"task\.name=addition holds no question out"):
-        require_held_out(make(config, 0), "addition")
-    require_held_out(make(TaskConfig("addition", {"held_out": 1}), 0), "addition")
+        require_held_out(make(config, 0), replace(make_config(tmp_path), task=config))
+    require_held_out(make(one, 0), replace(make_config(tmp_path), task=one))
     with pytest.raises(ConfigError, match="held_out=100 is not allowed: 0 to 99, of 100 questions"):
         make(TaskConfig("addition", {"held_out": 100}), 0)
+
+
+def test_more_questions_than_are_held_out_are_not_taken_for_all(tmp_path):
+    config = replace(make_config(tmp_path), task=TaskConfig("addition", {"held_out": 3}))
+    for asked in (0, 1, 3):
+        usable_task(replace(config, eval=EvalConfig(every=1, questions=asked)))
+    says = (
+        r"^eval\.questions=4 is not allowed: 1 to 3, which is how many .* task\.name=addition holds out, or 0 for all$"
+    )
+    with pytest.raises(ConfigError, match=says):
+        usable_task(replace(config, eval=EvalConfig(every=1, questions=4)))
 
 
 # --- figures ---

@@ -80,6 +80,28 @@ def test_a_users_file_and_class():
 
 
 @pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("exact_match", {}),
+        ("numeric_match", {}),
+        ("math", {}),
+        ("reward_samples:Unnamed", {}),
+        ("regex", {"pattern": "4"}),
+    ],
+)
+def test_a_column_may_have_the_name_of_an_object_of_ones_own(name, options):
+    given = reward(name, **options)
+    assert not given.refuses
+    assert value(given, "4", answer="4", self="5") == 1.0
+
+
+def test_a_column_with_which_a_class_can_not_be_called_is_known():
+    assert reward("reward_samples:Own", factor=2).refuses == {"self"}
+    assert reward("length", target=3).refuses == set(), "it is given no column"
+    assert reward("reward_samples:share").refuses == reward("reward_samples:columns_seen").refuses == set()
+
+
+@pytest.mark.parametrize(
     ("completion", "kind"), [("float", "no list"), ("text", "no list"), ("texts", "no number"), ("two", "length")]
 )
 def test_a_result_of_another_kind_is_reported(completion, kind):
@@ -161,6 +183,11 @@ def test_exact_match():
     assert value(plain, "b", answer=["a", "b"]) == 1.0
     assert value(plain, "7", answer=7) == 1.0
     assert value(plain, "x", answer=None) is None
+    written = ("12", "12.0", "12.00", "13", "12.5")
+    assert [value(plain, text, answer=12.0) for text in written] == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert [value(plain, text, answer=12.5) for text in written] == [0.0, 0.0, 0.0, 0.0, 1.0]
+    assert value(plain, "12", answer=[1.5, 12.0]) == 1.0
+    assert value(plain, "nan", answer=math.nan) == 1.0
     loose = reward("exact_match", column="city", ignore_case=True, pattern=r"<answer>(.*?)</answer>")
     assert value(loose, "<answer>Rome</answer> no: <answer>PARIS</answer>", city="Paris") == 1.0
     assert value(loose, "Paris", city="Paris") == 0.0

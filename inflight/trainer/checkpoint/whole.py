@@ -7,12 +7,8 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS, INDEX, WHOLE
 from inflight.trainer.checkpoint.index import CheckpointError
-
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
-ADAPTER = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class _Index(msgspec.Struct):

@@ -47,11 +47,14 @@ class LaunchConfig:
     """Seconds before the first restart of a process; doubled before each further one."""
     line_every_s: float = 5.0
     """Seconds between the lines of progress if the output is no terminal; 1 or more."""
+    log_mib: float = 64.0
+    """MiB of a process's log in `logs/` with which it begins anew; what it held is kept in one older file (`g0.log.1`).
+    1 or more."""
     metrics: bool = True
     """Each process serves metrics to Prometheus (docs/metrics.md)."""
 
     def __post_init__(self) -> None:
         require(0 < self.stop_grace_s <= 8, "launch.stop_grace_s", self.stop_grace_s, "above 0, at most 8")
-        require_fields(self, "launch", "line_every_s", least=1)
+        require_fields(self, "launch", "line_every_s log_mib", least=1)
         require_fields(self, "launch", "restart_delay_s", least=0)
         require_fields(self, "launch", "restarts", least=0, most=1000)

@@ -211,6 +211,11 @@ class RunConfig:
         return self.path / "versions" / f"{version:06d}.safetensors"
 
     @property
+    def logs(self) -> Path:
+        """The folder of the processes' logs; launcher/log_files.py bounds them."""
+        return self.path / "logs"
+
+    @property
     def snapshot_file(self) -> Path:
         """The latest values of the run's processes (view/snapshot.py), replaced atomically."""
         return self.path / "bus" / "status.json"

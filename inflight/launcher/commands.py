@@ -63,7 +63,7 @@ def _command(
         name=name,
         kind=kind,
         argv=[sys.executable, "-m", f"inflight.{arguments[0]}", "--run-dir", config.run_dir, *arguments[1:]],
-        log=config.path / "logs" / f"{name}.log",
+        log=config.logs / f"{name}.log",
         environment=computing(threads) | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}),
         cores=tuple(cores),
         host=config.hosts.of(kind, number),

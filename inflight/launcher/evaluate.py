@@ -33,6 +33,7 @@ from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
 from inflight.launcher.last_words import last_words
+from inflight.launcher.log_files import BoundedLogs
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.models.weight_files import ADAPTER
 from inflight.processes import Processes
@@ -159,6 +160,7 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
         RunFolder(config) as folder,
         Listener(config.listening("status"), config.bus),
         Listener(config.listening("weights"), config.bus) as weights,
+        BoundedLogs(config.logs, config.launch.log_mib),
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock]) as processes,
     ):
         configuration.save(config)
@@ -179,7 +181,7 @@ def _generator(config: RunConfig) -> Command:
         name=GENERATOR,
         kind="generator",
         argv=[sys.executable, "-m", "inflight.generator", *arguments],
-        log=config.path / "logs" / f"{GENERATOR}.log",
+        log=config.logs / f"{GENERATOR}.log",
         environment=computing(config.generator.threads),
     )
 

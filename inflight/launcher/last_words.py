@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+from inflight.launcher.log_files import older_of
 from inflight.report.visible import visible
 
 END_BYTES = 1 << 20
@@ -18,16 +19,24 @@ LINE_CHARACTERS = 1000
 
 
 def last_lines(log: Path | None, count: int) -> list[str]:
-    """The last `count` lines of a log's last END_BYTES; [] when there is none."""
+    """The last `count` lines of a log's last END_BYTES, some of which may be in the file that is kept of it from before
+    it began anew; [] when there is none."""
     if log is None:
         return []
+    end = _end_of(log, END_BYTES)
+    end = _end_of(older_of(log), END_BYTES - len(end)) + end
+    lines = end.decode(errors="replace").splitlines()
+    return [visible(line.expandtabs()[:LINE_CHARACTERS]) for line in lines[-count:]]
+
+
+def _end_of(file: Path, most: int) -> bytes:
+    """At most `most` bytes; none of a file that does not exist."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - END_BYTES))
-            end = file.read(END_BYTES).decode(errors="replace")
+        with file.open("rb") as opened:
+            opened.seek(max(0, opened.seek(0, os.SEEK_END) - most))
+            return opened.read(most)
     except FileNotFoundError:
-        return []
-    return [visible(line.expandtabs()[:LINE_CHARACTERS]) for line in end.splitlines()[-count:]]
+        return b""
 
 
 _PREFIX = re.compile(r"^\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ?")

@@ -29,6 +29,7 @@ from inflight.launcher.compose import compose, configurations
 from inflight.launcher.exported import LauncherMetrics
 from inflight.launcher.guests import Guests
 from inflight.launcher.interrupt import Interrupt
+from inflight.launcher.log_files import BoundedLogs
 from inflight.launcher.outcome import RunOutcome, report
 from inflight.launcher.preflight import ready_to_start, with_data
 from inflight.launcher.restarts import Restarts
@@ -153,6 +154,7 @@ def _run(
     guests = Guests(config, joins)
     with (
         View(progress, line_every_s=config.launch.line_every_s, kept=config.snapshot_file) as view,
+        BoundedLogs(config.logs, config.launch.log_mib),
         Processes(config.launch.stop_grace_s, keep_open=[folder.lock], elsewhere=starter) as processes,
         interrupt,
     ):

@@ -57,6 +57,8 @@ def test_run_dir_is_absolute_and_named_after_the_configuration(tmp_path, monkeyp
         ("nonsense=1", "nonsense"),
         ("trainer.steps=abc", r"^trainer\.steps=abc is not allowed: Value 'abc' .* could not be converted to Integer$"),
         ("launch.line_every_s=0.9", r"launch\.line_every_s=0\.9 is not allowed: 1 or more"),
+        ("launch.log_mib=0.5", r"launch\.log_mib=0\.5 is not allowed: 1 or more"),
+        ("launch.log_mib=1e12", r"launch\.log_mib=1000000000000\.0 is not allowed: at most 1000000000"),
         ("trainer.steps=0", r"trainer\.steps=0 is not allowed: 1 or more"),
         ("trainer.stesp=3", r"^trainer\.stesp is not known; did you mean trainer\.steps\?$"),
         ("trainer.objective.nme=x", r"did you mean trainer\.objective\.name\?$"),

@@ -253,6 +253,7 @@ def test_another_file_may_be_held_out(tmp_path):
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_a_stream_is_read_in_order_and_any_question_can_be_had_again(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(stream, "KEPT", 4)
+    monkeypatch.setattr(stream, "AHEAD", 1)
     for number, part in enumerate((sums(9)[:4], sums(9)[4:])):
         if kind == "jsonl":
             lines(tmp_path / f"{number}.jsonl", part)

@@ -74,7 +74,7 @@ def test_a_line_of_a_stream_that_is_not_utf8_costs_itself(tmp_path):
 
 def test_a_stream_that_breaks_is_not_at_its_end(tmp_path, monkeypatch):
     file = lines(tmp_path / "a.jsonl", sums(6))
-    begin, broken = stream.StreamRows._begin, [True, True]
+    begin, broken = stream.StreamRows._begin, [True] * 3  # once as the file is opened, for rows ahead
 
     def some(rows):
         for number, row in enumerate(rows):
@@ -85,6 +85,7 @@ def test_a_stream_that_breaks_is_not_at_its_end(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stream.StreamRows, "_begin", lambda rows: some(begin(rows)))
     course = Course(streamed(file), epochs=2)
+    assert course.item(2).prompt == "2+1="
     for index in (3, 5):
         with pytest.raises(Unreadable, match=r"line 4 and what follows can't be read: OSError: stale file handle"):
             course.item(index)
@@ -98,6 +99,7 @@ def test_a_stream_that_breaks_is_not_at_its_end(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rows", [sums(9)[3:], sums(2), sums(3)], ids=["longer", "shorter", "alike"])
 def test_a_stream_whose_file_is_another_one_meanwhile_says_so(tmp_path, monkeypatch, then, rows):
     monkeypatch.setattr(stream, "KEPT", 1)
+    monkeypatch.setattr(stream, "AHEAD", 0)
     file = tmp_path / "a.jsonl"
     task = streamed(lines(file, sums(3)))
     course = Course(task)
@@ -107,6 +109,46 @@ def test_a_stream_whose_file_is_another_one_meanwhile_says_so(tmp_path, monkeypa
     for _ in range(2):
         with pytest.raises(Unreadable, match="the files have changed since the run began to read them"):
             course.item(then)
+
+
+def test_the_files_of_a_stream_are_looked_at_for_many_rows_at_a_time(tmp_path, monkeypatch):
+    """With thousands of them a look takes longer than a row. It is for every row, nevertheless: one that was read
+    before a file has changed is of the file that was."""
+    rows = sums(stream.AHEAD * 3)
+    files = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for number, file in enumerate(files):
+        lines(file, rows[number::3])
+    look, looks = stream.StreamRows._require_unchanged, []
+    monkeypatch.setattr(stream.StreamRows, "_require_unchanged", lambda rows: looks.append(1) or look(rows))
+    task = streamed(tmp_path / "*.jsonl")
+    prompts = [row["prompt"] for number in range(3) for row in rows[number::3]]
+    assert [task.item(index).prompt for index in range(stream.AHEAD * 2)] == prompts[: stream.AHEAD * 2]
+    assert len(looks) < 6
+    lines(files[0], rows)  # that was read wholly
+    assert task.item(stream.AHEAD * 2).prompt == prompts[stream.AHEAD * 2]
+    with pytest.raises(Unreadable, match="the files have changed since the run began to read them"):
+        task.item(stream.AHEAD * 2 + 2)
+
+
+def test_rows_are_given_out_after_the_look_at_their_files(tmp_path, monkeypatch):
+    file = tmp_path / "a.jsonl"
+    lines(file, sums(stream.AHEAD * 3))
+    begin, row = stream.StreamRows._begin, stream.AHEAD * 2
+
+    def changed(rows):
+        for number, each in enumerate(rows):
+            if number == row + 5:
+                lines(file, sums(3))
+            yield each
+
+    monkeypatch.setattr(stream.StreamRows, "_begin", lambda rows: changed(begin(rows)))
+    task = streamed(file)
+    assert task.item(row - stream.AHEAD - 1).prompt
+    with pytest.raises(
+        Unreadable,
+        match=f"line {row + 1} and what follows can't be read: the files have changed since the run began to read them",
+    ):
+        task.item(row)
 
 
 # --- what is held out ---

@@ -18,6 +18,9 @@ from inflight.tasks.data.rows import LINE_COLUMN, LINES, BadRow, one_line, own_f
 
 KEPT = 4096
 """Rows that are kept in memory: more than are in flight at a time."""
+AHEAD = 64
+"""Rows that are read ahead of the one that is asked for, so that one look at all files, some 3 µs each, is for many
+rows: with thousands of files it takes longer than a row."""
 NOT_UTF8 = "inflight_not_utf8"
 """Puts a NUL in the place of bytes that are not UTF-8: no JSON has one, so that such a line costs itself alone."""
 codecs.register_error(NOT_UTF8, lambda error: ("\0", error.end) if isinstance(error, UnicodeDecodeError) else ("", 0))
@@ -75,12 +78,13 @@ class StreamRows:
                 self._left = self._begin()
             while self._next <= index and self._read(self._left):
                 pass
-            self._require_unchanged()
+            self._read_ahead(self._left)
+            self._require_unchanged()  # no row is given out before: all that were read are of the same files
         except Exception as error:  # noqa: BLE001 - of many libraries
             self._left = None  # an iterator that has raised is at its end, which is not that of the files
             self._kept.clear()
             read = error if isinstance(error, Unreadable) else one_line(error)
-            raise Unreadable(f"{self.place(self._next)} and what follows can't be read: {read}") from None
+            raise Unreadable(f"{self.place(min(index, self._next))} and what follows can't be read: {read}") from None
         if index not in self._kept:
             raise IndexError(index)
         return self._kept[index]
@@ -113,6 +117,15 @@ class StreamRows:
         if self._stood and stand != self._stood:
             raise Unreadable("the files have changed since the run began to read them")
         self._stood = stand
+
+    def _read_ahead(self, left: Iterator[Any]) -> None:
+        """Reads rows that follow the one that is asked for. What fails there fails again for a question of its own."""
+        try:
+            for _ in range(AHEAD):
+                if not self._read(left):
+                    return
+        except Exception:  # noqa: BLE001 - of many libraries
+            self._left = None
 
     def _read(self, left: Iterator[Any]) -> bool:
         """Reads a row; False at the end. Raises Unreadable, or what the library does."""

@@ -25,6 +25,9 @@ from inflight.messages import AnyMessage, ClockOffset, Goodbye, Heartbeat, Refus
 
 KNOWN_EACH = 16
 """Of each name, the newest connections that are remembered."""
+HANDSHAKE_S = 10.0
+"""Seconds within which a connection has to be identified; one that is not holds a file descriptor until then. ZeroMQ's
+own bound is 30 s."""
 
 
 @dataclass(slots=True)
@@ -66,6 +69,7 @@ class Listener(Endpoint):
         """
         super().__init__(zmq.ROUTER, endpoint, config, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a Link that reconnects after its connection broke
         self._peers: dict[str, _Peer] = {}
         self._clock = clock

@@ -12,6 +12,7 @@ import zmq
 import zmq.auth
 
 from inflight.bus import BusError, Link, Listener, Lost, Received, keys, make_keys
+from inflight.bus import listener as listener_module
 from inflight.bus import rate as rate_module
 from inflight.bus.rate import Rate
 from inflight.bus.refusals import Refusals
@@ -89,6 +90,22 @@ SAYS = {
     "what is said without keys in old ZeroMQ": b"\x01\x00\x05\x00hello",
     "a greeting of another mechanism": b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48),
 }
+
+
+def test_a_stranger_that_says_nothing_is_disconnected_long_before_zeromq_would(folder, monkeypatch):
+    """Else as many as the limit of open files hold all of them for 30 s."""
+    assert listener_module.HANDSHAKE_S <= 10
+    monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.5)
+    with (
+        Listener("tcp://127.0.0.1:*", config(keys=str(folder))) as listener,
+        Link(listener.endpoint, "g0", config(keys=str(folder))) as link,
+        socket.create_connection(("127.0.0.1", port_of(listener)), LIMIT_S) as stranger,
+    ):
+        while stranger.recv(1024):  # the listener's greeting; TimeoutError: still connected
+            pass
+        until(lambda: listener.refusals.counts["handshake not finished"] == 1)
+        link.send(Commit(version=1))
+        assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
 
 
 @pytest.mark.parametrize("what", SAYS)

@@ -23,6 +23,7 @@ from inflight.generator.engine_args import require_extra
 from inflight.generator.server_args import require_server
 from inflight.launcher import devices
 from inflight.launcher.last_words import last_words
+from inflight.launcher.reachable import require_reachable
 from inflight.launcher.run_folder import LaunchError
 from inflight.surroundings import computing, inherited
 from inflight.tasks import examine
@@ -46,6 +47,7 @@ def ready_to_start(config: RunConfig) -> RunConfig:
     devices.require_gpu(config)
     require_sound(config)
     require_effect(config)
+    require_reachable(config)
     require_installed(config.trackers)
     with stage("checking objective, task and rewards"):
         _require_named(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import shutil
 import stat
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
+import psutil
 import pytest
 from fake_generator import eventually
 from run_folders import API_KEY, written_run
@@ -21,13 +23,16 @@ from run_folders import API_KEY, written_run
 from inflight import __version__
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig
-from inflight.exits import STOPPED
+from inflight.config.network import is_address
+from inflight.exits import BAD_INPUT, STOPPED
 from inflight.hosted import folder as folders
 from inflight.hosted.folder import unpacked_folder
 from inflight.hosted.running import _gpus
 from inflight.launcher import devices
+from inflight.launcher import launch as launching
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
+from inflight.launcher.reachable import require_reachable
 from inflight.launcher.restarts import RETRY_AT_MOST_S, Restarts
 from inflight.processes import Ended, Processes
 from inflight.starters import parcel as parcels
@@ -353,6 +358,39 @@ def test_hosts_that_can_not_be_used_are_refused(tmp_path: Path, options: list[st
     with pytest.raises(ConfigError) as caught:
         compose("tiny", [f"run_dir={tmp_path}/run", *options])
     assert said in str(caught.value)
+
+
+ELSEWHERE = "network.bind=127.0.0.1 is not allowed with hosts.names={}: no other host reaches a loopback address"
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "me@192.0.2.7", "'[2001:db8::7]'"])
+def test_hosts_that_can_not_reach_loopback_are_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], host: str
+) -> None:
+    options = ["network.bind=127.0.0.1", "hosts.starter=ssh", f"hosts.names=[local,{host}]", "generator.count=2"]
+    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", *options]) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith(f"inflight launch: {ELSEWHERE.format(host.strip(chr(39)))}")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_hosts_that_may_reach_the_trainer_are_not_refused() -> None:
+    def check(bind: str, names: str, count: int = 2, starter: str = "ssh") -> None:
+        options = [f"network.bind={bind}", f"hosts.starter={starter}", f"hosts.names=[{names}]"]
+        require_reachable(compose("tiny", ["run_dir=/nowhere", *options, f"generator.count={count}"]))
+
+    addresses = [each.address for each in itertools.chain(*psutil.net_if_addrs().values())]
+    own = [each for each in addresses if is_address(each) and "." in each]
+    for names in ("127.0.0.1,me@127.0.0.2", "h1,local", "'[::1]'", own[-1]):
+        check("127.0.0.1", names)
+        check("::1", names)
+    check("127.0.0.1", "local,192.0.2.7", count=1)  # takes no generator
+    check("10.0.0.1", "192.0.2.7")
+    for starter in ("ssh", "ray"):
+        with pytest.raises(ConfigError, match=r"hosts\.names=192\.0\.2\.7"):
+            check("127.0.0.2", "local,192.0.2.7", starter=starter)
+    require_reachable(compose("tiny", ["run_dir=/nowhere"]))
 
 
 def test_a_parcel_is_checked_like_any_message() -> None:

@@ -25,7 +25,8 @@ from inflight.config.pairings import require_sound
 from inflight.export import ExportError, export
 from inflight.merge import MergeError
 from inflight.models import prepare
-from inflight.trainer.adapter import CONFIG_FILE, AdapterPolicy, adapter_policy
+from inflight.models.weight_files import ADAPTER
+from inflight.trainer.adapter import AdapterPolicy, adapter_policy
 from inflight.trainer.checkpoint.companions import dtype_of
 from inflight.trainer.checkpoint.io import keep_version
 from inflight.trainer.checkpoint.snapshot import model_tensors
@@ -157,7 +158,7 @@ def test_a_run_resumes_from_the_adapter_of_its_checkpoint(
         adapter_policy(fewer, tiny_model, CPU)
     with pytest.raises(ValueError, match=r"step-000004/.* was trained on another base \(\w{12}\) than .* holds"):
         adapter_policy(config, another_base(tiny_model, tmp_path / "other"), CPU)
-    described = json.loads((folder / CONFIG_FILE).read_text())
+    described = json.loads((folder / ADAPTER).read_text())
     assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (4, 20.0, True)
 
 
@@ -236,8 +237,8 @@ def test_export_says_what_it_can_not_do(trained: AdapterPolicy, tmp_path: Path, 
         export(tiny_model, tmp_path / "out", merge=True)
     another_base(tiny_model, tmp_path / "other")
     for base, reason in (("gone", "gone"), ("other", "was trained on another base")):
-        described = json.loads((folder / CONFIG_FILE).read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
-        (folder / CONFIG_FILE).write_text(json.dumps(described))
+        described = json.loads((folder / ADAPTER).read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
+        (folder / ADAPTER).write_text(json.dumps(described))
         with pytest.raises(MergeError, match=reason):
             export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()

@@ -84,6 +84,8 @@ class Outcome:
     seconds: float
     activity: dict[str, float]
     blocked_s: list[float]
+    calls_s: dict[str, list[float]]
+    """Call of the engine's → seconds of each, of all its publications."""
     snapshots: list[tuple[float, dict[str, torch.Tensor]]] = field(default_factory=list)
     """Seconds since the arm's begin, and the weights that were published then."""
     live: int = 0
@@ -134,9 +136,11 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
         ending.daemon = True
         stack.callback(ending.cancel)
         shared.caller.call("activity")
+        shared.caller.seconds.clear()
         started = time.monotonic()
         ending.start()
         trainer.run()
+        calls_s = dict(shared.caller.seconds)
         activity = shared.caller.call("activity")
         lasted = time.monotonic() - started
         trainer.keep_snapshot()
@@ -146,7 +150,7 @@ def run_arm(shared: Shared, way: Way, actor: Actor, *, seconds: float, every_s: 
     shared.version = publisher.version
     learner.policy.drop_gradients()
     shared.accelerator.free_memory()  # it keeps the optimizers that it has prepared
-    return Outcome(config.path, lasted, activity, publisher.blocked_s, trainer.snapshots, publisher.version)
+    return Outcome(config.path, lasted, activity, publisher.blocked_s, calls_s, trainer.snapshots, publisher.version)
 
 
 def _end(stop: StopFlag, buffer: Buffer) -> None:

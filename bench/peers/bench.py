@@ -128,6 +128,7 @@ class Bench:
             **figures_of(lines, outcome.seconds, outcome.activity),
             "publish_ms": 1e3 * statistics.median(outcome.blocked_s) if outcome.blocked_s else 0.0,
             "publish_ms_each": [round(1e3 * each, 2) for each in outcome.blocked_s],
+            "calls_ms": {name: round(1e3 * statistics.median(each), 2) for name, each in outcome.calls_s.items()},
             "held_out": curve,
             # The last weights as the arm's way has delivered them, against inflight's transfer of the same ones.
             "delivered_reward": delivered.reward,

@@ -127,9 +127,12 @@ class Caller:
         self._socket.settimeout(timeout_s)
         self._socket.connect(str(path))
         self._lines = self._socket.makefile("rb")
+        self.seconds: dict[str, list[float]] = {}
+        """What was called → how long each call took."""
 
     def call(self, method: str, *args: Any) -> Any:
         """The result of one call. Raises ControlError, also when none comes in time."""
+        started = time.monotonic()
         try:
             self._socket.sendall(json.dumps({"method": method, "args": args}).encode() + b"\n")
             line = self._lines.readline()
@@ -140,6 +143,8 @@ class Caller:
         answer = json.loads(line)
         if "error" in answer:
             raise ControlError(f"{method}: {answer['error']}")
+        called = str(args[0]) if method == "rpc" else method
+        self.seconds.setdefault(called, []).append(time.monotonic() - started)
         return answer["result"]
 
     def close(self) -> None:

@@ -157,6 +157,14 @@ def test_a_call_reaches_the_engine_and_an_error_comes_back(served):
     assert caller.call("activity")["paused_s"] > 0
     with pytest.raises(ControlError, match="rpc: ValueError: no such method"):
         caller.call("rpc", "broken")
+    assert {name: len(each) for name, each in caller.seconds.items()} == {
+        "pause": 1,
+        "update_weights": 1,
+        "commit_weights": 1,
+        "resume": 1,
+        "running": 1,
+        "activity": 1,
+    }
 
 
 class Inner:

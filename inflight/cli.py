@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _COMMANDS[command][1](arguments[1:])
         sys.stdout.flush()
+    except KeyboardInterrupt:  # while a command is loading; those that start or write something handle it themselves
+        return say_why(command, "stopped by SIGINT", 128 + signal.SIGINT)
     except BrokenPipeError:  # for example `inflight report RUN | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's own flush at exit fails
         return 128 + signal.SIGPIPE

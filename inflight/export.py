@@ -4,11 +4,13 @@ trainer needs, in the dtype that it is to be served in."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
-import tempfile
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 from safetensors import SafetensorError
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.config import CONFIG_FILE
 from inflight.exits import BAD_INPUT, say_why
+from inflight.locked_folder import locked_folder
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
 from inflight.models.weight_files import ADAPTER, INDEX
@@ -38,7 +41,7 @@ class ExportError(ValueError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line. Exit code 0, or 2 with one line."""
+    """The command line. Exit code 0, or 2 with one line; 128 plus the number of a signal that ends it."""
     parser = argparse.ArgumentParser(
         prog="inflight export",
         description="Make a directory of a checkpoint's model, as transformers and vLLM load it.",
@@ -51,19 +54,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--merge", action="store_true", help="of an adapter: the base with the adapter in its weights")
     given = parser.parse_args(argv)
     try:
-        checkpoint = export(given.source, given.out, given.dtype, merge=given.merge)
+        with _stopped_by_signals():
+            checkpoint = export(given.source, given.out, given.dtype, merge=given.merge)
     except (ExportError, CheckpointError, MergeError, OSError) as error:
         return say_why("export", error, BAD_INPUT)
     print(f"{given.out}: the {'adapter' if _is_adapter(given.out) else 'model'} of {checkpoint}, {_stored(given.out)}")
     return 0
 
 
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """While open, Ctrl-C, SIGTERM and SIGHUP raise SystemExit, so that what is not complete is removed."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise SystemExit(say_why("export", f"stopped by {signal.Signals(number).name}", 128 + number))
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, stop) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = False) -> Path:
     """Makes the directory `out` of a run's newest checkpoint, or of a checkpoint; the checkpoint.
 
     An adapter's checkpoint gives an adapter's directory, or with `merge` a model's. `out` appears complete or not at
-    all. Raises ExportError where there is no checkpoint, `out` exists, or the weights can't be read or cast;
-    CheckpointError when they are not whole; MergeError when they can't be merged; OSError when it can't be written.
+    all, and what an export to it that was killed has left beside it is removed. Raises ExportError where there is no
+    checkpoint, `out` exists, or the weights can't be read or cast; CheckpointError when they are not whole; MergeError
+    when they can't be merged; OSError when it can't be written.
     """
     checkpoint = _checkpoint(source)
     if out.exists():
@@ -80,18 +102,16 @@ def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = F
     if target is not None and stored != "float32":
         raise ExportError(f"--dtype {dtype} is not possible: {checkpoint} holds weights in {stored}")
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    try:
+    with locked_folder(out.parent, f".{out.name}.partial-") as folder:
+        partial = folder / out.name
+        partial.mkdir()
         if merge:
             merge_adapter(checkpoint, partial, DTYPES[dtype or stored])
             copy_companions(checkpoint, partial)
             (partial / ADAPTER).unlink()
         else:
             _copy(checkpoint, partial, target)
-        partial.chmod(0o755)
         partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return checkpoint
 
 

@@ -7,9 +7,7 @@ does.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,38 +18,19 @@ from inflight import models
 from inflight.bus.keys import for_owner_alone
 from inflight.config import CONFIG_FILE, ModelConfig, RunConfig
 from inflight.listening import source_of
+from inflight.locked_folder import locked_folder
 from inflight.starters.parcel import Parcel
 
 IN_MEMORY = Path("/dev/shm")
 PREFIX = "inflight-"
-LOCK = "process.lock"
-"""Locked for as long as the process of a folder lives."""
 
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """A folder for its owner alone, in memory where that is possible; removed at the end. Raises OSError."""
     parent = IN_MEMORY if os.access(IN_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
-    _remove_abandoned(parent)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-    try:
-        new = folder / f"{LOCK}.new"
-        with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            new.rename(folder / LOCK)  # under this name it is always locked
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_abandoned(parent: Path) -> None:
-    """Removes the folders of this user's processes that were killed."""
-    for path in parent.glob(f"{PREFIX}*/{LOCK}"):
-        with contextlib.suppress(OSError):
-            if path.parent.lstat().st_uid == os.getuid():
-                with path.open("r+") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
-                    shutil.rmtree(path.parent, ignore_errors=True)
+    with locked_folder(parent, PREFIX) as folder:
+        yield folder
 
 
 @contextlib.contextmanager

@@ -6,6 +6,9 @@ import dataclasses
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import cli
 from inflight.config import ConfigError, ModelConfig, RunConfig, TaskConfig, TrainerConfig, save
+from inflight.export import export
+from inflight.locked_folder import locked_folder
 from inflight.rollout.books import NO_BOOKS
 from inflight.trainer import loop
 from inflight.trainer.checkpoint import io
@@ -219,6 +224,7 @@ def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys
 
     path, _ = written(tmp_path / "run" / "checkpoints", tiny_model, dtype="bfloat16")
     out = tmp_path / "out"
+    capsys.readouterr()  # transformers shows how far it is
     assert line(tmp_path / "nothing", out) == (
         f"{tmp_path}/nothing is neither a run folder nor a checkpoint: it has no config.yaml or config.json"
     )
@@ -237,6 +243,55 @@ def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys
     (tmp_path / "torn" / "model.safetensors").unlink()
     assert line(tmp_path / "torn", out) == f"{tmp_path}/torn is not whole: it has no model.safetensors"
     assert {each.name for each in tmp_path.iterdir()} == {"run", "empty", "torn"}
+
+
+def names(folder: Path) -> set[str]:
+    return {each.name for each in folder.iterdir()}
+
+
+def test_a_signal_ends_an_export_in_one_line_and_nothing_of_it_is_left(tmp_path, tiny_model, monkeypatch, capsys):
+    path, _ = written(tmp_path / "run", tiny_model)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}  # as a shell may not have it
+    try:
+        for number in numbers:
+
+            def interrupted(*_: object, number: signal.Signals = number) -> None:
+                assert len(names(tmp_path)) == 2
+                signal.raise_signal(number)
+
+            monkeypatch.setattr("shutil.copyfile", interrupted)
+            capsys.readouterr()
+            with pytest.raises(SystemExit) as ended:
+                cli.main(["export", str(path), str(tmp_path / "out")])
+            assert ended.value.code == 128 + number
+            assert capsys.readouterr().err == f"inflight export: stopped by {number.name}\n"
+            assert names(tmp_path) == {"run"}
+            assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_what_a_killed_export_has_left_is_removed_by_the_next_one_to_the_same_place(tmp_path, tiny_model):
+    path, _ = written(tmp_path / "run", tiny_model)
+    killed = """
+import os, signal, sys
+from pathlib import Path
+from inflight.locked_folder import locked_folder
+parent = Path(sys.argv[1])
+with locked_folder(parent, ".out[1].partial-"), locked_folder(parent, ".other.partial-"):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with locked_folder(tmp_path, ".out[1].partial-") as living:  # an export to the same place that is under way
+        done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=60, check=False)
+        assert done.returncode == -signal.SIGKILL
+        assert len(names(tmp_path)) == 4
+        export(path, tmp_path / "out[1]")
+        assert living.is_dir()
+        (other,) = names(tmp_path) - {"run", "out[1]", living.name}
+        assert other.startswith(".other.partial-")
+    assert "config.json" in names(tmp_path / "out[1]")
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,17 @@ def test_options_of_a_launch_stand_in_any_order(capsys):
     assert all(each in text for each in ("steps: 3", "max_tokens: 7", "seed: 5"))
 
 
+def test_an_interrupted_command_is_one_line(monkeypatch, capsys):
+    """Some take seconds to load what they need, before they can handle a signal themselves."""
+
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "export", ("", interrupted))
+    assert cli.main(["export", "a", "b"]) == 130
+    assert capsys.readouterr().err == "inflight export: stopped by SIGINT\n"
+
+
 @pytest.mark.parametrize("arguments", [[], ["dance"]])
 def test_an_unknown_command_ends_with_code_2(arguments, capsys):
     with pytest.raises(SystemExit) as ended:

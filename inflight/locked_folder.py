@@ -1,0 +1,43 @@
+"""A temporary folder that is removed with the process that made it, or by the next process that makes one there."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+LOCK = "process.lock"
+"""Locked for as long as the process of a folder lives."""
+
+
+@contextlib.contextmanager
+def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A folder in `parent` for its owner alone, whose name begins with `prefix`; removed at the end.
+
+    A process that is killed can't remove its folder: those of this user's that have the same prefix and whose process
+    does not live are removed here. Raises OSError.
+    """
+    _remove_abandoned(parent, prefix)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        new = folder / f"{LOCK}.new"
+        with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(folder / LOCK)  # under this name it is always locked
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for path in parent.glob(f"{glob.escape(prefix)}*/{LOCK}"):
+        with contextlib.suppress(OSError):
+            if path.parent.lstat().st_uid == os.getuid():
+                with path.open("r+") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
+                    shutil.rmtree(path.parent, ignore_errors=True)

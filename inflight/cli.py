@@ -127,8 +127,9 @@ def _export(arguments: list[str]) -> int:
 
 def _join(arguments: list[str]) -> int:
     from inflight.hosted import join
+    from inflight.processes import leave_with
 
-    return join.main(arguments)
+    leave_with(lambda: join.main(arguments))  # a download that its lease has outlived still has threads
 
 
 def _version(arguments: list[str]) -> int:

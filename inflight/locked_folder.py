@@ -16,8 +16,9 @@ LOCK = "process.lock"
 
 
 @contextlib.contextmanager
-def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A folder in `parent` for its owner alone, whose name begins with `prefix`; removed at the end.
+def locked_folder(parent: Path, prefix: str, process: str = "") -> Iterator[Path]:
+    """A folder in `parent` for its owner alone, whose name begins with `prefix`; removed at the end. `process`: what its
+    lock says of its process.
 
     A process that is killed can't remove its folder: those of this user's that have the same prefix and whose process
     does not live are removed here. Raises OSError.
@@ -26,8 +27,10 @@ def locked_folder(parent: Path, prefix: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         new = folder / f"{LOCK}.new"
-        with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
+        with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT, 0o600), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.write(process)
+            lock.flush()
             new.rename(folder / LOCK)  # under this name it is always locked
             yield folder
     finally:
@@ -41,3 +44,25 @@ def _remove_abandoned(parent: Path, prefix: str) -> None:
                 with path.open("r+") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
                     shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def locks_of(parent: Path, prefix: str, process: str) -> list[Path]:
+    """The locks of this user's folders that say so of their process."""
+    return [lock for lock in parent.glob(f"{glob.escape(prefix)}*/{LOCK}") if _is_of(lock, process)]
+
+
+def _is_of(lock: Path, process: str) -> bool:
+    with contextlib.suppress(OSError):
+        if lock.parent.lstat().st_uid == os.getuid():
+            return lock.read_text(errors="replace") == process
+    return False
+
+
+def is_held(lock: Path) -> bool:
+    """Whether the process of a folder lives."""
+    with contextlib.suppress(FileNotFoundError), lock.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

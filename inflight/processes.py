@@ -146,6 +146,15 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
+def leave_with(main: Callable[[], int]) -> NoReturn:
+    """As `leave`, with what `main` returns, or the code of the SystemExit with which a signal has ended it."""
+    try:
+        code = main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    leave(code)
+
+
 def guard_group() -> None:
     """Starts a watchdog process that waits for the end of this one and then kills the rest of its process group: a
     killed generator can't end its engine, and the launcher, which could, may have been killed as well.

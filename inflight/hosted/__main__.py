@@ -10,6 +10,7 @@ from inflight.config import ConfigError
 from inflight.exits import BAD_INPUT, GIVEN_UP, say_why
 from inflight.hosted.running import run
 from inflight.models import ModelError
+from inflight.processes import leave_with
 from inflight.starters.parcel import Lease, ParcelError, received
 
 
@@ -32,4 +33,4 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_with(main)  # a download that its lease has outlived still has threads

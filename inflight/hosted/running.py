@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from collections.abc import Callable
-from typing import Protocol
+from concurrent.futures import Future
+from typing import Protocol, TypeVar
 
+from inflight import config as configuration
+from inflight.bus.keys import for_owner_alone
 from inflight.config import ConfigError, RunConfig
 from inflight.exits import STOPPED
-from inflight.hosted.folder import unpacked_folder
+from inflight.hosted.folder import Predecessors, unpacked_folder, with_model
 from inflight.launcher.devices import available
-from inflight.processes import Processes
+from inflight.processes import THERE_S, Processes
 from inflight.starters.base import Command
 from inflight.starters.parcel import Parcel
 
 POLL_S = 0.2
+T = TypeVar("T")
 MODULES = {"generator": "inflight.generator", "actor": "inflight.actor"}
 
 
@@ -32,22 +38,55 @@ class Held(Protocol):
 def run(parcel: Parcel, lease_of: Callable[[float], Held]) -> int:
     """Returns the exit code of the process; STOPPED when its lease ended first. `lease_of` takes the lease's time in
     seconds. Raises ConfigError, ModelError or OSError when it can't be started."""
+    before = Predecessors(parcel)
     with unpacked_folder(parcel) as config:
         lease = lease_of(config.hosts.lease_s)
-        command = Command(
-            name=parcel.name,
-            kind=parcel.kind,
-            argv=[sys.executable, "-m", MODULES[parcel.kind], "--run-dir", config.run_dir, "--name", parcel.name],
-            log=None,
-            environment=parcel.environment | _gpus(config, parcel, available()),
-        )
-        with Processes(config.launch.stop_grace_s) as processes:
-            processes.start(command)
-            while lease.wait(POLL_S):
-                if ended := processes.ended():
-                    return ended[0].code if ended[0].code >= 0 else 128 - ended[0].code
-            print(f"inflight hosted: {parcel.name} ends: {lease.ended}", file=sys.stderr, flush=True)
+        ready = _leased(lease, functools.partial(_prepared, config, before))
+        if ready is not None:
+            with for_owner_alone():
+                configuration.save(ready)
+            command = Command(
+                name=parcel.name,
+                kind=parcel.kind,
+                argv=[sys.executable, "-m", MODULES[parcel.kind], "--run-dir", config.run_dir, "--name", parcel.name],
+                log=None,
+                environment=parcel.environment | _gpus(config, parcel, available()),
+            )
+            with Processes(config.launch.stop_grace_s) as processes:
+                processes.start(command)
+                while lease.wait(POLL_S):
+                    if ended := processes.ended():
+                        return ended[0].code if ended[0].code >= 0 else 128 - ended[0].code
+        print(f"inflight hosted: {parcel.name} ends: {lease.ended}", file=sys.stderr, flush=True)
         return STOPPED
+
+
+def _prepared(config: RunConfig, before: Predecessors) -> RunConfig:
+    """Does what may take long before the process is started; returns the configuration with the model of this host. A
+    predecessor that does not even end with its lease is not waited for. Raises ModelError."""
+    ready = with_model(config)
+    within_s = config.hosts.lease_s + config.launch.stop_grace_s + THERE_S
+    if not before.ended(within_s):
+        print(f"inflight hosted: its predecessor has not ended within {within_s:g} s", file=sys.stderr, flush=True)
+    return ready
+
+
+def _leased(lease: Held, work: Callable[[], T]) -> T | None:
+    """The result of `work`, which a thread does. None when the lease ended first: the thread, which may be in a
+    download, is left to end by itself, or with this process. Raises what `work` raises."""
+    done: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by `done.result`
+            done.set_exception(error)
+
+    threading.Thread(target=do, name="preparing", daemon=True).start()
+    while lease.wait(POLL_S):
+        if done.done():
+            return done.result()
+    return None
 
 
 def _gpus(config: RunConfig, parcel: Parcel, devices: list[str]) -> dict[str, str]:

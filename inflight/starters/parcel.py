@@ -41,6 +41,8 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     name: Annotated[str, Meta(pattern="^[ag][0-9]{1,6}$")]
     kind: Annotated[str, Meta(pattern="^(generator|actor)$")]
     slot: Annotated[int, Meta(ge=0, le=1024)]
+    run: Annotated[str, Meta(max_length=4096)]
+    """The run's folder on the launcher's host."""
     trainer: Annotated[str, Meta(max_length=64)]
     """IP address at which the trainer is reached."""
     config: Annotated[str, Meta(max_length=1 << 19)]
@@ -67,6 +69,7 @@ def parcel_of(config: RunConfig, command: Command) -> Parcel:
         name=command.name,
         kind=command.kind,
         slot=command.slot,
+        run=config.run_dir,
         trainer=config.bus.address or config.network.reached,
         config=(config.path / CONFIG_FILE).read_text(),
         keys={name: (folder / name).read_text() for name in files},

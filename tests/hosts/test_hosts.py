@@ -118,6 +118,10 @@ class Run(OneHost):
             assert looking.communicate(timeout=60)[0].split() == ["models"]
             assert not self._left(number)
 
+    def generators(self, number: int) -> set[str]:
+        """Command lines of the generators on a host, each with a folder of its own."""
+        return {line for line in self.hosts.processes(number) if "--run-dir" in line and "--name g" in line}
+
     def _left(self, number: int) -> list[str]:
         """Command lines of the run's processes on a host."""
         return [line for line in self.hosts.processes(number) if "hosts" in line or "inflight." in line]
@@ -212,6 +216,28 @@ def test_a_host_that_goes_takes_only_its_processes_and_is_used_again(three: Host
     assert f"{three.address(1)} can't be reached, g0 is restarted" in said
     assert run.steps() == 120
     run.account()
+
+
+def test_a_generator_that_was_lost_ends_before_its_successor_starts(three: Hosts, started: Callable[..., Run]) -> None:
+    """The connection of ssh breaks, and the link heals while the old generator's lease lasts: both would have its
+    GPUs."""
+    run = started(three, "trainer.steps=1000", "hosts.lease_s=60", slowest_s=3.0)
+    run.until(lambda: run.steps() >= 3, alive=True)
+    (first,) = run.generators(1)
+    three.cut(1)
+    run.until(lambda: "not responding" in (run.folder / "logs" / "g0.log").read_text(), alive=True)
+    assert run.generators(1) == {first}
+    three.heal(1)
+    at_once = []
+
+    def succeeded() -> bool:
+        there = run.generators(1)
+        at_once.append(len(there))
+        return bool(there - {first})
+
+    run.until(succeeded, alive=True)
+    assert max(at_once) == 1
+    run.until(lambda: "g0" in run.routed(), alive=True)
 
 
 def test_a_slow_link_delays_one_generator_and_no_other(three: Hosts, started: Callable[..., Run]) -> None:

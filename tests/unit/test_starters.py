@@ -8,8 +8,11 @@ import itertools
 import os
 import shutil
 import stat
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +26,12 @@ from run_folders import API_KEY, written_run
 from inflight import __version__
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig
-from inflight.config.network import is_address
+from inflight.config.hosts import HostsConfig
+from inflight.config.network import NetworkConfig, is_address
 from inflight.exits import BAD_INPUT, STOPPED
 from inflight.hosted import folder as folders
-from inflight.hosted.folder import unpacked_folder
+from inflight.hosted import running
+from inflight.hosted.folder import Predecessors, unpacked_folder
 from inflight.hosted.running import _gpus
 from inflight.launcher import devices
 from inflight.launcher import launch as launching
@@ -34,6 +39,7 @@ from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.reachable import require_reachable
 from inflight.launcher.restarts import RETRY_AT_MOST_S, Restarts
+from inflight.models import ModelError
 from inflight.processes import Ended, Processes
 from inflight.starters import parcel as parcels
 from inflight.starters.base import UNREACHABLE, Command, Handle
@@ -179,6 +185,109 @@ def test_the_folder_of_a_process_that_was_killed_is_removed_by_the_next_and_no_o
             assert found == {"inflight-foreign", living.path.name, later.path.name}
             assert living.api_key() == API_KEY
     assert {each.name for each in (tmp_path / "shm").iterdir()} == {"inflight-foreign"}
+
+
+class LeaseOf:
+    """A lease that says of itself what its test wants, after each of `at_least` waits."""
+
+    ended = "the test has ended it"
+
+    def __init__(self, then: Callable[[], bool], at_least: int = 5) -> None:
+        self._then = then
+        self._left = at_least
+
+    def wait(self, timeout_s: float) -> bool:
+        self._left -= 1
+        time.sleep(0.01)
+        return self._left > 0 or self._then()
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where folders of processes are."""
+    monkeypatch.setattr(folders, "IN_MEMORY", tmp_path / "shm")
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+def test_a_lease_that_ends_during_a_download_ends_the_process_there(
+    run: RunConfig, shm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrives = threading.Event()
+    monkeypatch.setattr(folders.models, "fetch", lambda *_, **__: arrives.wait(LIMIT_S))
+    monkeypatch.setattr(running, "Processes", None)  # none may be started
+    lease = LeaseOf(lambda: False)
+    assert running.run(parcel_of(run, command()), lambda _: lease) == STOPPED
+    assert not arrives.is_set()
+    assert "g0 ends: the test has ended it" in capsys.readouterr().err
+    assert list(shm.iterdir()) == []
+    arrives.set()
+    until(lambda: not [each for each in threading.enumerate() if each.name == "preparing"])
+    assert list(shm.iterdir()) == [], "what arrives later is written nowhere"
+
+
+def test_a_model_that_is_not_to_be_had_is_named(run: RunConfig, shm: Path) -> None:
+    configuration.save(replace(run, model=replace(run.model, name="/no/such")))
+    parcel = parcel_of(run, command())
+    with pytest.raises(ModelError, match="'/no/such' is neither one of"):
+        running.run(parcel, lambda _: LeaseOf(lambda: True))
+    assert list(shm.iterdir()) == []
+
+
+def test_a_generator_is_started_when_its_predecessor_has_ended(
+    run: RunConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher has lost it, and it has its GPUs until its lease ends."""
+    parcel = parcel_of(run, command())
+    folder = contextlib.ExitStack()
+    lock = folder.enter_context(unpacked_folder(parcel)).path / "process.lock"
+    held: list[bool] = []
+
+    class Watched(Processes):
+        def start(self, command: Command) -> None:
+            held.append(lock.exists())
+            super().start(command)
+
+    monkeypatch.setattr(running, "Processes", Watched)
+    monkeypatch.setitem(running.MODULES, "generator", "this")
+    lease = LeaseOf(lambda: folder.close() or True, at_least=20)
+    assert running.run(parcel, lambda _: lease) == 0
+    assert held == [False]
+    assert list(shm.iterdir()) == []
+
+
+def test_only_a_generator_of_the_same_name_and_run_is_a_predecessor(
+    run: RunConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    g0, a0 = parcel_of(run, command()), parcel_of(run, command("a0", "actor"))
+    other = msgspec.structs.replace(g0, run="/another/run")
+    with unpacked_folder(g0), unpacked_folder(a0):
+        assert not Predecessors(g0).ended(0)
+        for parcel in (other, msgspec.structs.replace(g0, name="g1"), a0):
+            assert Predecessors(parcel).ended(0)
+        with monkeypatch.context() as changed:
+            changed.setattr(folders, "source_of", lambda _: "10.0.0.9")  # another container with this folder
+            assert Predecessors(g0).ended(0)
+        before = Predecessors(g0)
+    with unpacked_folder(g0):
+        assert before.ended(0), "those that come later wait for this one, not it for them"
+    assert Predecessors(g0).ended(0)
+
+
+LEAVES = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from inflight.processes import leave_with
+ThreadPoolExecutor().submit(time.sleep, 600)
+leave_with(lambda: {})
+"""
+
+
+@pytest.mark.parametrize(("main", "code"), [("3", 3), ("sys.exit(143)", 143), ("sys.exit()", 0), ("sys.exit('x')", 1)])
+def test_a_download_that_goes_on_does_not_keep_the_process(main: str, code: int) -> None:
+    """As huggingface_hub's threads would, for which the interpreter waits."""
+    done = subprocess.run([sys.executable, "-c", LEAVES.format(main)], timeout=LIMIT_S, check=False)
+    assert done.returncode == code
 
 
 def test_a_generator_there_has_the_gpus_of_its_slot(run: RunConfig) -> None:
@@ -377,12 +486,14 @@ def test_hosts_that_can_not_reach_loopback_are_refused_before_anything_starts(
 
 def test_hosts_that_may_reach_the_trainer_are_not_refused() -> None:
     def check(bind: str, names: str, count: int = 2, starter: str = "ssh") -> None:
-        options = [f"network.bind={bind}", f"hosts.starter={starter}", f"hosts.names=[{names}]"]
-        require_reachable(compose("tiny", ["run_dir=/nowhere", *options, f"generator.count={count}"]))
+        run = composed()
+        hosts = replace(run.hosts, starter=starter, names=names.split(","))
+        generator = replace(run.generator, count=count)
+        require_reachable(replace(run, network=NetworkConfig(bind=bind), hosts=hosts, generator=generator))
 
     addresses = [each.address for each in itertools.chain(*psutil.net_if_addrs().values())]
     own = [each for each in addresses if is_address(each) and "." in each]
-    for names in ("127.0.0.1,me@127.0.0.2", "h1,local", "'[::1]'", own[-1]):
+    for names in ("127.0.0.1,me@127.0.0.2", "h1,local", "[::1]", own[-1]):
         check("127.0.0.1", names)
         check("::1", names)
     check("127.0.0.1", "local,192.0.2.7", count=1)  # takes no generator
@@ -390,7 +501,7 @@ def test_hosts_that_may_reach_the_trainer_are_not_refused() -> None:
     for starter in ("ssh", "ray"):
         with pytest.raises(ConfigError, match=r"hosts\.names=192\.0\.2\.7"):
             check("127.0.0.2", "local,192.0.2.7", starter=starter)
-    require_reachable(compose("tiny", ["run_dir=/nowhere"]))
+    require_reachable(replace(composed(), network=NetworkConfig(), hosts=HostsConfig()))
 
 
 def test_a_parcel_is_checked_like_any_message() -> None:

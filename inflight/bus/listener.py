@@ -25,6 +25,10 @@ from inflight.messages import AnyMessage, ClockOffset, Goodbye, Heartbeat, Refus
 
 KNOWN_EACH = 16
 """Of each name, the newest connections that are remembered."""
+KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 900, zmq.TCP_KEEPALIVE_INTVL: 60, zmq.TCP_KEEPALIVE_CNT: 3}
+"""A connection whose other host is gone ends after 18 min. A listener only answers, so that TCP has nothing to transmit
+again, and would keep it, with a file descriptor, for the whole run. By then the TCP of the other side has given up what
+it had to send (15 min, tcp_retries2), so nothing is lost that was not before."""
 HANDSHAKE_S = 10.0
 """Seconds within which a connection has to be identified; one that is not holds a file descriptor until then. ZeroMQ's
 own bound is 30 s."""
@@ -70,6 +74,8 @@ class Listener(Endpoint):
         super().__init__(zmq.ROUTER, endpoint, config, endpoint)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
+        for option, value in KEEPALIVE.items():
+            self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # for a Link that reconnects after its connection broke
         self._peers: dict[str, _Peer] = {}
         self._clock = clock

@@ -225,7 +225,7 @@ def test_a_generator_that_was_lost_ends_before_its_successor_starts(three: Hosts
     run.until(lambda: run.steps() >= 3, alive=True)
     (first,) = run.generators(1)
     three.cut(1)
-    run.until(lambda: "not responding" in (run.folder / "logs" / "g0.log").read_text(), alive=True)
+    run.until(lambda: "ssh: connect" in (run.folder / "logs" / "g0.log").read_text(), alive=True)
     assert run.generators(1) == {first}
     three.heal(1)
     at_once = []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -20,6 +21,8 @@ from inflight.config import BusConfig
 from inflight.messages import SCHEMA, Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
 
 QUICK = BusConfig(heartbeat_s=0.05, dead_after_s=0.6)
+KEEPS_ALIVE = 2
+"""A timer in /proc/net/tcp that is none of a transmission."""
 
 
 @pytest.fixture
@@ -53,6 +56,23 @@ def test_a_link_may_come_before_its_listener(endpoint):
         time.sleep(0.2)
         with Listener(endpoint, QUICK) as listener:
             assert wait_for(listener.receive, Received) == Received("a0", Commit(version=1))
+
+
+def test_a_connection_whose_host_is_gone_is_not_kept_for_the_whole_run():
+    """A listener only answers: the kernel notices that by itself if it probes."""
+
+    def timers():
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        established = [row for row in rows if row[3] == "01" and int(row[1].partition(":")[2], 16) == port]
+        return [(int(row[5].partition(":")[0], 16), int(row[5].partition(":")[2], 16) / 100) for row in established]
+
+    with Listener("tcp://127.0.0.1:*", QUICK) as listener, Link(listener.endpoint, "g0", QUICK):
+        port = int(listener.endpoint.rpartition(":")[2])
+        deadline = time.monotonic() + 20
+        while not any(timer == KEEPS_ALIVE for timer, _ in timers()):
+            assert time.monotonic() < deadline, timers()
+            time.sleep(0.01)
+        assert [seconds <= 900 for timer, seconds in timers() if timer == KEEPS_ALIVE] != [False]
 
 
 def test_sending_to_a_stranger_is_an_error(endpoint):

@@ -17,8 +17,8 @@ LOCK = "process.lock"
 
 @contextlib.contextmanager
 def locked_folder(parent: Path, prefix: str, process: str = "") -> Iterator[Path]:
-    """A folder in `parent` for its owner alone, whose name begins with `prefix`; removed at the end. `process`: what its
-    lock says of its process.
+    """A folder in `parent` for its owner alone, whose name begins with `prefix`; removed at the end. Its lock has
+    `process`, by which `locks_of` finds it.
 
     A process that is killed can't remove its folder: those of this user's that have the same prefix and whose process
     does not live are removed here. Raises OSError.

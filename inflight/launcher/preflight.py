@@ -25,6 +25,7 @@ from inflight.launcher import devices
 from inflight.launcher.last_words import last_words
 from inflight.launcher.reachable import require_reachable
 from inflight.launcher.run_folder import LaunchError
+from inflight.report.visible import visible
 from inflight.surroundings import computing, inherited
 from inflight.tasks import examine
 from inflight.tasks.__main__ import FINE, SAYS
@@ -145,7 +146,8 @@ def with_data(config: RunConfig) -> RunConfig:
         looked = _look(config, "inflight.tasks", ["--examine"], "actor", within_s=limit_s, downloads=True)
     what = f"task.name={config.task.name!r}"
     if looked.code is None:
-        raise ConfigError(f"{what}: its data were not read within rollout.task_start_timeout_s={limit_s:g}")
+        last = f"; the last question looked at: {visible(looked.asked)}" if looked.asked else ""
+        raise ConfigError(f"{what}: its data were not read within rollout.task_start_timeout_s={limit_s:g}{last}")
     if looked.code != -signal.SIGALRM:  # a task of the user's own that takes long to be made, which is no fault
         _require_made(looked, what)
     if looked.examined is None:
@@ -185,6 +187,8 @@ class _Looked:
     words: Sequence[str]
     examined: Examined | None
     """What a task of files holds."""
+    asked: str
+    """The question of such a task that was looked at last; empty for none."""
 
 
 def _look(
@@ -222,4 +226,4 @@ def _look(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        return _Looked(code, last_words(log, 20), examine.read(Path(folder)))
+        return _Looked(code, last_words(log, 20), examine.read(Path(folder)), examine.last_asked(Path(folder)))

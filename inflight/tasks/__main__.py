@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from inflight.config import ConfigError, load
+from inflight.config import ConfigError, RunConfig, load
+from inflight.tasks.base import Task
 from inflight.tasks.check import usable_task
-from inflight.tasks.examine import examine, write
+from inflight.tasks.examine import asked_in, examine, write
 
 MAKE_S = 10
 """Seconds after which this process ends by SIGALRM once the module is imported: a task that reads much data may take
@@ -40,13 +40,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         task = usable_task(config)
         signal.alarm(0)
-        if arguments.examine and (examined := examine(config, task)) is not None:
-            write(examined, Path(arguments.run_dir))
+        if arguments.examine:
+            _examine(config, task)
     except ConfigError as error:
         print(f"{SAYS}{error}", file=sys.stderr)
         return 2
     print(f"{SAYS}{FINE}", file=sys.stderr)
     return 0
+
+
+def _examine(config: RunConfig, task: Task) -> None:
+    """Writes what is found into the run folder. Raises ConfigError."""
+    with asked_in(config.path) as asked:
+        if (examined := examine(config, task, asked)) is not None:
+            write(examined, config.path)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,18 @@
-"""How many of a data set's questions will be left out, counted before the run starts."""
+"""How long a data set's questions are, and how many of them will be left out; counted before the run starts."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Sized
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
 
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import Item, Task
+from inflight.tasks.row_limit import within
 
 COUNT_S = 30.0
 """Seconds for counting; of larger data the beginning is counted."""
@@ -19,6 +21,29 @@ LONG = "too long"
 
 class NotATokenId(ValueError):
     """A prompt of token ids has one that the model does not have."""
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """Numbers of tokens of questions' prompts."""
+
+    tokens: ModelTokens
+    limit_s: float
+    """Seconds that a question may take, as in the run: foreign code may hang on one row."""
+    asked: Callable[[str], object] = lambda which: None
+    """Is called with the question that is next."""
+
+    def of(self, item: Callable[[int], Item], index: int, kind: str = "") -> tuple[Item, int]:
+        """A question and the number of its prompt's tokens. Raises what `item` and `length_of` do, or TimeoutError."""
+
+        def looked_at() -> tuple[Item, int]:
+            self.asked(which)
+            found = item(index)
+            self.asked(f"{which} ({found.key})")
+            return found, length_of(found, self.tokens)
+
+        which = f"{kind}question {index + 1}"
+        return within(self.limit_s, looked_at)
 
 
 def length_of(item: Item, tokens: ModelTokens) -> int:
@@ -39,7 +64,7 @@ def length_of(item: Item, tokens: ModelTokens) -> int:
 
 def left_out(
     task: Task,
-    tokens: ModelTokens,
+    lengths: PromptLengths,
     longest: int,
     *,
     within_s: float = COUNT_S,
@@ -56,7 +81,7 @@ def left_out(
     until = clock() + within_s
     while looked_at < size and clock() < until:
         try:
-            found[LONG] += length_of(task.item(looked_at), tokens) > longest
+            found[LONG] += lengths.of(task.item, looked_at)[1] > longest
         except Exception as error:  # noqa: BLE001 - of the data, of a template
             found[type(error).__name__] += 1
         looked_at += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from inflight.models import ModelError, prepare
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
 from inflight.tasks.check import require_columns, require_held_out
-from inflight.tasks.count import left_out, length_of
+from inflight.tasks.count import PromptLengths, left_out
 from inflight.tasks.data.fingerprint import of_text
 
 TRIED = 8
@@ -21,6 +23,10 @@ TRIED = 8
 EXAMINED_FILE = "examined.json"
 """In the run folder that the examination is given."""
 MAX_EXAMINED_BYTES = 16 << 20
+ASKED_FILE = "asked.txt"
+"""Beside it: the question that the examination is at, so that one on which it hangs can be named."""
+MAX_ASKED = 200
+"""Bytes of it."""
 TEMPLATE = "model.chat_template"
 
 
@@ -35,9 +41,9 @@ class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line on the questions that will be left out; empty where there is none."""
 
 
-def examine(config: RunConfig, task: Task) -> Examined | None:
-    """None for a task that is not of files. Raises ConfigError when these can't be read, or when none of the first
-    questions can be asked."""
+def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lambda which: None) -> Examined | None:
+    """None for a task that is not of files; `asked` is called with each question before it is looked at. Raises
+    ConfigError when the files can't be read, or when none of the first questions can be asked."""
     if not isinstance(task, OfFiles):
         return None
     contents = dict(task.contents())
@@ -48,16 +54,17 @@ def examine(config: RunConfig, task: Task) -> Examined | None:
     except (ModelError, OSError, ValueError) as error:
         raise ConfigError(f"model.name={model.name!r}: its tokenizer can't be loaded: {_one_line(error)}") from None
     longest = config.longest_prompt
-    first = [_askable("", task.item, tokens, longest)]
+    lengths = PromptLengths(tokens, config.rollout.reward_timeout_s, asked)
+    first = [_askable("", task.item, lengths, longest)]
     if config.eval.every:
         require_held_out(task, config)
     if isinstance(task, HeldOut) and task.held_out_size():
-        first.append(_askable("held-out ", task.held_out_item, tokens, longest))
+        first.append(_askable("held-out ", task.held_out_item, lengths, longest))
     for item in first if config.rewards else ():
         require_columns(config, item)
     if any(isinstance(item.prompt, Chat) for item in first):
         contents[TEMPLATE] = of_text(tokens.chat_template)
-    missing = left_out(task, tokens, longest)
+    missing = left_out(task, lengths, longest)
     return Examined({**config.task.options, **task.settled()}, contents, missing)
 
 
@@ -86,13 +93,28 @@ def read(folder: Path) -> Examined | None:
         raise ConfigError(f"what the task's files hold can't be read: {_one_line(error)}") from None
 
 
-def _askable(what: str, item: Callable[[int], Item], tokens: ModelTokens, longest: int) -> Item:
+@contextmanager
+def asked_in(folder: Path) -> Iterator[Callable[[str], object]]:
+    """For `examine`: keeps the question that it is at in a file, for `last_asked`. Raises OSError."""
+    with (folder / ASKED_FILE).open("wb", buffering=0) as file:
+        yield lambda which: os.pwrite(file.fileno(), which.encode(errors="replace")[:MAX_ASKED].ljust(MAX_ASKED), 0)
+
+
+def last_asked(folder: Path) -> str:
+    """The question that an examination was at when it ended; empty where it was at none."""
+    try:
+        with (folder / ASKED_FILE).open("rb") as file:
+            return file.read(MAX_ASKED).decode(errors="replace").rstrip()
+    except FileNotFoundError:
+        return ""
+
+
+def _askable(what: str, item: Callable[[int], Item], lengths: PromptLengths, longest: int) -> Item:
     """The first question that is fine. Raises ConfigError when none of the first TRIED is."""
     why: list[str] = []
     for index in range(TRIED):
         try:
-            found = item(index)
-            length = length_of(found, tokens)
+            found, length = lengths.of(item, index, what)
         except IndexError:
             break
         except ConfigError:

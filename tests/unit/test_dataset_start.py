@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import shutil
+import signal
+import threading
+import time
 from dataclasses import replace
 
 import datasets
@@ -23,8 +29,9 @@ from inflight.prompts import ModelTokens
 from inflight.resources import folder as shipped
 from inflight.tasks import make
 from inflight.tasks.addition import Addition
-from inflight.tasks.count import left_out
+from inflight.tasks.count import PromptLengths, left_out
 from inflight.tasks.examine import examine
+from inflight.tasks.row_limit import within
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +40,9 @@ def own_cache(tmp_path_factory, monkeypatch):
     folder = str(tmp_path_factory.getbasetemp() / "cache")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder)
     monkeypatch.setenv("HF_DATASETS_CACHE", folder)
+
+
+LONG_S = 3600.0
 
 
 def template(folder):
@@ -109,18 +119,60 @@ def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):
     assert config.task.contents
 
 
-def test_what_will_be_left_out_is_counted_and_printed(tmp_path, capsys):
+def test_what_will_be_left_out_is_counted_and_printed(tmp_path, monkeypatch, capsys):
     rows = [*chats(4), {"messages": [{"role": "user", "content": "1" * 30}], "answer": "1"}, "{", "[", "{"]
     config = run(tmp_path, "rollout.max_prompt_tokens=20", rows=rows)
     says = "of 8 questions, 4 will be left out: 1 longer than 20 tokens, 3 that can't be asked (NotJson)"
+    look, looks = preflight._look, []
+    monkeypatch.setattr(preflight, "_look", lambda *a, **more: looks.append(look(*a, **more)) or looks[-1])
     assert preflight.with_data(config).task.contents
     assert capsys.readouterr().err == f"inflight launch: {says}\n"
+    # A row on which no signal ends a tokenizer: the child process is killed after its time, and what it wrote stays.
+    monkeypatch.setattr(preflight, "_look", lambda *_, **__: replace(looks[0], code=None))
+    with pytest.raises(ConfigError, match=r"within rollout\.task_start_timeout_s=300; .* looked at: question 8$"):
+        preflight.with_data(config)
     task, tokens = make(config.task, 0), ModelTokens(config.model.name)
     ticks = iter(range(100))
     says = "of the first 5 of 8 questions, "
-    assert left_out(task, tokens, 3, within_s=6, clock=lambda: next(ticks)).startswith(says)
+    lengths = PromptLengths(tokens, LONG_S)
+    assert left_out(task, lengths, 3, within_s=6, clock=lambda: next(ticks)).startswith(says)
     assert examine(run(tmp_path, rows=chats(4)), make(config.task, 0)).left_out == ""
-    assert left_out(Addition(seed=0), tokens, 1) == "", "a task without an end"
+    assert left_out(Addition(seed=0), lengths, 1) == "", "a task without an end"
+
+
+@pytest.mark.parametrize("hanging", [lambda: time.sleep(LONG_S), lambda: re.match("(a|a)*$", "a" * 60 + "b")])
+def test_what_takes_too_long_is_interrupted(hanging):
+    handler = signal.getsignal(signal.SIGALRM)
+
+    def swallowed():
+        with contextlib.suppress(Exception):
+            hanging()
+
+    with pytest.raises(TimeoutError, match=r"^it takes longer than rollout\.reward_timeout_s=0\.01$"):
+        within(0.01, swallowed)
+    assert within(LONG_S, lambda: 5) == 5
+    with pytest.raises(ZeroDivisionError):
+        within(LONG_S, lambda: 1 // 0)
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]) == (handler, 0.0)
+
+
+@pytest.mark.parametrize("at", ["first", "later"])
+def test_a_row_on_which_the_template_hangs_costs_itself(tmp_path, at):
+    """The signal of the limit comes from this test, in the middle of that row, so that no other row is timed."""
+    forever = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% for _ in range(99999) %}" + "{% endfor %}" * 3
+    (tmp_path / "hang.jinja").write_text(f"{{% if messages[0].content == '9' %}}{forever}{{% endif %}}{TEMPLATE}")
+    rows = chats(4)
+    hanging = 0 if at == "first" else 2
+    rows[hanging]["messages"][0]["content"] = "9"
+    limits = [f"rollout.reward_timeout_s={LONG_S}", f"rollout.task_start_timeout_s={LONG_S}"]
+    config = run(tmp_path, *limits, rows=rows, chat_template=tmp_path / "hang.jinja", shuffle="false")
+
+    def asked(which):
+        if which == f"question {hanging + 1} (dataset:{hanging + 1})":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGALRM)).start()
+
+    found = examine(config, make(config.task, config.seed), asked)
+    assert found.left_out == "of 4 questions, 1 will be left out: 1 that can't be asked (TimeoutError)"
 
 
 def test_a_column_that_a_reward_needs_must_be_there(tmp_path):

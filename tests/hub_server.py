@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import re
+import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+STALLS_S = 60.0
 LFS = (".safetensors",)
 """Files that the hub keeps elsewhere, and redirects to."""
 
@@ -35,6 +37,8 @@ class HubServer:
     """By `owner/name`, of data sets `datasets/owner/name`."""
     asked: list[str] = field(default_factory=list)
     url: str = ""
+    sends: threading.Event = field(default_factory=threading.Event)
+    """While it is not set, large files are asked for and do not come."""
 
     def downloads(self) -> list[str]:
         """Names of the files that were sent, each time."""
@@ -50,11 +54,12 @@ def commit_of(text: str) -> str:
 def serving() -> Iterator[HubServer]:
     """The hub, until the end of the context."""
     hub = HubServer()
+    hub.sends.set()
 
     class Handler(_Handler):
         server_state = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -64,6 +69,12 @@ def serving() -> Iterator[HubServer]:
         server.shutdown()
         server.server_close()
         thread.join(10)
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # else a client has ended
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -132,6 +143,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Location"] = f"{self.server_state.url}/{found['id']}/lfs/{commit}/{found['file']}"
             self._send(302, b"", headers)
             return
+        if found["what"] == "lfs" and self.command == "GET":
+            self.server_state.sends.wait(STALLS_S)
         self._send(200, data, headers)
 
     def _json(self, value: object) -> None:

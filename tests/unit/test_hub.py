@@ -7,19 +7,26 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
 from hub_server import Repository, commit_of, serving
 from huggingface_hub import constants
+from run_folders import written_run
 
 from inflight import config as configuration
 from inflight.config import ConfigError, ModelConfig
+from inflight.exits import STOPPED
+from inflight.hosted.folder import IN_MEMORY, PREFIX, named
 from inflight.launcher import preflight
 from inflight.launcher.compose import compose
 from inflight.launcher.resume import resumed_config
 from inflight.launcher.run_folder import LaunchError, RunFolder
+from inflight.locked_folder import locks_of
 from inflight.models import ModelError, cached, fetch, prepare
+from inflight.starters.base import Command
+from inflight.starters.parcel import packed, parcel_of
 
 FIRST, SECOND = commit_of("first"), commit_of("second")
 BESIDE = {
@@ -236,3 +243,31 @@ def test_the_command_prints_where_a_model_is(hub, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip().endswith(f"/home/hub/models--owner--tiny/snapshots/{FIRST}")
+
+
+def test_a_download_on_another_host_ends_with_the_lease_of_its_process(hub, tmp_path):
+    """Not when all files have come: the launcher that would use them is gone."""
+    on = ["network.bind=127.0.0.1", "hosts.starter=ssh", "hosts.names=[h1]", "hosts.lease_s=600"]
+    model = [f"model.name={MODEL}", f"model.revision={FIRST}"]
+    run = written_run(compose("tiny", ["run_dir=/nowhere", *on, *model]), tmp_path / "run")
+    parcel = parcel_of(run, Command("g0", "generator", [], None))
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    environment = os.environ | own | {"HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+    hub.sends.clear()
+    command = [sys.executable, "-m", "inflight.hosted"]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as there:
+        there.stdin.buffer.write(packed(parcel))
+        there.stdin.flush()
+        deadline = time.monotonic() + 60
+        while "model.safetensors" not in hub.downloads():
+            assert there.poll() is None, (hub.asked, there.stderr.read())
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        there.stdin.close()
+        try:
+            assert there.wait(40) == STOPPED
+            assert "g0 ends: the launcher has ended it" in there.stderr.read()
+        finally:
+            there.kill()
+            hub.sends.set()
+    assert locks_of(IN_MEMORY, PREFIX, named(parcel)) == []

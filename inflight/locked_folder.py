@@ -21,17 +21,18 @@ def locked_folder(parent: Path, prefix: str, process: str = "") -> Iterator[Path
     `process`, by which `locks_of` finds it.
 
     A process that is killed can't remove its folder: those of this user's that have the same prefix and whose process
-    does not live are removed here. Raises OSError.
+    does not live are removed here, where the file system has locks. Raises OSError.
     """
     _remove_abandoned(parent, prefix)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         new = folder / f"{LOCK}.new"
         with os.fdopen(os.open(new, os.O_RDWR | os.O_CREAT, 0o600), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
             lock.write(process)
             lock.flush()
-            new.rename(folder / LOCK)  # under this name it is always locked
+            with contextlib.suppress(OSError):  # not on every file system: what is killed leaves its folder there
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                new.rename(folder / LOCK)  # under this name it is always locked
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

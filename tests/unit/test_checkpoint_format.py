@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import re
 import shutil
@@ -271,6 +273,20 @@ def test_a_signal_ends_an_export_in_one_line_and_nothing_of_it_is_left(tmp_path,
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_an_export_to_a_file_system_without_locks_is_made(tmp_path, monkeypatch):
+    """Its folder has no lock by which another export would take it for one of a process that was killed."""
+
+    def without_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", without_locks)
+    with locked_folder(tmp_path, ".out.partial-") as folder:
+        monkeypatch.undo()
+        with locked_folder(tmp_path, ".out.partial-"):
+            assert folder.is_dir()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_killed_export_has_left_is_removed_by_the_next_one_to_the_same_place(tmp_path, tiny_model):

@@ -127,9 +127,8 @@ def _export(arguments: list[str]) -> int:
 
 def _join(arguments: list[str]) -> int:
     from inflight.hosted import join
-    from inflight.processes import leave_with
 
-    leave_with(lambda: join.main(arguments))  # a download that its lease has outlived still has threads
+    return join.main(arguments)
 
 
 def _version(arguments: list[str]) -> int:

@@ -139,7 +139,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             progress = Progress(config)
             progress.began(time.monotonic() - began)
             outcome, late = _run(progress, commands, folder, listener)
-    report(config, outcome, late)
+    report(progress, outcome, late)
     return outcome.code
 
 

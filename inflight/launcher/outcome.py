@@ -12,6 +12,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher.last_words import last_words
 from inflight.processes import Ended
 from inflight.trainer.checkpoint import index
+from inflight.view.progress import Progress
 from inflight.view.stage import stage
 
 LOG_LINES = 20
@@ -49,9 +50,10 @@ class RunOutcome:
         return DONE if self.trainer is None else self.trainer.code
 
 
-def report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
+def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None:
     """Prints how the run ended, with the last lines of a failed process's log, and writes summary and report. `late`:
     processes that had to be killed."""
+    config = progress.config
     grace = config.launch.stop_grace_s
     for name in late:
         text = f"{name} did not stop within {grace} s, killed"
@@ -61,7 +63,7 @@ def report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
         print(f"inflight launch: {text}", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
         with stage("writing summary and report"):
-            _summarize(config)
+            _summarize(progress)
             _write_page(config, outcome)
     if outcome.failed is not None:
         command = outcome.failed.command
@@ -77,13 +79,15 @@ def report(config: RunConfig, outcome: RunOutcome, late: Sequence[str]) -> None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
 
 
-def _summarize(config: RunConfig) -> None:
+def _summarize(progress: Progress) -> None:
     """Reports a failure in one line: a failed run may have damaged files, and its own error must still be shown."""
     from inflight.report import summary, summary_text
 
+    path = progress.config.path
+    counted = {figure: progress.counted(prefix, figure) for figure, prefix in summary.COUNTED.items()}
     try:
-        result = summary.summarize(config.path)
-        summary.write(config.path, result)
+        result = summary.summarize(path, counted)
+        summary.write(path, result)
         print(summary_text.table(result), flush=True)
     except (ValueError, OSError) as error:
         print(f"inflight launch: no summary: {error}", file=sys.stderr)

@@ -27,6 +27,8 @@ EDGE_STEPS = 5
 """Number of steps over which the first and the last reward are averaged."""
 _RECORDED = ("rollouts", "aborted", "retried", "tokens", "tokens_per_s", "mixed_rollouts", "max_versions")
 """Figures that need the rollout stream."""
+COUNTED = {"groups_failed": "failed/", "groups_dropped": "dropped/", "rollouts_dropped": "rollouts/"}
+"""Figures that are counted from the run's beginning, by reason → their prefix in the trainer's status."""
 _PUBLISHING = ("publish_wait_s", "pack_s", "guard_s")
 
 
@@ -62,7 +64,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     retried: int | None
     """Requests for these rollouts that failed, for any reason, and were retried."""
     groups_failed: dict[str, int]
-    """Started groups that were never delivered, by reason; without those cut off by the end of the run."""
+    """Started groups that were never delivered, by reason; without those cut off by the end of a run that has taken a
+    step."""
     groups_dropped: dict[str, int]
     rollouts_dropped: dict[str, int] = {}
     """Rollouts that the gate excluded, by reason, including those of dropped groups."""
@@ -88,14 +91,27 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """The incomplete end of the rollout stream, if it has one."""
 
 
-def summarize(run_dir: Path) -> Summary:
-    """Computes the summary. Raises ValueError that names the file when one of the run's files is damaged (except for a
-    torn tail)."""
+def summarize(run_dir: Path, counted: Mapping[str, Mapping[str, int]] | None = None) -> Summary:
+    """Computes the summary. `counted`: name of a figure of COUNTED → counts by reason, for a run that has written no
+    step; when omitted, those of the summary.json that its launcher has written.
+
+    Raises ValueError that names the file when one of the run's files is damaged (except for a torn tail).
+    """
     steps = read_lines(run_dir / METRICS_FILE)
     swaps = read_lines(run_dir / SWAPS_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE)
+    if not steps:
+        counted = _counted_before(run_dir) if counted is None else counted
     with damage_named(run_dir):
-        return _computed(steps, swaps, tally, torn)
+        return _computed(steps, swaps, tally, torn, steps[-1] if steps else counted or {})
+
+
+def _counted_before(run_dir: Path) -> dict[str, dict[str, int]]:
+    try:
+        before = read(run_dir)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return {name: getattr(before, name) for name in COUNTED}
 
 
 @contextlib.contextmanager
@@ -110,7 +126,11 @@ def damage_named(run_dir: Path) -> Iterator[None]:
 
 
 def _computed(
-    steps: Sequence[dict[str, Any]], swaps: Sequence[dict[str, Any]], tally: _Tally | None, torn: str | None
+    steps: Sequence[dict[str, Any]],
+    swaps: Sequence[dict[str, Any]],
+    tally: _Tally | None,
+    torn: str | None,
+    counted: Mapping[str, Any],
 ) -> Summary:
     done = [swap for swap in swaps if swap["event"] == "committed"]
     last = steps[-1] if steps else {}
@@ -126,9 +146,9 @@ def _computed(
         swaps_superseded=sum(swap["event"] == "superseded" for swap in swaps),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
-        groups_failed=dict(last.get("groups_failed", {})),
-        groups_dropped=dict(last.get("groups_dropped", {})),
-        rollouts_dropped=dict(last.get("rollouts_dropped", {})),
+        groups_failed=dict(counted.get("groups_failed", {})),
+        groups_dropped=dict(counted.get("groups_dropped", {})),
+        rollouts_dropped=dict(counted.get("rollouts_dropped", {})),
         tokens_trained=sum(int(step.get("tokens_trained", 0)) for step in steps),
         tokens_masked=sum(int(step.get("tokens_masked", 0)) for step in steps),
         lag=_lags(steps),

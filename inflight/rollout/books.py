@@ -9,6 +9,9 @@ import msgspec
 from inflight.rollout.questions import Indices
 from inflight.types import Count
 
+REASONS_NAMED = 3
+"""Reasons named in a line about lost groups."""
+
 
 class Books(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part that a checkpoint keeps: the questions settled up to its optimizer step, and the counters up to then."""
@@ -51,6 +54,16 @@ class Counts:
     ignored: dict[str, int]
     """Messages without effect, by reason: repeats of settled groups, groups that were never granted."""
 
+    @property
+    def lost(self) -> list[str]:
+        """How many of the granted groups failed and how many were dropped, each with its most frequent reasons."""
+        kinds = {"failed": self.failed, "were dropped by the gate": self.dropped}
+        return [
+            f"{sum(reasons.values())} of {self.granted} groups {what} ({_most(reasons)})"
+            for what, reasons in kinds.items()
+            if reasons
+        ]
+
     def check(self) -> None:
         """Raises RuntimeError when a group was lost or counted twice."""
         failed = sum(self.failed.values())
@@ -59,3 +72,8 @@ class Counts:
             raise RuntimeError(f"granted is not in flight + failed + produced: {self}")
         if self.produced != self.trained + dropped + self.buffered:
             raise RuntimeError(f"produced is not trained + dropped + buffered: {self}")
+
+
+def _most(reasons: dict[str, int]) -> str:
+    ranked = sorted(reasons.items(), key=lambda each: -each[1])
+    return ", ".join(f"{reason}: {count}" for reason, count in ranked[:REASONS_NAMED])

@@ -117,7 +117,8 @@ class Buffer:
                 self._grant()  # groups that the gate dropped have freed slots
                 if (questions := self._ledger.data_ended) is not None:
                     rest = f"{len(usable)} groups are left, fewer than the {n_groups} of a step"
-                    raise DataEnded(f"all {questions} questions were asked, and {rest}")
+                    lost = "".join(f"{text}, " for text in self._ledger.counts().lost)
+                    raise DataEnded(f"all {questions} questions were asked, {lost}and {rest}")
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TimeoutError(self._missing(len(usable), n_groups, timeout_s))

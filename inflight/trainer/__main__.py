@@ -127,6 +127,8 @@ def _run(config: RunConfig) -> int:
 def _say_how(trainer: Trainer, steps: int) -> int:
     """Returns the run's exit code, and prints a line unless all steps are done."""
     progress = f"after step {trainer.steps_done} of {steps}"
+    if trainer.data_ended and not trainer.steps_done:
+        return say_why("trainer", f"no step was taken of {steps}: {trainer.data_ended}", DATA_ENDED)
     if trainer.data_ended:
         return say_why("trainer", f"the data ended {progress}: {trainer.data_ended}", DATA_ENDED)
     if trainer.steps_done < steps:

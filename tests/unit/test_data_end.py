@@ -89,3 +89,17 @@ def test_a_run_resumed_after_the_end_finds_it_again(tmp_path):
     again.settle("a0", GroupFailed(group_id="q3", reason="data ended", again=False, questions=2))
     assert again.data_ended == 2
     again.counts().check()
+
+
+def test_an_end_after_lost_groups_says_how_many_and_why(play):  # noqa: F811
+    class Failing(Beyond):
+        async def score(self, item, completion):
+            raise KeyError("no such column")
+
+    async def scene(room):
+        lost = r"5 of 5 groups failed \(reward .*KeyError: 5\), and 0 groups are left, fewer than the 2 of a step"
+        with pytest.raises(DataEnded, match=f"all 5 questions were asked, {lost}"):
+            await room.take(2)
+        assert await room.finish() == "enough"
+
+    play(scene, task=Failing(seed=0), concurrency=4, max_lag=3, default=choice)

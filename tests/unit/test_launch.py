@@ -219,6 +219,26 @@ def test_status_messages_reach_the_view(config, capfd):
     assert "step 3/8 · reward 0.625 · 2 swaps, last gap 0.25 ms" in output
 
 
+def test_groups_that_were_lost_before_the_first_step_are_in_the_table(config, capfd):
+    sender = """
+    import os, time
+    from inflight import config
+    from inflight.bus import Link
+    from inflight.messages import Status
+    run = config.load(os.environ["RUN_DIR"])
+    (run.path / "metrics.jsonl").touch()
+    values = {"failed/reward error: KeyError": 114, "dropped/all rewards equal": 2, "rollouts/too old": 3}
+    with Link(run.endpoint("status"), "trainer", run.bus) as link:
+        link.send(Status(source="trainer", values=values))
+        time.sleep(1.0)
+    """
+    assert launch(config, [command(config, "trainer", sender)]) == 0
+    output = capfd.readouterr().out
+    assert "groups failed: 114 reward error: KeyError" in output
+    assert "groups dropped: 2 all rewards equal" in output
+    assert json.loads((config.path / "summary.json").read_text())["rollouts_dropped"] == {"too old": 3}
+
+
 def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd):
     sender = """
     import os, time

@@ -140,6 +140,21 @@ def test_an_empty_run_has_no_figures_but_no_error(tmp_path):
     assert "–" in summary_text.table(got)
 
 
+def test_a_run_without_a_step_has_the_counts_of_its_launcher(run, tmp_path_factory):
+    """They outlive it in summary.json; where a step was taken, its line counts."""
+    empty = tmp_path_factory.mktemp("empty")
+    counted = {"groups_failed": {"reward error: KeyError": 114}, "groups_dropped": {}, "rollouts_dropped": {}}
+    got = summarize(empty, counted)
+    assert (got.steps, got.groups_failed) == (0, {"reward error: KeyError": 114})
+    assert "groups failed: 114 reward error: KeyError" in summary_text.table(got)
+    assert summarize(empty).groups_failed == {}
+    summary.write(empty, got)
+    assert summarize(empty).groups_failed == {"reward error: KeyError": 114}
+    assert summarize(run, counted).groups_failed == {"actor lost": 1}
+    (empty / summary.SUMMARY_FILE).write_text("{")
+    assert summarize(empty).groups_failed == {}
+
+
 def test_rollouts_that_were_not_recorded_are_not_counted_as_none(run):
     (run / ROLLOUTS_FILE).unlink()
     got = summarize(run)

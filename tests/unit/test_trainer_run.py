@@ -733,6 +733,18 @@ def test_the_end_of_the_data_is_a_normal_end_with_a_code_of_its_own(make_run, mo
     assert run.actor.finish.reason == "the data ended after 2 steps"
 
 
+def test_data_that_ends_before_the_first_step_names_what_was_lost(make_run, monkeypatch, capfd):
+    run = make_run(steps=4).start()
+    said = "all 114 questions were asked, 114 of 114 groups failed (reward error: KeyError: 114), and 0 groups are left"
+
+    def taken(self, wanted, version, timeout_s):
+        raise DataEnded(said)
+
+    monkeypatch.setattr(Buffer, "take", taken)
+    assert train(run) == DATA_ENDED
+    assert capfd.readouterr().err.splitlines()[-1] == f"inflight trainer: no step was taken of 4: {said}"
+
+
 def test_sigterm_keeps_the_last_whole_step(make_run):
     run = make_run(steps=10_000).start()
     after(lambda: len(run.lines()) >= 2, lambda: os.kill(os.getpid(), signal.SIGTERM))

@@ -97,7 +97,8 @@ class Crew:
             self._members.remove(member)
             if member.not_made is not None:
                 self._not_made.append(member.not_made)
-                if self.ready != Constructed():  # else `made` raises the error for the first child
+                # `made` raises the error of the first child, and `close` kills those that are being made.
+                if self.ready != Constructed() and not self._closed:
                     log.warning("a child for foreign code could not be made: %s", member.not_made)
         if any(member.slots for member in self._members):
             self._not_made.clear()

@@ -331,6 +331,20 @@ def test_a_moment_without_room_for_a_process_costs_no_call(monkeypatch):
     asyncio.run(main())
 
 
+def test_a_child_that_is_being_made_at_the_end_is_no_failure(caplog):
+    async def ended():
+        make = MakeTask(name="addition", options={"digits": 1, "held_out": 20}, seed=0, limit_s=1.0)
+        crew = Crew(make, Bounds(limit_s=1.0, start_s=LIMIT_S, memory_mib=1024, concurrency=1), 2)
+        crew.start()
+        await crew.made()
+        assert crew.ready != calls.Constructed()
+        crew.start()
+        await crew.close()
+
+    asyncio.run(ended())
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_output_is_copied_up_to_a_bound(capfd):
     """64 MiB in one call: nearly all is left out, and what comes later is there."""
 

@@ -6,9 +6,11 @@ import dataclasses
 import errno
 import fcntl
 import json
+import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -216,6 +218,19 @@ def test_an_export_is_the_model_alone(tmp_path, model_dir, dtype, shard_bytes, c
     assert {each.name for each in out.iterdir()} == {each.name for each in path.iterdir()} - {"trainer"}
     assert AutoTokenizer.from_pretrained(out)("1+2=")["input_ids"]
     assert cli.main(["export", str(path), str(tmp_path / "again")]) == 0
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_all_files_of_a_checkpoint_follow_the_umask(tmp_path, tiny_model, umask):
+    """A server may be another user's."""
+    before = os.umask(umask)
+    try:
+        path, _ = written(tmp_path, tiny_model, dtype="bfloat16")
+    finally:
+        os.umask(before)
+    files = [each for each in path.rglob("*") if each.is_file()]
+    assert {each.name for each in files} >= {"model.safetensors", "master.safetensors", "config.json"}
+    assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o666 & ~umask}
 
 
 def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys):

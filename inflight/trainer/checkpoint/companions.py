@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,6 +47,17 @@ def copy_companions(source: Path, target: Path) -> None:
             continue
         (target / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(file, target / name)
+
+
+def readable(directory: Path) -> None:
+    """Gives files of safetensors, which makes them with mode 0600, the mode that the umask gives other files: a server
+    may run as another user. Raises OSError."""
+    made = directory / ".mode"
+    made.touch()  # asking for the umask would change it for all threads
+    mode = stat.S_IMODE(made.stat().st_mode)
+    made.unlink()
+    for file in directory.rglob("*.safetensors"):
+        file.chmod(mode)
 
 
 @contextmanager

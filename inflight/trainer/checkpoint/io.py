@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from inflight.base_digest import BASE_DIGEST
 from inflight.trainer.checkpoint import rng
-from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, plain_generation
+from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, plain_generation, readable
 from inflight.trainer.checkpoint.index import STATE_FILE, CheckpointError, Saved, all_of, name_of
 from inflight.trainer.checkpoint.snapshot import Snapshot
 from inflight.weights.shards import sharded_like
@@ -92,6 +92,7 @@ def save_checkpoint(
             if dtype != "float32":
                 save_file(_once(snapshot.weights), partial / MASTER_FILE)
         (partial / STATE_FILE).write_bytes(_state(saved))
+        readable(partial)
         for path in partial.rglob("*"):
             _to_disk(path)
         partial.chmod(0o755)

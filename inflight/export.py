@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import shutil
 import signal
 from collections.abc import Iterator, Sequence
@@ -22,8 +23,9 @@ from inflight.locked_folder import locked_folder
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
 from inflight.models.weight_files import ADAPTER, INDEX
+from inflight.run_template import Rendering, TemplateError, rendering_of
 from inflight.trainer.checkpoint import index
-from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype
+from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, readable
 from inflight.trainer.checkpoint.index import CheckpointError
 from inflight.trainer.checkpoint.whole import require_whole
 
@@ -52,13 +54,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (default: as in the checkpoint)")
     parser.add_argument("--merge", action="store_true", help="of an adapter: the base with the adapter in its weights")
+    parser.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="(default: the one that the run has rendered its chats with)"
+    )
     given = parser.parse_args(argv)
     try:
         with _stopped_by_signals():
-            checkpoint = export(given.source, given.out, given.dtype, merge=given.merge)
-    except (ExportError, CheckpointError, MergeError, OSError) as error:
+            rendering = rendering_of(given.source, given.chat_template)
+            checkpoint = export(given.source, given.out, given.dtype, merge=given.merge, rendering=rendering)
+    except (ExportError, CheckpointError, MergeError, TemplateError, OSError) as error:
         return say_why("export", error, BAD_INPUT)
-    print(f"{given.out}: the {'adapter' if _is_adapter(given.out) else 'model'} of {checkpoint}, {_stored(given.out)}")
+    what = "adapter" if _is_adapter(given.out) else "model"
+    own = ", with the run's chat template" if rendering.template and given.chat_template is None else ""
+    print(f"{given.out}: the {what} of {checkpoint}, {_stored(given.out)}{own}")
+    if rendering.arguments:
+        arguments = shlex.quote(json.dumps(rendering.arguments))
+        print(f"the run's task.options.template is not in it: serve with --default-chat-template-kwargs {arguments}")
     return 0
 
 
@@ -79,8 +90,16 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = False) -> Path:
-    """Makes the directory `out` of a run's newest checkpoint, or of a checkpoint; the checkpoint.
+def export(
+    source: Path,
+    out: Path,
+    dtype: str | None = None,
+    *,
+    merge: bool = False,
+    rendering: Rendering | None = None,
+) -> Path:
+    """Makes the directory `out` of a run's newest checkpoint, or of a checkpoint; the checkpoint. Without `rendering`
+    its chat template is the model's own.
 
     An adapter's checkpoint gives an adapter's directory, or with `merge` a model's. `out` appears complete or not at
     all, and what an export to it that was killed has left beside it is removed. Raises ExportError where there is no
@@ -111,6 +130,9 @@ def export(source: Path, out: Path, dtype: str | None = None, *, merge: bool = F
             (partial / ADAPTER).unlink()
         else:
             _copy(checkpoint, partial, target)
+        if rendering is not None:
+            rendering.write(partial)
+        readable(partial)
         partial.rename(out)
     return checkpoint
 

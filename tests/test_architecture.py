@@ -148,7 +148,8 @@ MAY_IMPORT = {
     "prometheus": {"config", "listening"},
     "view": {"config", "exits", "metrics", "report", "types"},
     "report": {"types", "audit", "clocks", "config", "exits", "groups", "metrics", "rollout"},
-    "export": {"config", "exits", "locked_folder", "merge", "models", "trainer"},
+    "export": {"config", "exits", "locked_folder", "merge", "models", "run_template", "trainer"},
+    "run_template": {"config", "tasks"},
     "merge": {"base_digest", "models"},
     "locked_folder": set(),
 }

@@ -12,6 +12,7 @@ from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher.last_words import last_words
 from inflight.processes import Ended
 from inflight.trainer.checkpoint import index
+from inflight.view.figures import whole
 from inflight.view.progress import Progress
 from inflight.view.stage import stage
 
@@ -73,10 +74,21 @@ def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None
     if outcome.trainer is not None and outcome.trainer.code != DONE:
         for line in last_words(outcome.trainer.command.log, 1):
             print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
-    if outcome.code and (checkpoint := index.newest(config.path)) is not None:
-        print(f"inflight launch: {checkpoint.name} is kept; resume=true run_dir={config.run_dir} resumes from it")
+    if outcome.code:
+        print(f"inflight launch: {_resumption(progress)}")
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
+
+
+def _resumption(progress: Progress) -> str:
+    """Where a resume would begin, and what is lost when there is no checkpoint."""
+    config = progress.config
+    resume = f"resume=true run_dir={config.run_dir}"
+    if (checkpoint := index.newest(config.path)) is not None:
+        return f"{checkpoint.name} is kept; {resume} resumes from it"
+    done = whole(progress.step) or 0
+    lost = f", and {done} step{'s are' if done > 1 else ' is'} lost" if done else ""
+    return f"no checkpoint was written{lost}: {resume} begins at step 0"
 
 
 def _summarize(progress: Progress) -> None:

@@ -239,6 +239,31 @@ def test_groups_that_were_lost_before_the_first_step_are_in_the_table(config, ca
     assert json.loads((config.path / "summary.json").read_text())["rollouts_dropped"] == {"too old": 3}
 
 
+@pytest.mark.parametrize(
+    ("steps", "checkpoint", "says"),
+    [
+        (0, "", "no checkpoint was written: resume=true run_dir={} begins at step 0"),
+        (1, "", "no checkpoint was written, and 1 step is lost: resume=true run_dir={} begins at step 0"),
+        (2, "", "no checkpoint was written, and 2 steps are lost: resume=true run_dir={} begins at step 0"),
+        (2, "step-000001", "step-000001 is kept; resume=true run_dir={} resumes from it"),
+    ],
+)
+def test_a_run_that_is_not_complete_says_where_a_resume_begins(config, capfd, steps, checkpoint, says):
+    from inflight.launcher.outcome import RunOutcome, report
+
+    config.path.mkdir()
+    if checkpoint:
+        saved_in = config.path / "checkpoints" / checkpoint
+        saved_in.mkdir(parents=True)
+    progress = Progress(config)
+    if steps:
+        progress.update("trainer", {"step": steps})
+    report(progress, RunOutcome(interrupted=signal.SIGTERM), ["trainer"])
+    assert f"inflight launch: {says.format(config.run_dir)}\n" == capfd.readouterr().out
+    report(progress, RunOutcome(), [])
+    assert capfd.readouterr().out == ""
+
+
 def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd):
     sender = """
     import os, time

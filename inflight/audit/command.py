@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ AUDIT_FILE = "audit.json"
 FAILED = 1
 NOT_SHOWN = 3
 """Exit codes beside BAD_INPUT; 0 is a run that passed."""
+PROGRESS_S = 5.0
 THROUGH = ("transformers", "engine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 EXAMPLES = """examples:
@@ -65,11 +68,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             through=arguments.through,
             device=arguments.device,
             no_tf32=arguments.no_tf32,
+            progress=ReplayProgress(),
         )
     except (AuditError, ConfigError, ModelError, StreamError, OSError) as error:
         return say_why("audit", error, BAD_INPUT)
     print(text(report))
     return {AuditOutcome.PASSED: 0, AuditOutcome.FAILED: FAILED, AuditOutcome.NOT_SHOWN: NOT_SHOWN}[report.outcome]
+
+
+class ReplayProgress:
+    """Prints what is done to stderr, at most once in PROGRESS_S."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._next = clock() + PROGRESS_S
+
+    def __call__(self, line: str) -> None:
+        if (now := self._clock()) >= self._next:
+            self._next = now + PROGRESS_S
+            print(f"inflight audit: {line}", file=sys.stderr, flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +148,7 @@ def run(
     through: str = "transformers",
     device: str | None = None,
     no_tf32: bool = False,
+    progress: Callable[[str], object] = lambda line: None,
 ) -> AuditReport:
     """Audits a run folder and writes the report to audit.json there. The engine has its own dtype, device and passes.
 
@@ -163,6 +181,7 @@ def run(
     else:
         passes = {"dtype": DTYPES[dtype], "token_by_token": token_by_token, "device": device or "cpu"}
         replayer = _through_transformers(config, model_dir, kept, sampling, passes)
+    replayer.progress = progress
     replayer.rounding = recorded_in if dtype == "float32" else dtype
     report = judge(
         run_dir,

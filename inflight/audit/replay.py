@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -113,6 +113,8 @@ class Replayer(ABC):
     """Whether each sampled token has a pass of its own, as in an engine."""
     rounding = "float32"
     """The coarser dtype of record and replay, which decides what kept sets are plausible."""
+    progress: Callable[[str], object] = staticmethod(lambda line: None)
+    """Is called before each version is replayed, with what is done."""
 
     def __init__(self, model_dir: Path, kept: KeptVersions, sampling: Sampling) -> None:
         """The run's model, the weights that it kept, and its sampling options."""
@@ -154,8 +156,10 @@ class Replayer(ABC):
     @torch.inference_mode()
     def _run_all(self, jobs: Sequence[Job], stale: Stale | None = None) -> None:
         """Runs all passes of these jobs, version by version."""
+        versions = sorted({segment.version for job in jobs for segment in job.todo})
         while waiting := [job for job in jobs if job.todo]:
             version = min(job.todo[-1].version for job in waiting)
+            self.progress(f"replaying version {version}, {versions.index(version) + 1} of {len(versions)}")
             self._load(version, stale)
             self._advance([job for job in waiting if job.next_of(version)], version)
 

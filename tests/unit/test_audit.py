@@ -31,6 +31,7 @@ from transformers import AutoConfig
 
 from inflight.audit import AuditError, main, run
 from inflight.audit.alternatives import by_name, previous_of
+from inflight.audit.command import ReplayProgress
 from inflight.audit.evidence import Misses, Verdict, estimate, excess
 from inflight.audit.replay import KeptVersions
 from inflight.audit.report import AuditOutcome
@@ -60,6 +61,18 @@ def test_every_token_of_an_honest_generator_is_confirmed(tmp_path, model_dir):
     assert report.same == []
     assert report.mixed_kv_tokens == 11 + 15 + 1 + 0 + 12 + 9 + 0 + 6
     assert json.loads((tmp_path / "audit.json").read_text())["rollouts"] == len(PLANS)
+
+
+def test_it_says_which_version_is_replayed(tmp_path, tiny_model, capsys):
+    generator = Generator(tiny_model)
+    lines = []
+    run(write(tmp_path, tiny_model, generator, generate(generator)), progress=lines.append)
+    assert lines == [f"replaying version {number}, {number + 1} of 3" for number in range(3)]
+    now = 100.0
+    shown = ReplayProgress(lambda: now)
+    for now in (104.0, 105.0, 109.0, 111.0):
+        shown(f"at {now:g}")
+    assert capsys.readouterr().err == "inflight audit: at 105\ninflight audit: at 111\n"
 
 
 def test_token_by_token_gives_the_same(tmp_path, tiny_model):

@@ -27,17 +27,29 @@ PROCESS_BYTES = GIB
 
 
 def model(config: RunConfig) -> tuple[int | None, Finding]:
-    """Parameters of the configured model, which is made as a run would, and a line about it."""
+    """Parameters of the configured model, which is made as a run would but not downloaded, and a line about it."""
     try:
         found = ask("model", [config.model.name, config.model.revision], timeout_s=MODEL_S)
     except ProbeError as error:
         return None, fail("model", f"{config.model.name}: {error}", f"`inflight model {config.model.name}`")
+    if found.get("absent"):
+        return None, _not_downloaded(config, str(found["error"]), offline=bool(found.get("offline")))
     if "error" in found:
         return None, fail("model", found["error"], "correct model.name")
     count = int(found["parameters"])
     if not count:
         return None, warn("model", f"{found['directory']} holds no safetensors", "memory can't be estimated")
     return count, ok("model", f"{count / 1e9:.3g} billion parameters, {config.model.dtype}, {found['directory']}")
+
+
+def _not_downloaded(config: RunConfig, why: str, *, offline: bool) -> Finding:
+    """A run downloads the model when it starts, where that is allowed."""
+    if offline:
+        return fail("model", why, "unset HF_HUB_OFFLINE, or download the model where the hub can be reached")
+    revision = f" --revision {config.model.revision}" if config.model.revision else ""
+    text = f"{config.model.name} is not on this machine, or not completely: a run downloads it when it starts"
+    todo = f"to estimate memory and disk, download it first: `inflight model {config.model.name}{revision}`"
+    return warn("model", text, todo)
 
 
 def trainer_bytes(parameters: int, config: RunConfig, rank: int = 0) -> int:

@@ -40,11 +40,14 @@ def vllm() -> dict[str, Any]:
 
 
 def model(name: str, revision: str) -> dict[str, Any]:
-    """The model's directory, made as a run would, and its parameters by the headers of its safetensors files."""
-    from inflight.models import ModelError, cached
+    """The model's directory, made as a run would but not downloaded, and its parameters by the headers of its
+    safetensors files."""
+    from inflight.models import ModelError, NotDownloaded, cached, hub
 
     try:
         directory = cached(name, revision)
+    except NotDownloaded as error:
+        return {"error": str(error), "absent": True, "offline": hub.is_offline()}
     except ModelError as error:
         return {"error": str(error)}
     return {"directory": str(directory), "parameters": sum(map(_parameters, directory.glob("*.safetensors")))}

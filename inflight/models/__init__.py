@@ -45,6 +45,10 @@ class ModelError(ValueError):
     """A model that can't be prepared; the text says what is missing and how to fix it."""
 
 
+class NotDownloaded(ModelError):
+    """A model of the hub that is not on this machine, or not completely."""
+
+
 def fetch(name: str, revision: str = "", *, trust_remote_code: bool = False) -> str:
     """Makes sure that a model is on this machine, complete, and may be loaded. Returns the commit of a model of the
     hub, else "".
@@ -66,11 +70,15 @@ def fetch(name: str, revision: str = "", *, trust_remote_code: bool = False) -> 
 
 def cached(name: str, revision: str = "") -> Path:
     """The directory of a model as a user names it, without a download: of a model of the hub the newest copy of the
-    revision in the cache. Raises ModelError."""
+    revision in the cache. Raises ModelError; NotDownloaded for what `fetch` may download."""
     try:
-        return prepare(name, revision=hub.cached_commit(name, revision) if is_of_hub(name) else "")
+        if is_of_hub(name):
+            return hub.snapshot(name, hub.cached_commit(name, revision))
+    except hub.NotCached as error:
+        raise NotDownloaded(str(error)) from None
     except hub.HubError as error:
         raise ModelError(str(error)) from None
+    return prepare(name)
 
 
 def is_of_hub(name: str) -> bool:

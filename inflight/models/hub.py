@@ -28,6 +28,10 @@ class HubError(ValueError):
     """A model of the hub that can't be had; one line that says why and what to do."""
 
 
+class NotCached(HubError):
+    """A model that is not in the cache, or not completely: `fetch` may download it."""
+
+
 def is_id(name: str) -> bool:
     """Whether it has the form OWNER/NAME."""
     return ID.fullmatch(name) is not None
@@ -51,7 +55,7 @@ def fetch(model_id: str, revision: str = "", *, code: bool = False) -> str:
 
 
 def cached_commit(model_id: str, revision: str = "") -> str:
-    """The commit of a revision's newest copy in the cache. Raises HubError when there is none."""
+    """The commit of a revision's newest copy in the cache. Raises NotCached when there is none."""
     return _snapshot(model_id, revision, allow_patterns=list(FILES), local_files_only=True).name
 
 
@@ -91,7 +95,7 @@ def _snapshot(model_id: str, revision: str, **settings: Any) -> Path:
     except errors.RevisionNotFoundError:
         raise HubError(f"model {model_id!r} has no revision {revision!r} (model.revision) at {_endpoint()}") from None
     except errors.LocalEntryNotFoundError as error:
-        raise HubError(f"{what} {_not_cached(model_id, revision, error, settings)}") from None
+        raise NotCached(f"{what} {_not_cached(model_id, revision, error, settings)}") from None
     except errors.HfHubHTTPError as error:
         raise HubError(
             f"{what} can't be downloaded: {_endpoint()} answers {error.response.status_code}: {_line(error)}"
@@ -139,7 +143,14 @@ def _require_whole(model_id: str, folder: Path) -> None:
     missing = sorted(str(name) for name in files if not (folder / str(name)).is_file())
     if missing:
         count = f"{len(missing)} of {len(files)}"
-        raise HubError(f"model {model_id!r}: {count} files with weights are missing: {missing[0]}")
+        raise NotCached(f"model {model_id!r}: {count} files with weights are missing: {missing[0]}")
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids downloads."""
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def _endpoint() -> str:

@@ -118,6 +118,20 @@ def test_a_model_that_does_not_exist():
     assert (parameters, finding.state, "/nowhere" in finding.text) == (None, Severity.FAIL, True)
 
 
+@pytest.mark.parametrize(("offline", "state"), [("0", Severity.WARN), ("1", Severity.FAIL)])
+def test_a_model_that_a_run_would_download(tmp_path, monkeypatch, offline, state):
+    """In an empty cache. It is no mistake in the configuration, but where downloads are forbidden a run fails."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    config = compose("tiny", ["model.name=owner/absent", "model.revision=v2"])
+    parameters, finding = memory.model(config)
+    assert (parameters, finding.state) == (None, state)
+    assert "owner/absent" in finding.text
+    assert "model.name" not in finding.todo
+    assert ("`inflight model owner/absent --revision v2`" in finding.todo) == (state is Severity.WARN)
+    assert ("HF_HUB_OFFLINE" in finding.todo) == (state is Severity.FAIL)
+
+
 def test_bytes_of_a_trainer_and_of_a_generator():
     config = compose("tiny", ["model.dtype=bfloat16", "generator.kv_cache_gib=0.5", "machine=cpu"])
     assert memory.trainer_bytes(1000, config) == 16_000 + 2 * 2_000, "state, twin and send buffer"

@@ -24,7 +24,7 @@ from inflight.launcher.compose import compose
 from inflight.launcher.resume import resumed_config
 from inflight.launcher.run_folder import LaunchError, RunFolder
 from inflight.locked_folder import locks_of
-from inflight.models import ModelError, cached, fetch, prepare
+from inflight.models import ModelError, NotDownloaded, cached, fetch, prepare
 from inflight.starters.base import Command
 from inflight.starters.parcel import packed, parcel_of
 
@@ -204,7 +204,7 @@ def test_a_run_and_its_resume_have_the_commit_that_it_began_with(hub, tmp_path, 
 
 
 def test_what_is_in_the_cache_is_found_without_the_hub(hub):
-    with pytest.raises(ModelError, match="is not in the cache"):
+    with pytest.raises(NotDownloaded, match="is not in the cache"):
         cached(MODEL)
     fetch(MODEL)
     hub.asked.clear()

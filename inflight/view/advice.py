@@ -80,8 +80,17 @@ def _buffer(progress: Progress) -> Iterator[str]:
         )
     capacity = progress.config.capacity
     buffered = whole(progress.of("trainer").get("buffer"))
-    if len(rows) == STEPS and buffered is not None and buffered >= capacity and not progress.config.trainer.synchronous:
+    if len(rows) == STEPS and buffered is not None and buffered >= capacity and _both_work(progress):
+        fewer = "Fewer generators or a faster trainer" if len(progress.generators()) > 1 else "A faster trainer"
         yield (
-            f"The buffer is full ({buffered} of {capacity} groups): generators wait for the trainer. Fewer generators "
-            "or a faster trainer would make tokens younger."
+            f"The buffer is full ({buffered} of {capacity} groups): generators wait for the trainer. {fewer} would "
+            "make tokens younger."
         )
+
+
+def _both_work(progress: Progress) -> bool:
+    """Whether trainer and generators work at the same time: not while a resumed trainer waits for generators that
+    start, though the buffer may hold the groups of the start before."""
+    serves = any("version" in progress.of(name) for name in progress.generators())
+    trains = progress.of("trainer").get("phase", "training") == "training"
+    return serves and trains and not progress.config.trainer.synchronous

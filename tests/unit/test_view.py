@@ -297,11 +297,33 @@ def test_what_is_wrong_is_named_with_what_to_do(progress, rows, status, said):
     lines(progress.config.path / "metrics.jsonl", *(step(at, **rows) for at in range(1, 6)))
     progress.record.refresh()
     progress.update("trainer", {"step": 5, **status})
+    progress.update("g0", {"version": 5})
     found = advice(progress)
     assert len(found) == len(said), found
     assert all(text.startswith(start) for text, start in zip(found, said, strict=True)), found
     if said:
         assert found[0] in " ".join(line.strip(" !") for line in shown(progress, 80).text.splitlines())
+
+
+@pytest.mark.parametrize(
+    "generators, phase, generator, says",
+    [
+        (2, "training", {"version": 5}, "Fewer generators or a faster trainer would make tokens younger."),
+        (1, "training", {"version": 5}, "A faster trainer would make tokens younger."),
+        (2, "training", {"phase": "starting"}, None),
+        (2, "waiting for generators", {"version": 5}, None),
+    ],
+)
+def test_of_a_full_buffer_is_said_only_what_can_be_changed(config, generators, phase, generator, says):
+    """At a resume it may be full of the groups of the start before, while no generator works yet."""
+    shape = dataclasses.replace(config.generator, count=generators)
+    progress = Progress(dataclasses.replace(config, generator=shape, chosen=None))
+    lines(config.path / "metrics.jsonl", *(step(at, **FULL) for at in range(1, 6)))
+    progress.record.refresh()
+    progress.update("trainer", {"step": 5, "buffer": 10, "phase": phase})
+    progress.update("g0", generator)
+    found = [text.partition("trainer. ")[2] for text in advice(progress)]
+    assert found == ([says] if says else [])
 
 
 def test_advice_is_a_line_without_a_terminal(progress, capsys):

@@ -234,7 +234,7 @@ def judge(
 ) -> AuditReport:
     """The report for a record of a run folder; `dtype` is that of the replay's computation, `recorded_in` that of the
     generators'."""
-    return Auditor(replayer, kept).audit(
+    report = Auditor(replayer, kept).audit(
         record.rollouts,
         run=str(run_dir),
         dtype=dtype,
@@ -243,6 +243,8 @@ def judge(
         alternatives=alternatives,
         complete=_completeness(record, run_dir, config, kept),
     )
+    recorded = record.census.rollouts
+    return msgspec.structs.replace(report, drawn_from=recorded if len(record.rollouts) < recorded else None)
 
 
 def _completeness(record: RecordedRollouts, run_dir: Path, config: RunConfig, kept: KeptVersions) -> Completeness:

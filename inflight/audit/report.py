@@ -78,6 +78,8 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     """With a tolerance: the differences within it that rounding does not explain."""
     rollouts: int
     """Number of rollouts that were replayed in full."""
+    drawn_from: int | None = None
+    """Number of rollouts in the record when only some of them were drawn for the replay (`--limit`); else None."""
     prompts: int
     """Number of their prompts."""
     swaps: int

@@ -40,15 +40,20 @@ def text(report: AuditReport) -> str:
         lines += [_hypothesis_text(hypothesis) for hypothesis in report.hypotheses]
     lines += [f"FAULT  {fault}" for fault in report.faults]
     lines += [f"OPEN   {reason}" for reason in report.open]
-    lines.append(_LAST[report.outcome])
+    lines.append(_last(report))
     return "\n".join(lines)
 
 
-_LAST = {
-    AuditOutcome.PASSED: "passed: every tag that was checked is right",
-    AuditOutcome.FAILED: "failed",
-    AuditOutcome.NOT_SHOWN: "not shown: no fault was found, but it is not shown that there is none",
+_MEANING = {
+    AuditOutcome.PASSED: ": every tag that was checked is right",
+    AuditOutcome.FAILED: "",
+    AuditOutcome.NOT_SHOWN: ": no fault was found, but it is not shown that there is none",
 }
+
+
+def _last(report: AuditReport) -> str:
+    drawn = "" if report.drawn_from is None else f", for {report.rollouts} of {report.drawn_from} rollouts (--limit)"
+    return f"{report.outcome}{drawn}{_MEANING[report.outcome]}"
 
 
 def _agreement_text(agreement: Agreement) -> str:

@@ -416,12 +416,17 @@ def test_each_version_is_loaded_once(tmp_path, tiny_model, monkeypatch):
     assert loaded == [0, 1, 2]
 
 
-def test_a_limit_draws_the_same_rollouts_each_time(tmp_path, tiny_model):
+def test_a_limit_draws_the_same_rollouts_each_time(tmp_path, tiny_model, capsys):
     generator = Generator(tiny_model)
     folder = write(tmp_path, tiny_model, generator, generate(generator))
     first, second = run(folder, limit=3), run(folder, limit=3)
     assert first.rollouts == 3
     assert first.total == second.total
+    recorded = run(folder).rollouts
+    assert recorded > 3
+    for limit, drawn in (("3", f", for 3 of {recorded} rollouts (--limit)"), (str(recorded), "")):
+        assert main([str(folder), "--limit", limit]) == 0
+        assert capsys.readouterr().out.endswith(f"\npassed{drawn}: every tag that was checked is right\n")
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,8 @@ def test_few_prompts_of_a_sound_bfloat16_run_are_not_shown(noisy_run, capsys):
     assert main([str(noisy_run.folder), "--limit", "8", "--alternatives", "none"]) == 3
     out = capsys.readouterr().out
     assert "8 prompts are too few to tell versions by, 20 are needed" in out
-    assert out.endswith("not shown: no fault was found, but it is not shown that there is none\n")
+    why = "no fault was found, but it is not shown that there is none"
+    assert out.endswith(f"not shown, for 8 of {len(recorded(noisy_run, None))} rollouts (--limit): {why}\n")
 
 
 # --- the same kernels -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
@@ -21,6 +22,9 @@ from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.config.refused import REFUSED
 from inflight.launcher.chosen import chosen
 from inflight.resources import folder
+
+ENTRY = re.compile(r"[+~]*([a-z_.]+?)(?:\.\d+|\[\d+\])(?:[.=]|$)")
+"""An override of one entry of a list, or of a value in one; the list's name."""
 
 
 def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
@@ -51,8 +55,9 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
         raise ConfigError(f"{name}.yaml, or a file it includes, is not YAML: {' '.join(str(error).split())}") from None
     except FrozenInstanceError as error:  # Hydra lets a + add any key
         raise ConfigError(f"a + can't add a key that is not known: {error}, in {' '.join(overrides)}") from None
-    except ValueError as error:  # Hydra's own, for an override without a key
-        raise ConfigError(f"can't read {' '.join(overrides)}: {error}") from None
+    except (ValueError, TypeError) as error:  # Hydra's own, for an override without a key, and ~ with a list's entry
+        entry = next(filter(None, map(_of_entry, overrides)), "")
+        raise ConfigError(entry or f"can't read {' '.join(overrides)}: {error}") from None
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
@@ -70,7 +75,8 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
     """Messages of Hydra and OmegaConf in one line, without their explanations, and with the available names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
-        return f"can't read {error.override!r}: {lines[0] if '=' in error.override else 'it takes KEY=VALUE'}"
+        wrong = lines[0] if "=" in error.override else "it takes KEY=VALUE"
+        return _of_entry(error.override) or f"can't read {error.override!r}: {wrong}"
     if isinstance(error, MissingConfigException):
         said = lines[0].removesuffix(" Check that it's in your config search path.").removesuffix(".")
         if error.options:
@@ -82,11 +88,23 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
         file = lines[0].partition(":")[0] + ": " if lines[0].startswith("In ") else ""
         return file + _unknown(cause.full_key, cause.object_type, groups)
     override = lines[0].removeprefix("Error merging override ") if lines else ""
+    if entry := _of_entry(override):
+        return entry
     if cause is not None and str(cause) and lines and override != lines[0]:
         return f"{override} is not allowed: {str(cause).splitlines()[0]}"
     if cause is not None and str(cause):
         return f"{lines[0]} ({str(cause).splitlines()[0]})" if lines else str(cause).splitlines()[0]
     return lines[0] if lines else type(error).__name__
+
+
+def _of_entry(override: str) -> str:
+    """What is wrong with an override of one entry of a list; empty for any other override."""
+    entry = ENTRY.match(override)
+    if entry is None:
+        return ""
+    example = "[{name: numeric_match}, {name: my_rewards.py:short, weight: 0.5}]" if entry[1] == "rewards" else "[…]"
+    instead = f"give the whole list, '{entry[1]}={example}', or change it in the configuration's file"
+    return f"{override} is not allowed: entries of {entry[1]} can't be set singly; {instead}"
 
 
 def _unknown(full_key: str, kind: type, groups: Sequence[str]) -> str:

@@ -83,6 +83,22 @@ def test_a_bad_override_is_reported_in_one_line(override, words):
     assert "\n" not in str(error.value)
 
 
+ENTRIES = ["rewards.1.weight=0.5", "+rewards.1.weight=0.5", "rewards[1].weight=0.5", "~rewards.0"]
+
+
+@pytest.mark.parametrize("override", [*ENTRIES, "rollout.stop_token_ids.0=5"])
+def test_an_override_of_one_entry_of_a_list_is_refused_with_one_that_is_taken(override):
+    with pytest.raises(ConfigError) as refused:
+        compose("dataset", [override])
+    said = str(refused.value)
+    name = "rewards" if "rewards" in override else "rollout.stop_token_ids"
+    assert said.startswith(f"{override} is not allowed: entries of {name} can't be set singly; give the whole list, '")
+    if name == "rewards":
+        instead = said.partition(" '")[2].partition("'")[0]
+        weights = [(each.name, each.weight) for each in compose("dataset", [instead]).rewards]
+        assert weights == [("numeric_match", 1.0), ("my_rewards.py:short", 0.5)]
+
+
 def test_an_unknown_configuration_is_reported_in_one_line():
     with pytest.raises(ConfigError, match=f"'nope'; the configurations are: {', '.join(SHIPPED)}$") as error:
         compose("nope")

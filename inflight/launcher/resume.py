@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.metrics import SUMMARY_FILE
+from inflight.models import is_of_hub
 
 OF_EACH_START = ("run_dir", "resume", "checkpoint")
 """Options that are always taken from the new start."""
@@ -28,8 +29,18 @@ def resumed_config(asked: RunConfig) -> RunConfig:
     before = configuration.load(asked.path)
     allowed = f"the run in {asked.path} began with {before.task.name!r}"
     require(asked.task.name == before.task.name, "task.name", asked.task.name, allowed)
+    _require_same_model(before, asked)
     anew = [name for name in asked.chosen if name not in OF_EACH_START]
     return _merged(before, asked, anew)
+
+
+def _require_same_model(before: RunConfig, asked: RunConfig) -> None:
+    """Refuses another model of the hub before it is downloaded. Other models are compared by their directories, which
+    have to be made first (run_folder.py)."""
+    name = asked.model.name
+    if "model.name" in (asked.chosen or ()) and is_of_hub(name) and name != before.model.name:
+        began = f"the run in {asked.path} began with {before.model.served_name or before.model.name}"
+        raise ConfigError(f"model.name={name} is not allowed: {began}; resume it with the options of its start")
 
 
 def set_anew(now: RunConfig) -> list[str]:

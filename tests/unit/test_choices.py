@@ -267,6 +267,24 @@ def test_what_may_not_change_is_refused_by_name(tmp_path, capsys):
         assert re.search(says, capsys.readouterr().err)
 
 
+def test_another_model_of_the_hub_is_refused_at_a_resume_before_it_is_downloaded(tmp_path, own, monkeypatch, capsys):
+    """As when the options of the start are left out and the user's file names another model."""
+    (own / "mine.yaml").write_text(MINE + "model: {name: owner/other}\n")
+    start = [f"run_dir={tmp_path}/run", "model.name=tiny"]
+    run = compose("mine", start, own)
+    configuration.save(changed(run, model={"name": str(prepare("tiny")), "served_name": "tiny"}))
+    downloads = []
+    monkeypatch.setattr("inflight.models.hub.fetch", lambda *asked, **_: downloads.append(asked))
+    asked = ["--config-dir", str(own), "--config-name", "mine", f"run_dir={tmp_path}/run", "resume=true"]
+    assert launching.main(asked) == 2
+    assert capsys.readouterr().err == (
+        f"inflight launch: model.name=owner/other is not allowed: the run in {tmp_path}/run began with tiny; resume it "
+        "with the options of its start\n"
+    )
+    assert downloads == []
+    assert resumed_config(compose("mine", [*start, "resume=true"], own)).model.name == "tiny"
+
+
 def test_a_configuration_made_in_python_is_taken_as_it_is(tmp_path):
     before = begun(tmp_path)
     asked = dataclasses.replace(before, resume=True, chosen=None, trainer=dataclasses.replace(before.trainer, steps=99))

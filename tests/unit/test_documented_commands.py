@@ -20,6 +20,8 @@ from documented import PRINTED, ROOT, RUN_BY, commands, mentioned, run_by
 from report_samples import make_run
 
 from inflight import cli
+from inflight.config.effect import require_effect
+from inflight.config.pairings import require_sound
 from inflight.launcher.compose import compose
 
 FOREIGN = ("vllm.", "venv", "pip")
@@ -75,6 +77,19 @@ def test_a_documented_command_is_taken(page, words, tmp_path, monkeypatch, capsy
         parse_alone(monkeypatch)
         with pytest.raises(Parsed):
             cli.main(words[1:])
+
+
+def test_options_in_the_text_of_the_page_on_ones_own_model_fit_its_file(tmp_path):
+    """Rows of the table of GPUs, and what is added without a GPU."""
+    text = (ROOT / "docs" / "own_model.md").read_text()
+    shutil.copy(ROOT / "configs" / "dataset.yaml", tmp_path)
+    found = re.findall(r"^\| 7 billion[^|]*\| `([^`]+)`", text, re.MULTILINE)
+    found += re.findall(r"`(machine=cpu [^`]+)`", text)
+    assert len(found) == 3
+    for options in found:
+        config = compose("dataset", options.split(), tmp_path)
+        require_sound(config)
+        require_effect(config)
 
 
 def started(module: str, arguments: list[str], monkeypatch) -> None:

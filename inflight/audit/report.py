@@ -83,7 +83,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     prompts: int
     """Number of their prompts."""
     swaps: int
-    """Changes of version in the middle of a sequence, over all replayed rollouts."""
+    """How often a swap fell into a sequence, over all replayed rollouts: one swap may fall into several."""
     straddling_tokens: int
     """Tokens of sequences with two or more versions."""
     mixed_kv_tokens: int

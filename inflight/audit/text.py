@@ -19,9 +19,9 @@ def text(report: AuditReport) -> str:
         lines.append(_row_text(report.total))
         tokens = report.total.tokens
         lines.append(
-            f"{tokens} tokens of {report.rollouts} rollouts replayed in {report.dtype}; {report.swaps} swaps in the "
-            f"middle of sequences; {report.straddling_tokens / tokens:.0%} of the tokens are of such sequences, "
-            f"{report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
+            f"{tokens} tokens of {report.rollouts} rollouts replayed in {report.dtype}; {report.swaps} times a swap "
+            f"fell into a sequence (one swap may fall into several); {report.straddling_tokens / tokens:.0%} of the "
+            f"tokens are of such sequences, {report.mixed_kv_tokens / tokens:.0%} read KV of an older version"
         )
         lines.append(_agreement_text(report.agreement))
     if report.first is not None:

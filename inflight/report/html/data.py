@@ -121,7 +121,7 @@ def _audit(run_dir: Path) -> dict[str, Any] | None:
         "open": found.open[:MOST_NAMED],
         "rows": [
             ["rollouts replayed", str(found.rollouts)],
-            ["swaps in the middle of a sequence", str(found.swaps)],
+            ["times that a swap fell into a sequence", str(found.swaps)],
             ["tokens of sequences with two or more versions", str(found.straddling_tokens)],
             ["tokens compared", str(found.agreement.tokens)],
             ["difference of log-probabilities, median", f"{found.agreement.median:.3g} nats"],

@@ -203,7 +203,7 @@ SAID = {
 
 @pytest.mark.parametrize(
     "words",
-    sorted(those_of("test_commands_on_a_run"), key=lambda words: words[1:] != ["export", "runs/mine", "exported"]),
+    sorted(those_of("test_commands_on_a_run"), key=lambda words: words[1:4] != ["export", "runs/mine", "exported"]),
     ids=" ".join,
 )
 def test_commands_on_a_run(words, folder):

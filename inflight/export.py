@@ -23,6 +23,7 @@ from inflight.locked_folder import locked_folder
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
 from inflight.models.weight_files import ADAPTER, INDEX
+from inflight.run_template import FILE as TEMPLATE
 from inflight.run_template import Rendering, TemplateError, rendering_of
 from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, readable
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what = "adapter" if _is_adapter(given.out) else "model"
     own = ", with the run's chat template" if rendering.template and given.chat_template is None else ""
     print(f"{given.out}: the {what} of {checkpoint}, {_stored(given.out)}{own}")
+    if rendering.template and _is_adapter(given.out):  # vLLM takes the template of the base
+        print(f"serve the base with --chat-template {given.out / TEMPLATE}")
     if rendering.arguments:
         arguments = shlex.quote(json.dumps(rendering.arguments))
         print(f"the run's task.options.template is not in it: serve with --default-chat-template-kwargs {arguments}")

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from inflight import cli
 from inflight.config import ModelConfig, RunConfig, TaskConfig, load, save
+from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 from inflight.prompts import ModelTokens
 from inflight.tasks import make
 from inflight.trainer.checkpoint.companions import copy_companions
@@ -94,6 +95,16 @@ def test_a_checkpoint_outside_of_a_run_keeps_the_model_s_template(run, tmp_path,
     assert "the run's" not in capsys.readouterr().out
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "the model's own"
     assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").is_file()
+
+
+def test_an_exported_adapter_says_how_a_server_of_its_base_gets_the_template(run, tmp_path, capsys):
+    checkpoint = run / "checkpoints" / "step-000004"
+    (checkpoint / "config.json").unlink()
+    (checkpoint / "model.safetensors").rename(checkpoint / ADAPTER_WEIGHTS)
+    (checkpoint / ADAPTER).write_text("{}")
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert f"serve the base with --chat-template {tmp_path}/out/chat_template.jinja" in capsys.readouterr().out
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == OWN
 
 
 def test_exported_weights_are_as_readable_as_the_other_files(run, tmp_path):

@@ -128,7 +128,9 @@ class Trainer:
             settings = self._config.trainer
             if settings.synchronous:
                 self._publisher.flush(self._patience)
+            self._reporter.phase("waiting for a batch")
             groups = self._buffer.take(settings.groups_per_step, step - 1, settings.batch_timeout_s)
+            self._reporter.phase("training")
             self._start_comparison.before_step(step - 1)
         with self._clock.phase("train_s"):
             batch = self._learner.collate(groups)

@@ -44,6 +44,7 @@ from inflight.trainer import loop
 from inflight.trainer.__main__ import main
 from inflight.trainer.checkpoint import index, io, rewind, snapshot
 from inflight.trainer.learner import Learner, Stopped
+from inflight.trainer.report import Reporter
 from inflight.types import RolloutGroup
 
 
@@ -718,15 +719,18 @@ def test_a_generator_that_dies_ends_the_run(make_run, capfd):
 def test_the_end_of_the_data_is_a_normal_end_with_a_code_of_its_own(make_run, monkeypatch, capfd):
     """All that was learnt is kept and all processes get Finish, as at the end of the steps."""
     run = make_run(steps=4).start()
-    take = Buffer.take
+    take, phases, waited = Buffer.take, [], []
+    monkeypatch.setattr(Reporter, "phase", lambda self, text: phases.append(text))
 
     def taken(self, wanted, version, timeout_s):
+        waited.append(phases[-2:])
         if version == 2:
             raise DataEnded("all 4 questions are settled")
         return take(self, wanted, version, timeout_s)
 
     monkeypatch.setattr(Buffer, "take", taken)
     assert train(run) == DATA_ENDED
+    assert waited == [["training", "waiting for a batch"]] * 3
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == "inflight trainer: the data ended after step 2 of 4: all 4 questions are settled"
     assert index.newest(run.folder).name == "step-000002"
@@ -757,10 +761,10 @@ def test_sigterm_keeps_the_last_whole_step(make_run):
 def test_sigterm_wakes_a_trainer_that_waits_for_a_batch(make_run):
     run = make_run(batch_timeout_s=600.0).start(actor=False)
 
-    def training():
-        return any(status.values.get("phase") == "training" for status in run.read_statuses())
+    def waiting():
+        return any(status.values.get("phase") == "waiting for a batch" for status in run.read_statuses())
 
-    after(training, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    after(waiting, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train(run) == STOPPED
     assert run.lines() == []
 

@@ -187,7 +187,7 @@ class _Looked:
     words: Sequence[str]
     examined: Examined | None
     """What a task of files holds."""
-    asked: str
+    asked: str = ""
     """The question of such a task that was looked at last; empty for none."""
 
 

@@ -38,7 +38,6 @@ STEP = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-11, "float32": 2
 """Relative size of a rounding, by dtype. TF32: CUDA attention kernels multiply float32 in it. Sums are accumulated in
 float32 or higher, in an order of the kernel's own; for float32 that is the whole error, about 16 roundings of
 2**-24."""
-
 TYPICAL = 48.0
 """Steps. Measured in bfloat16: 2.4 (tiny) to 14 (SmolLM2), 27 for 24 layers of large random weights."""
 SPREAD = 50.0

@@ -20,6 +20,13 @@ STOPPED = 128 + signal.SIGTERM
 """SIGTERM came before the end. An interrupted launcher exits with 128 plus the number of its signal."""
 
 
+def heeded_signals() -> list[signal.Signals]:
+    """SIGINT, SIGTERM and SIGHUP, without those that this process ignores: nohup has it ignore SIGHUP, a shell that
+    starts it in the background SIGINT."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def say_why(who: str, error: object, code: int) -> int:
     """Prints one line on stderr: why a process or command ends, with the notes of an exception (an error of vLLM's may
     have many lines); returns its exit `code`."""

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from inflight.config import CONFIG_FILE
-from inflight.exits import BAD_INPUT, say_why
+from inflight.exits import BAD_INPUT, heeded_signals, say_why
 from inflight.locked_folder import locked_folder
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
@@ -83,9 +83,7 @@ def _stopped_by_signals() -> Iterator[None]:
     def stop(number: int, _: FrameType | None) -> None:
         raise SystemExit(say_why("export", f"stopped by {signal.Signals(number).name}", 128 + number))
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    heeded = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, stop) for number in heeded}
+    before = {number: signal.signal(number, stop) for number in heeded_signals()}
     try:
         yield
     finally:

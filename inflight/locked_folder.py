@@ -39,24 +39,34 @@ def locked_folder(parent: Path, prefix: str, process: str = "") -> Iterator[Path
 
 
 def _remove_abandoned(parent: Path, prefix: str) -> None:
-    for path in parent.glob(f"{glob.escape(prefix)}*/{LOCK}"):
-        with contextlib.suppress(OSError):
-            if path.parent.lstat().st_uid == os.getuid():
-                with path.open("r+") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
-                    shutil.rmtree(path.parent, ignore_errors=True)
+    for path in _own_locks(parent, prefix):
+        with contextlib.suppress(OSError), path.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
+            shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _own_locks(parent: Path, prefix: str) -> list[Path]:
+    """The locks of this user's folders."""
+    return [lock for lock in parent.glob(f"{glob.escape(prefix)}*/{LOCK}") if _is_own(lock.parent)]
+
+
+def _is_own(folder: Path) -> bool:
+    try:
+        return folder.lstat().st_uid == os.getuid()
+    except FileNotFoundError:
+        return False
 
 
 def locks_of(parent: Path, prefix: str, process: str) -> list[Path]:
     """The locks of this user's folders that say so of their process."""
-    return [lock for lock in parent.glob(f"{glob.escape(prefix)}*/{LOCK}") if _is_of(lock, process)]
+    return [lock for lock in _own_locks(parent, prefix) if _says(lock) == process]
 
 
-def _is_of(lock: Path, process: str) -> bool:
-    with contextlib.suppress(OSError):
-        if lock.parent.lstat().st_uid == os.getuid():
-            return lock.read_text(errors="replace") == process
-    return False
+def _says(lock: Path) -> str | None:
+    try:
+        return lock.read_text(errors="replace")
+    except OSError:
+        return None
 
 
 def is_held(lock: Path) -> bool:

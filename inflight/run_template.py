@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from inflight.config import CONFIG_FILE
-from inflight.tasks.data.fingerprint import of_text
+from inflight.tasks.data.fingerprint import CHAT_TEMPLATE, of_text
 
-OPTION = "task.options.chat_template"
 FILE = "chat_template.jinja"
 """Where transformers and vLLM look for it first."""
 MORE = "additional_chat_templates"
@@ -52,13 +51,13 @@ def rendering_of(source: Path, given: Path | None = None) -> Rendering:
     arguments = _mapping(options.get("template")) if task.get("name") == "dataset" else {}
     if given is not None:
         return Rendering(_text(given, f"--chat-template {given}"), arguments)
-    if OPTION not in contents:
+    if CHAT_TEMPLATE not in contents:
         return Rendering(arguments=arguments)
     path = Path(str(options.get("chat_template")))
-    named = f"the run's {OPTION}={path}"
+    named = f"the run's {CHAT_TEMPLATE}={path}"
     instead = "put the file back, or name it: --chat-template FILE"
     text = _text(path, named, instead)
-    if of_text(text) != contents[OPTION]:
+    if of_text(text) != contents[CHAT_TEMPLATE]:
         raise TemplateError(f"{named} holds another template than when the run used it; {instead}")
     return Rendering(text, arguments)
 

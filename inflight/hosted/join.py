@@ -23,7 +23,7 @@ from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, ConfigError
 from inflight.config.network import is_address, joined, parted
 from inflight.config.run import SERVICES
-from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
+from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, heeded_signals, say_why
 from inflight.hosted.folder import private_folder
 from inflight.hosted.output import KeptOutput
 from inflight.hosted.running import run
@@ -78,9 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slot", type=int, help="which generator of this host it is (default: the task's number)")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the launcher")
     arguments = parser.parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    for number in heeded_signals():
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         key = _key(arguments.key_file, os.environ)
         slot = checked_slot(arguments.slot if arguments.slot is not None else slot_of(os.environ))

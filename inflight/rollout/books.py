@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -75,5 +76,4 @@ class Counts:
 
 
 def _most(reasons: dict[str, int]) -> str:
-    ranked = sorted(reasons.items(), key=lambda each: -each[1])
-    return ", ".join(f"{reason}: {count}" for reason, count in ranked[:REASONS_NAMED])
+    return ", ".join(f"{reason}: {count}" for reason, count in Counter(reasons).most_common(REASONS_NAMED))

@@ -155,7 +155,7 @@ class Dataset:
             name = "task.options.held_out_path"
             found[name] = self._content(self.held_out_path, self._other, name)
         if self.chat_template:
-            found["task.options.chat_template"] = fingerprint.of_text(self._template)
+            found[fingerprint.CHAT_TEMPLATE] = fingerprint.of_text(self._template)
         return found
 
     def settled(self) -> Mapping[str, Any]:

@@ -13,6 +13,8 @@ is not seen."""
 LEAST = 64 << 10
 """Bytes that are read of each file in any case."""
 PIECES = 32
+CHAT_TEMPLATE = "task.options.chat_template"
+"""The option by which a run's configuration keeps the fingerprint of the template that the user has given."""
 
 
 def of_files(files: Sequence[Path], *, among: int = 0) -> str:

@@ -23,7 +23,7 @@ done = 0
 
 
 def halting(strips: Iterable[CopyRegion], source: int, target: int, stream: int) -> None:
-    """In the place of `cuda.copy`, piece by piece."""
+    """In the place of `cuda.copy_in_one_call`, piece by piece."""
     global done
     file = Path(os.environ["INFLIGHT_RUN_FILE"] + ".halt")
     for strip in strips:
@@ -44,4 +44,4 @@ class HaltingWorker(InflightCUDAWorker):
 
 
 if "INFLIGHT_RUN_FILE" in os.environ:
-    cuda.copy = halting
+    cuda.copy_in_one_call = halting

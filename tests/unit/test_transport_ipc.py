@@ -45,14 +45,62 @@ def pull(ipc, address, timeout_s):
 def test_what_was_pulled_from_a_trainer_that_is_gone_is_not_received(ipc, trainer, monkeypatch, harm, timeout_s, said):
     """The copies raise nothing; what they gave is undefined."""
     process, address = trainer
-    monkeypatch.setattr(ipc.cuda, "copy", lambda *_: harm(process))
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", lambda *_: harm(process))
     with pytest.raises(TransportError, match=said):
         pull(ipc, address, timeout_s)
 
 
 def test_a_live_trainer_confirms_the_transfer(ipc, trainer, monkeypatch):
     (_, address), copies = trainer, []
-    monkeypatch.setattr(ipc.cuda, "copy", lambda *order: copies.append(order))
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", lambda *order: copies.append(order))
     pull(ipc, address, 5.0)
     assert len(copies) == 1
     assert KeyValueStore(address, 5.0).take("done/0/1", "the rank", "send") == b""
+
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [64 * MB, 2048 * MB])
+def test_calls_hold_each_byte_once_and_in_order(ipc, nbytes):
+    widths = [200 * MB, 512, 70 * MB, *[512] * 100, 3 * MB]
+    starts = [sum(widths[:number]) for number in range(len(widths))]
+    strips = [CopyRegion(start, start + 7, width) for start, width in zip(starts, widths, strict=True)]
+    strips.append(CopyRegion(sum(widths), 0, 512, 1000, 1024, 4096))
+    calls = ipc.in_calls(strips, nbytes)
+    pieces = [piece for call in calls for piece in call]
+    assert pieces[-1] == strips[-1]
+    at = 0
+    for piece in pieces[:-1]:
+        assert (piece.source, piece.target, piece.rows) == (at, at + 7, 1)
+        assert 0 < piece.width <= ipc.PIECE_BYTES
+        at += piece.width
+    assert at == sum(widths)
+    assert max(len(call) for call in calls) == ipc.CALL_PIECES
+    assert max(sum(piece.nbytes for piece in call) for call in calls if len(call) > 1) <= nbytes
+    full = [call for call in calls[:-1] if len(call) < ipc.CALL_PIECES]
+    following = [calls[calls.index(call) + 1][0].nbytes for call in full]
+    assert all(sum(p.nbytes for p in call) + more > nbytes for call, more in zip(full, following, strict=True))
+
+
+def test_the_strips_of_one_row_take_one_driver_call(ipc, monkeypatch):
+    seen = []
+    order = SimpleNamespace()
+    driver = SimpleNamespace(
+        CUmemcpyAttributes=lambda: order,
+        CUmemcpySrcAccessOrder=SimpleNamespace(CU_MEMCPY_SRC_ACCESS_ORDER_STREAM="stream"),
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
+        CUdeviceptr=lambda address: address,
+        cuMemcpyBatchAsync=lambda *given: (seen.append(given), (0,))[1],
+        cuMemcpy2DAsync=lambda order, stream: (seen.append((order.srcDevice, order.Height, stream)), (0,))[1],
+        CUDA_MEMCPY2D=SimpleNamespace,
+        CUmemorytype=SimpleNamespace(CU_MEMORYTYPE_UNIFIED=4),
+    )
+    monkeypatch.setattr(ipc.cuda, "driver", driver)
+    strips = [CopyRegion(0, 8, 4), CopyRegion(16, 64, 2, rows=3, source_pitch=8, target_pitch=4), CopyRegion(4, 0, 8)]
+    ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)
+    assert seen == [(1016, 3, 5), ([2008, 2000], [1000, 1004], [4, 8], 2, [order], [0], 1, 5)]
+    assert order.srcAccessOrder == "stream"
+    driver.cuMemcpyBatchAsync = lambda *_: (SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),)
+    with pytest.raises(ipc.cuda.CudaError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE"):
+        ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -60,6 +60,25 @@ def copy(strips: Iterable[CopyRegion], source: int, target: int, stream: int) ->
             check("cuMemcpyAsync", done)
         else:
             check("cuMemcpy2DAsync", driver.cuMemcpy2DAsync(_order(strip, source, target), stream))
+
+
+def copy_in_one_call(strips: Sequence[CopyRegion], source: int, target: int, stream: int) -> None:
+    """As `copy`, but all strips of one row take one driver call; they are copied in any order, on `stream`, which is
+    not the default one.
+
+    A driver call releases the GIL. A thread beside a decoding engine then waits for it, up to the interpreter's switch
+    interval, so one call per strip takes longer than copying a strip does.
+    """
+    flat = [strip for strip in strips if strip.rows == 1]
+    copy((strip for strip in strips if strip.rows > 1), source, target, stream)
+    if flat:
+        order = driver.CUmemcpyAttributes()
+        order.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        to = [driver.CUdeviceptr(target + strip.target) for strip in flat]
+        fro = [driver.CUdeviceptr(source + strip.source) for strip in flat]
+        widths = [strip.width for strip in flat]
+        done = driver.cuMemcpyBatchAsync(to, fro, widths, len(flat), [order], [0], 1, stream)
+        check("cuMemcpyBatchAsync", done)
 
 
 def _order(strip: CopyRegion, source: int, target: int) -> driver.CUDA_MEMCPY2D:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ from inflight.weights.transport.sums import BufferSums, RankSums, SenderSums
 
 PIECE_BYTES = 64 << 20
 """Bytes per order to a copy engine: 0.2 ms over NVLink, so that a step's own small copies never wait long."""
+CALL_PIECES = 32
+"""Most pieces per driver call, so that a step's own calls never wait long for the driver's lock."""
 _HEADER = struct.Struct("<QQ64s")
 _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
@@ -77,7 +80,10 @@ class IpcReceiver:
         self._store = KeyValueStore(rendezvous, timeout_s)
         self._sums = RankSums(self._store, rank, verify=verify)
         self._rank = rank
+        self._verify = verify
         self._received = 0
+        self._calls: tuple[tuple[CopyRegion, ...], list[list[CopyRegion]]] | None = None
+        """The strips of the last transfer and their pieces, one list per driver call."""
         self._closed = threading.Event()
         self._busy = threading.Lock()
         self._open: dict[bytes, int] = {}
@@ -102,16 +108,16 @@ class IpcReceiver:
         self._received += 1
         cuda.bind(scatter.device)
         self._stream = self._stream or torch.cuda.Stream(scatter.device)
-        pieces = [piece for strip in scatter.strips for piece in split(strip, PIECE_BYTES)]
+        calls = self._calls_of(scatter)
         with torch.cuda.stream(self._stream):
-            self._sums.begin([[piece] for piece in pieces], scatter.device)
+            self._sums.begin(calls, scatter.device)
         offer = self._store.take(f"offer/{number}", "the trainer", "receive")
         try:
             source = self._address(offer)
             with torch.cuda.stream(self._stream):
-                # Each piece is summed after its own copy: copying limits the rate, which hardly affects decoding.
-                for index, piece in enumerate(pieces):
-                    cuda.copy([piece], source, scatter.address, self._stream.cuda_stream)
+                # A call's pieces are summed after their copies: copying limits the rate, which hardly affects decoding.
+                for index, pieces in enumerate(calls):
+                    cuda.copy_in_one_call(pieces, source, scatter.address, self._stream.cuda_stream)
                     self._sums.add(index, scatter.target)
             cuda.wait(self._stream)
         except RuntimeError as error:  # also CudaError
@@ -121,6 +127,12 @@ class IpcReceiver:
         self._store.reply(f"done/{number}/{self._rank}", b"", "the trainer", "receive")
         with torch.cuda.stream(self._stream):
             self._sums.check(number)
+
+    def _calls_of(self, scatter: ScatterTarget) -> list[list[CopyRegion]]:
+        if self._calls is None or self._calls[0] != scatter.strips:
+            nbytes = PIECE_BYTES if self._verify else CALL_PIECES * PIECE_BYTES
+            self._calls = (scatter.strips, in_calls(scatter.strips, nbytes))
+        return self._calls[1]
 
     def close(self) -> None:
         """Ends a wait for the trainer and unmaps its buffers; waits for a copy in progress, which is short."""
@@ -142,6 +154,20 @@ class IpcReceiver:
         if handle not in self._open:
             self._open[handle] = _mapped(handle)
         return self._open[handle] + offset
+
+
+def in_calls(strips: Iterable[CopyRegion], nbytes: int) -> list[list[CopyRegion]]:
+    """The strips in pieces of at most PIECE_BYTES, one list per driver call: at most CALL_PIECES pieces, and at most
+    `nbytes` unless it is one piece."""
+    calls: list[list[CopyRegion]] = []
+    left = 0
+    for piece in (piece for strip in strips for piece in split(strip, PIECE_BYTES)):
+        if not calls or piece.nbytes > left or len(calls[-1]) == CALL_PIECES:
+            calls.append([])
+            left = nbytes
+        calls[-1].append(piece)
+        left -= piece.nbytes
+    return calls
 
 
 def export(buffer: torch.Tensor) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.gpu_engine import Agent, Client
 from bench.gpu_gaps import Update
+from bench.native_sender import update_info
 
 WAIT_S = 120.0
 KILL_AFTER_S = 0.04
@@ -122,7 +123,7 @@ def _native(bench: Bench, packed: bool) -> float:
     """vLLM's own NCCL update; the engine has to be paused. Returns the trainer's seconds."""
     bench.client.rpc("start_weight_update")
     bench.trainer.order("native", packed=packed)
-    bench.client.rpc("update_weights", {**bench.native, "packed": packed})
+    bench.client.rpc("update_weights", update_info(bench.native, packed=packed))
     bench.client.rpc("finish_weight_update")
     return float(bench.trainer.answer()["send_s"])
 

@@ -10,24 +10,19 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 
 from bench.gpu_shapes import random_adapter, random_model, randomize
+from bench.native_sender import NativeSender, form
 from inflight.bus import Listener
 from inflight.config import BusConfig, PublishConfig
 from inflight.weights.publish.events import Swap
 from inflight.weights.publish.publisher import Publisher
 from inflight.weights.source import WeightSource
-
-
-def native_engine() -> Any:
-    """vLLM's transfer of weights over NCCL; how its trainer's side is called differs between versions of vLLM."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    return NCCLWeightTransferEngine
 
 
 class Trainer:
@@ -49,7 +44,7 @@ class Trainer:
         )
         source = WeightSource(self._model, "bfloat16")
         self._publisher = Publisher(source, self._listener, config, version=0, ranks={"g0": options["ranks"]})
-        self._native: Any = None
+        self._native: NativeSender
 
     def join(self, _: dict[str, Any]) -> dict[str, Any]:
         """Waits for the engine's ranks."""
@@ -76,18 +71,18 @@ class Trainer:
     def native_init(self, order: dict[str, Any]) -> dict[str, Any]:
         """vLLM's own communicator. Answers before it waits: the engine has to join at the same time."""
         self._reply({"op": "native_init", "began": True})
-        self._native = native_engine().trainer_init(
-            {"master_address": "127.0.0.1", "master_port": order["port"], "world_size": 1 + self._options["ranks"]}
-        )
+        self._native = form(order["port"], self._options["ranks"], self._weights, packed=order["packed"])
         return {}
 
     def native(self, order: dict[str, Any]) -> dict[str, Any]:
         """vLLM's own sender, packed or tensor by tensor."""
         started = time.perf_counter()
-        weights = iter([(name, parameter.data) for name, parameter in self._model.named_parameters()])
-        native_engine().trainer_send_weights(weights, {"group": self._native, "packed": order["packed"]})
+        self._native.send(self._weights, packed=order["packed"])
         self._wait()
         return {"send_s": time.perf_counter() - started}
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter([(name, parameter.data) for name, parameter in self._model.named_parameters()])
 
     def _wait(self) -> None:
         if self._cuda:

@@ -28,6 +28,7 @@ from bench.gpu_report import phases, write_report
 from bench.gpu_shapes import write_config
 from bench.gpu_soak import memory
 from bench.gpu_trace import Trace, late, show
+from bench.native_sender import worker_info
 from inflight.generator.engine_args import CPU_WORKER
 
 COMPARED_WORKER = "bench.compared_worker.ComparedWorker"
@@ -127,9 +128,9 @@ class Run:
         if self._wants_native():
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
-            bench.trainer.ask("native_init", port=port)  # began
-            info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
-            bench.client.rpc("init_weight_transfer_engine", info)
+            packed = not any(cell.strategy == "vllm-per-tensor" for cell in self._config.cells)
+            bench.trainer.ask("native_init", port=port, packed=packed)  # began
+            bench.client.rpc("init_weight_transfer_engine", worker_info(port, ranks, packed=packed))
             bench.trainer.answer()
 
     def quiet(self, batch: int, churn: bool) -> tuple[float, Timeline]:

@@ -82,6 +82,7 @@ def serve(config: DictConfig, directory: Path, port: int, log: Path) -> Process:
 
 def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path, **parts: Any) -> tuple[Any, Any]:
     """TRL's trainer for `arm_s` seconds; itself, and the callback that kept weights and time. `parts` go to it."""
+    import pyarrow
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, packing
@@ -95,6 +96,7 @@ def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path, **
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.chat_template = TEMPLATE
     tokenizer.response_template = ANSWER
+    table = pyarrow.table({"prompt": prompts, "index": list(range(QUESTIONS))})
     sequences = run.trainer.groups_per_step * run.rollout.group_size
     options = AsyncGRPOConfig(
         output_dir=str(out / "trl"),
@@ -122,7 +124,7 @@ def train(config: DictConfig, run: Any, directory: Path, url: str, out: Path, **
         model=str(directory),
         reward_funcs=Reward(run.task.name, dict(run.task.options), run.seed, run.model.name),
         args=options,
-        train_dataset=Dataset.from_dict({"prompt": prompts, "index": list(range(QUESTIONS))}),
+        train_dataset=Dataset(table, fingerprint="questions"),  # else a hash of it, in which dill fails with pyarrow 26
         processing_class=tokenizer,
         callbacks=[clock],
         **parts,

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bench.gpu_trainer import native_engine
+from bench.native_sender import form, update_info, worker_info
 from bench.peers.control import Caller
 from inflight.types import Route
 from inflight.weights.publish.events import Event
@@ -56,15 +56,14 @@ class NcclTransfer:
 
     def __init__(self, source: WeightSource, caller: Caller) -> None:
         """Forms the communicator, of this process and one worker. Raises ControlError or what vLLM raises."""
-        self._engine = native_engine()
         self._source = source
         self._caller = caller
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine call")
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
-        where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 2}
-        joined = self._pool.submit(caller.call, "rpc", "init_weight_transfer_engine", {**where, "rank_offset": 1})
-        self._group = self._engine.trainer_init(where)
+        info = worker_info(port, 1, packed=True)
+        joined = self._pool.submit(caller.call, "rpc", "init_weight_transfer_engine", info)
+        self._sender = form(port, 1, self._wire, packed=True)  # by call where vLLM allows it
         joined.result(ANSWER_S)
         metas = source.metas
         self._info = {
@@ -76,8 +75,8 @@ class NcclTransfer:
     def send(self, version: int, *, packed: bool) -> None:
         torch.cuda.synchronize()  # vLLM's producer reads on streams of its own
         self._caller.call("rpc", "start_weight_update")
-        received = self._pool.submit(self._caller.call, "rpc", "update_weights", {**self._info, "packed": packed})
-        self._engine.trainer_send_weights(self._wire(), {"group": self._group, "packed": packed})
+        received = self._pool.submit(self._caller.call, "rpc", "update_weights", update_info(self._info, packed=packed))
+        self._sender.send(self._wire, packed=packed)
         received.result(ANSWER_S)
         torch.cuda.synchronize()
         self._caller.call("rpc", "finish_weight_update")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
+from inflight.exits import heeded_signals
+
 
 class Interrupt:
-    """While entered, records Ctrl-C, SIGTERM and SIGHUP instead of dying from them."""
+    """While entered, records Ctrl-C, SIGTERM and SIGHUP instead of dying from them. One that this process ignores stays
+    ignored."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -16,10 +19,7 @@ class Interrupt:
         self.received = signal.Signals(number)
 
     def __enter__(self) -> Interrupt:
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it, and so does this process then
-            numbers.append(signal.SIGHUP)  # sent when the terminal is closed
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._before = {number: signal.signal(number, self._note) for number in heeded_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -507,6 +507,18 @@ def test_a_closed_terminal_stops_all(config):
         signal.signal(signal.SIGHUP, before)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_the_launcher_was_started_to_ignore_does_not_end_a_run(config, number):
+    """As nohup and the background of a shell have it."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        trainer = command(config, "trainer", f"import os; os.kill(os.getppid(), {int(number)})")
+        assert launch(config, [trainer]) == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+
+
 @pytest.mark.parametrize("arguments", [["--config-name", "tiny", "machine=gpu"], ["--config-name", "demo_gpu"]])
 def test_a_run_for_gpus_is_refused_at_once_where_there_are_none(tmp_path, capsys, monkeypatch, arguments):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

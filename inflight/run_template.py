@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from inflight.config import CONFIG_FILE
+from inflight.config import CONFIG_FILE, run_of
 from inflight.tasks.data.fingerprint import CHAT_TEMPLATE, of_text
 
 FILE = "chat_template.jinja"
@@ -64,10 +64,10 @@ def rendering_of(source: Path, given: Path | None = None) -> Rendering:
 
 def _task_of(source: Path) -> dict[str, Any]:
     """`task` in the run's configuration; read without the schema, since the run may be of another release."""
-    folders = (source, source.absolute().parent.parent)  # of a checkpoint: runs/mine/checkpoints/step-000040
-    path = next((folder / CONFIG_FILE for folder in folders if (folder / CONFIG_FILE).is_file()), None)
-    if path is None:
+    run = source if (source / CONFIG_FILE).is_file() else run_of(source)
+    if run is None:
         return {}
+    path = run / CONFIG_FILE
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -8,13 +8,13 @@ from __future__ import annotations
 from inflight.config.checks import ConfigError, require
 from inflight.config.evaluation import EvalConfig, EvalSampling
 from inflight.config.file import load, save, schema
+from inflight.config.folder import CONFIG_FILE, run_of
 from inflight.config.generator import SWAPS, GeneratorConfig
 from inflight.config.hosts import HostsConfig
 from inflight.config.model import ModelConfig
 from inflight.config.network import NetworkConfig
 from inflight.config.processes import BusConfig, LaunchConfig
 from inflight.config.publish import PublishConfig
-from inflight.config.release import CONFIG_FILE
 from inflight.config.rewards import RewardConfig
 from inflight.config.rollout import GateConfig, RolloutConfig, Sampling, TaskConfig
 from inflight.config.run import SERVICES, AuditConfig, RunConfig
@@ -46,6 +46,7 @@ __all__ = [
     "TrainerConfig",
     "load",
     "require",
+    "run_of",
     "save",
     "schema",
 ]

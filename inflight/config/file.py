@@ -12,8 +12,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from inflight.config import release
 from inflight.config.checks import ConfigError
+from inflight.config.folder import CONFIG_FILE
 from inflight.config.model import ModelConfig
-from inflight.config.release import CONFIG_FILE
 from inflight.config.rollout import TaskConfig
 from inflight.config.run import RunConfig
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from inflight import __version__
+from inflight.config.folder import CONFIG_FILE
 
-CONFIG_FILE = "config.yaml"
 HEADER = f"# written by inflight {__version__}\n"
 """First line of config.yaml; a comment, so that every release can read the file."""
 _HEADER = re.compile(rb"# written by inflight (\S{1,64})\r?\n")

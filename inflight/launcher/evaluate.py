@@ -27,7 +27,7 @@ from inflight import config as configuration
 from inflight.actor.foreign import ForeignError, foreign
 from inflight.bus import BusError, Listener
 from inflight.completions import Unpatched
-from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, NetworkConfig, RunConfig, schema
+from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, NetworkConfig, RunConfig, run_of, schema
 from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
@@ -100,8 +100,8 @@ def find(target: Path, run: Path | None) -> tuple[Path, Path]:
         raise ConfigError(ADAPTERS)
     if not (target / "config.json").is_file():
         raise ConfigError(f"{target} is neither a run folder ({CONFIG_FILE}) nor a checkpoint (config.json)")
-    run_dir = run or target.resolve().parent.parent
-    if not (run_dir / CONFIG_FILE).is_file():
+    run_dir = run or run_of(target)
+    if run_dir is None:
         raise ConfigError(f"{target} belongs to no run: name one whose task and settings apply by --run")
     return run_dir, target.resolve()
 

@@ -7,7 +7,7 @@ import pytest
 from rollout_samples import make_config
 
 from inflight import cli
-from inflight.config import ConfigError, RewardConfig, TaskConfig, save
+from inflight.config import ConfigError, RewardConfig, TaskConfig, run_of, save
 from inflight.launcher.evaluate import alone, find, overridden, table
 
 
@@ -44,6 +44,22 @@ def test_a_checkpoint_belongs_to_its_run_or_to_one_that_is_named(run_dir, tmp_pa
         find(outside, None)
     with pytest.raises(ConfigError, match="neither a run folder"):
         find(tmp_path / "nothing", None)
+
+
+def test_the_run_of_a_checkpoint_is_found_through_links(run_dir, tmp_path, monkeypatch):
+    """Of the checkpoint, of the folder that holds it, of the run; and from inside."""
+    one = checkpoint(run_dir / "checkpoints" / "step-000003")
+    checkpoint(run_dir / "checkpoints" / "step-000006")
+    (tmp_path / "last").symlink_to(one)
+    assert run_of(tmp_path / "last") == run_dir
+    (run_dir / "checkpoints").rename(tmp_path / "large")
+    (run_dir / "checkpoints").symlink_to(tmp_path / "large")
+    assert run_of(one) == run_dir
+    monkeypatch.chdir(run_dir / "checkpoints" / "step-000003")
+    assert run_of(run_dir / "checkpoints/step-000003/../step-000006") == run_dir
+    (tmp_path / "named").symlink_to(run_dir)
+    assert run_of(tmp_path / "named" / "checkpoints" / "step-000003") == tmp_path / "named"
+    assert run_of(tmp_path / "large" / "step-000003") is None
 
 
 def test_one_generator_serves_the_checkpoint_under_its_step(run_dir, tmp_path):

@@ -49,11 +49,12 @@ def run(tmp_path, tiny_model) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("of", ["", "checkpoints/step-000004"])
+@pytest.mark.parametrize("of", ["run", "run/checkpoints/step-000004", "last"])
 def test_a_chat_of_an_exported_model_has_the_tokens_that_it_had_in_the_run(of, run, tmp_path, capsys):
-    assert cli.main(["export", str(run / of), str(tmp_path / "out")]) == 0
+    (tmp_path / "last").symlink_to(run / "checkpoints" / "step-000004")
+    assert cli.main(["export", str(tmp_path / of), str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0].endswith("step-000004, float32, with the run's chat template")
+    assert said[0].endswith(", float32, with the run's chat template")
     assert said[1].endswith("""serve with --default-chat-template-kwargs '{"plus": true}'""")
     config = load(run)
     asked = make(config.task, 0).item(0).prompt

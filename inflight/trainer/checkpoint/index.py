@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from inflight.config import release
+from inflight.config import release, run_of
 from inflight.rollout.books import Books
 from inflight.types import Count
 
@@ -65,7 +65,8 @@ def newest(run_dir: Path) -> Path | None:
 def read(folder: Path) -> Saved:
     """Raises CheckpointError when the folder holds no checkpoint of this schema, so that a run can't resume from it."""
     path = folder / STATE_FILE
-    remark = release.remark(folder.parent.parent)
+    run = run_of(folder)
+    remark = "" if run is None else release.remark(run)
     try:
         state = path.read_bytes()
         schema = msgspec.json.decode(state, type=_Schema).schema

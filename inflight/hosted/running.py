@@ -42,23 +42,35 @@ def run(parcel: Parcel, lease_of: Callable[[float], Held]) -> int:
     with unpacked_folder(parcel) as config:
         lease = lease_of(config.hosts.lease_s)
         ready = _leased(lease, functools.partial(_prepared, config, before))
-        if ready is not None:
-            with for_owner_alone():
-                configuration.save(ready)
-            command = Command(
-                name=parcel.name,
-                kind=parcel.kind,
-                argv=[sys.executable, "-m", MODULES[parcel.kind], "--run-dir", config.run_dir, "--name", parcel.name],
-                log=None,
-                environment=parcel.environment | _gpus(config, parcel, available()),
-            )
-            with Processes(config.launch.stop_grace_s) as processes:
-                processes.start(command)
-                while lease.wait(POLL_S):
-                    if ended := processes.ended():
-                        return ended[0].code if ended[0].code >= 0 else 128 - ended[0].code
-        print(f"inflight hosted: {parcel.name} ends: {lease.ended}", file=sys.stderr, flush=True)
-        return STOPPED
+        code = None if ready is None else _run_leased(lease, ready, _command(parcel, ready))
+    if code is not None:
+        return code
+    print(f"inflight hosted: {parcel.name} ends: {lease.ended}", file=sys.stderr, flush=True)
+    return STOPPED
+
+
+def _command(parcel: Parcel, config: RunConfig) -> Command:
+    """Of the process, in its folder here. Raises ConfigError when this host has too few GPUs."""
+    return Command(
+        name=parcel.name,
+        kind=parcel.kind,
+        argv=[sys.executable, "-m", MODULES[parcel.kind], "--run-dir", config.run_dir, "--name", parcel.name],
+        log=None,
+        environment=parcel.environment | _gpus(config, parcel, available()),
+    )
+
+
+def _run_leased(lease: Held, config: RunConfig, command: Command) -> int | None:
+    """The exit code of the process, as a shell has it; None when the lease ended first. The process and all its
+    descendants have ended then."""
+    with for_owner_alone():
+        configuration.save(config)
+    with Processes(config.launch.stop_grace_s) as processes:
+        processes.start(command)
+        while lease.wait(POLL_S):
+            if ended := processes.ended():
+                return ended[0].code if ended[0].code >= 0 else 128 - ended[0].code
+    return None
 
 
 def _prepared(config: RunConfig, before: Predecessors) -> RunConfig:

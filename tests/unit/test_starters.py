@@ -256,6 +256,12 @@ def test_a_generator_is_started_when_its_predecessor_has_ended(
     assert list(shm.iterdir()) == []
 
 
+def test_the_exit_code_is_that_of_the_process_as_a_shell_has_it(run: RunConfig) -> None:
+    for code, ends in (("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 128 + 9)):
+        process = command(argv=[sys.executable, "-S", "-c", code], host="")
+        assert running._run_leased(LeaseOf(lambda: True), run, process) == ends
+
+
 def test_only_a_generator_of_the_same_name_and_run_is_a_predecessor(
     run: RunConfig, shm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

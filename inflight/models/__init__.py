@@ -107,6 +107,7 @@ def prepare(name: str, cache: Path | None = None, *, revision: str = "") -> Path
         try:
             root.mkdir(parents=True, exist_ok=True)
             with _locked(root / f"{folder}.lock"):
+                _remove_partial(target)
                 if not target.is_dir():
                     _build_whole(target, build)
         except OSError as error:
@@ -127,6 +128,12 @@ def _existing(name: str) -> Path:
         raise ModelError(f"model {name!r}: the directory has no config.json")
     known = ", ".join(_BUILDERS)
     raise ModelError(f"model {name!r} is neither one of {known}, nor a directory, nor a model of the hub (OWNER/NAME)")
+
+
+def _remove_partial(target: Path) -> None:
+    """What processes that were killed while they made the model have left. The lock must be held: no other makes it."""
+    for partial in target.parent.glob(f"{target.name}.partial-*"):
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _build_whole(target: Path, build: Callable[[Path], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -88,6 +89,40 @@ def test_two_processes_make_it_once(tmp_path):
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert {process.communicate(timeout=60)[0].strip() for process in both} == {str(tmp_path / "tiny-x")}
     assert (tmp_path / "made").read_text() == "once;"
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from inflight import models
+
+def build(directory):
+    (directory / "config.json").write_text("{")
+    if sys.argv[2] == "half":
+        os.kill(os.getpid(), signal.SIGKILL)
+    (directory / "config.json").write_text("{}")
+
+def killed(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if sys.argv[2] == "made":
+    Path.rename = killed
+if sys.argv[2] == "renamed":
+    models.shutil.rmtree = killed
+models._BUILDERS["tiny"] = ("tiny-x", build)
+models.prepare("tiny", Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("when", ["half", "made", "renamed"])
+def test_after_a_kill_the_model_is_whole_and_nothing_else_is_left(tmp_path, monkeypatch, when):
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    found = sorted(path.name for path in tmp_path.iterdir())
+    assert ("tiny-x" in found) is (when == "renamed")
+    monkeypatch.setitem(models._BUILDERS, "tiny", ("tiny-x", lambda to: (to / "config.json").write_text("{}")))
+    assert (prepare("tiny", tmp_path) / "config.json").read_text() == "{}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-x", "tiny-x.lock"]
 
 
 def test_a_directory_is_taken_as_it_is(tmp_path):

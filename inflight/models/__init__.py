@@ -142,6 +142,8 @@ def _build_whole(target: Path, build: Callable[[Path], None]) -> None:
     try:
         build(partial)
         partial.chmod(0o755)
+        for file in partial.iterdir():  # safetensors makes its files for their owner alone, and users may share a cache
+            file.chmod(0o644)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

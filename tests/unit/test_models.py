@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import stat
 import subprocess
 import sys
 
@@ -43,6 +44,12 @@ def test_tiny_tokenizer_is_one_token_a_character(tmp_path):
     assert len(ids) == len(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer("x").input_ids == [tokenizer.unk_token_id]
+
+
+def test_another_user_of_the_cache_may_read_a_prepared_model(tmp_path):
+    model = prepare("tiny", tmp_path)
+    assert stat.S_IMODE(model.stat().st_mode) == 0o755
+    assert {stat.S_IMODE(file.stat().st_mode) for file in model.iterdir()} == {0o644}
 
 
 def test_a_prepared_model_is_not_made_again(tmp_path, monkeypatch):

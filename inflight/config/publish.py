@@ -24,7 +24,8 @@ class PublishConfig:
     host (gloo), sums computed by the devices on CUDA (ipc, nccl). `always`, `none`, or `auto`: with gloo alone, because
     on CUDA it slows decoding (docs/gpu.md)."""
     finite_check: bool = True
-    """Refuse a version that contains NaN or Inf, before it is sent or saved as a checkpoint; the run then ends."""
+    """Reject a version that contains NaN or Inf, before a generator computes with it and before it is saved as a
+    checkpoint; the run then ends."""
     join_timeout_s: float = 300.0
     """Seconds for which a trainer runs without any generator, and a generator without a trainer."""
     transfer_timeout_s: float = 120.0

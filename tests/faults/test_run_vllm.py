@@ -124,7 +124,7 @@ def test_all_killed_at_once_then_weights_that_are_no_numbers(make_run):
 
     assert run.start("resume=true", "trainer.learning_rate=1e30", "trainer.weight_decay=1e30").wait() == 1, run.logs()
     step = run.saved().step
-    assert re.search(rf"version {step + 1} is not sent: \S+ holds NaN or Inf", run.output), run.output
+    assert re.search(rf"version {step + 1} is rejected: \S+ holds NaN or Inf", run.output), run.output
     events = {(line["event"], line["version"]) for line in read_lines(run.folder / SWAPS_FILE)}
     assert ("failed", step + 1) in events
     assert ("committed", step + 1) not in events

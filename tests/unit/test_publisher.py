@@ -9,8 +9,11 @@ import os
 import re
 import threading
 import time
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -38,12 +41,14 @@ from inflight.types import Routes
 from inflight.weights.pack import unpack
 from inflight.weights.publish import replica
 from inflight.weights.publish.events import Failure, Superseded, Swap
-from inflight.weights.publish.finite import NotFinite
+from inflight.weights.publish.finite import NotFinite, require_finite
 from inflight.weights.publish.membership import Membership
+from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.publisher import Publisher, PublishError
 from inflight.weights.publish.routes import RoutesFile, routes
 from inflight.weights.publish.standing import Standing
 from inflight.weights.publish.states import ReplicaState
+from inflight.weights.receive.rank_state import ReceiverState
 from inflight.weights.receive.shadow import ManifestMismatch
 from inflight.weights.source import SourceError, WeightSource
 from inflight.weights.transport import make_receiver
@@ -817,7 +822,7 @@ def test_an_engine_whose_ranks_are_gone_is_refused(run):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_version_that_is_not_finite_is_not_sent_and_names_the_parameter(run, value):
+def test_a_version_that_is_not_finite_goes_live_nowhere_and_names_the_parameter(run, value):
     with run(g0=1) as r:
         (g0,) = r.joined("g0")
         r.publish(1)
@@ -825,7 +830,7 @@ def test_a_version_that_is_not_finite_is_not_sent_and_names_the_parameter(run, v
         with torch.no_grad():
             r.model[2].weight[7] = value
         r.publisher.publish(2)
-        expected = r"^version 2 is not sent: 2\.weight holds NaN or Inf \(1 of 200 values, in bfloat16\)$"
+        expected = r"^version 2 is rejected: 2\.weight holds NaN or Inf \(1 of 200 values, in bfloat16\)$"
         with pytest.raises(PublishError, match=expected):
             r.publisher.flush(20)
         with pytest.raises(PublishError, match=expected):
@@ -835,6 +840,93 @@ def test_a_version_that_is_not_finite_is_not_sent_and_names_the_parameter(run, v
         assert [(f.version, f.phase) for f in r.failures()] == [(2, "finite")]
 
 
+@pytest.fixture
+def check(monkeypatch):
+    """Holds the checks for NaN and Inf after the one at the start: `began` by version, and what lets each go on."""
+    began, go = [], defaultdict(threading.Event)
+
+    def held(version, views):
+        found = None
+        try:
+            require_finite(version, views)
+        except NotFinite as error:
+            found = error
+        if version > 0:
+            began.append(version)
+            assert go[version].wait(30)
+        if found is not None:
+            raise found
+
+    monkeypatch.setattr("inflight.weights.publish.offer.require_finite", held)
+    return SimpleNamespace(began=began, go=go)
+
+
+def test_a_version_that_all_ranks_hold_is_committed_after_its_check(run, check):
+    with run(g0=2) as r:
+        (g0,) = r.joined("g0")
+        r.publish(1)
+        eventually(lambda: len(r.replica().attempt.ready) == 2, "both ranks' Ready")
+        eventually(lambda: check.began == [1])
+        assert (r.state(), r.publisher.committed) == (ReplicaState.SENDING, {"g0": 0})
+        assert not any(isinstance(message, Commit) for message in g0.heard)
+        check.go[1].set()
+        r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 1}
+        assert [values(shadow) for shadow in g0.shadows] == [{1}, {1}]
+
+
+def test_a_version_that_all_ranks_hold_and_that_is_not_finite_is_dropped_by_them(run, check):
+    with run(g0=2) as r:
+        (g0,) = r.joined("g0")
+        r._fill(float("nan"))
+        r.publisher.publish(1)
+        eventually(lambda: len(r.replica().attempt.ready) == 2, "both ranks' Ready")
+        check.go[1].set()
+        with pytest.raises(PublishError, match=r"^version 1 is rejected: 0\.weight holds NaN or Inf"):
+            r.publisher.flush(20)
+        eventually(lambda: r.state() is ReplicaState.IDLE, "the ranks' answers to Abort")
+        assert [receiver.state for receiver in g0.receivers] == [ReceiverState.IDLE] * 2
+        assert (r.publisher.committed, g0.commits) == ({"g0": 0}, [])
+        assert [values(shadow) for shadow in g0.shadows] == [{0}, {0}]
+
+
+def test_a_check_that_ends_when_a_newer_version_is_in_the_buffer_ends_nothing(run, check):
+    with run(g0=1) as r:
+        r._fill(float("nan"))
+        r.publisher.publish(1)  # there is no generator that reads the buffer
+        eventually(lambda: check.began == [1])
+        check.go[2].set()
+        r.publish(2)
+        check.go[1].set()
+        r.joined("g0")
+        assert r.publisher.committed == {"g0": 2}
+        r.publisher.flush(20)
+
+
+def test_a_check_and_checksums_wait_until_the_buffer_is_packed(run, monkeypatch):
+    events = Mock()
+    monkeypatch.setattr("inflight.weights.publish.offer.require_finite", events.check)
+    monkeypatch.setattr("inflight.weights.publish.offer.checksums", events.sums)
+    with run() as r:
+        offer = Offer(1, r.publisher.manifest, r.publisher._buffer, {}, events.fence, Mock(), finite_check=True)
+        for ask, done in ((offer.check, "check"), (offer.sums, "sums")):
+            events.reset_mock()
+            ask()
+            ask()
+            assert [name for name, *_ in events.mock_calls] == ["fence.wait_read", done]
+
+
+def test_a_check_that_breaks_ends_publishing(run, monkeypatch):
+    with run(g0=1) as r:
+        r.joined("g0")
+        broken = Mock(side_effect=RuntimeError("CUDA error"))
+        monkeypatch.setattr("inflight.weights.publish.offer.require_finite", broken)
+        r.publish(1)
+        with pytest.raises(PublishError, match=r"publishing has ended: RuntimeError\('CUDA error'\)"):
+            r.publisher.flush(20)
+        assert r.publisher.committed == {"g0": 0}
+
+
 def test_a_version_is_checked_though_no_generator_is_sent_it(run):
     with run() as r:
         r.publish(1)
@@ -842,7 +934,7 @@ def test_a_version_is_checked_though_no_generator_is_sent_it(run):
         with torch.no_grad():
             r.model[2].bias[7] = float("inf")
         r.publisher.publish(2)
-        with pytest.raises(NotFinite, match=r"^version 2 is not sent: 2\.bias holds NaN or Inf"):
+        with pytest.raises(NotFinite, match=r"^version 2 is rejected: 2\.bias holds NaN or Inf"):
             r.publisher.require_sound()
 
 

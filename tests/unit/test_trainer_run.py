@@ -631,7 +631,7 @@ def test_a_version_that_can_not_be_sent_is_no_checkpoint(make_run, monkeypatch, 
         assert train(run) == 1
     said = capfd.readouterr().err.splitlines()[-1]
     assert said == (
-        "inflight trainer: version 2 is not sent: model.norm.weight holds NaN or Inf (1 of 128 values, in float16)"
+        "inflight trainer: version 2 is rejected: model.norm.weight holds NaN or Inf (1 of 128 values, in float16)"
     )
     assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step-000001"]
     assert train(go_on(run)) == 0
@@ -646,7 +646,7 @@ def test_a_gradient_of_a_version_that_can_not_be_sent_is_reported_as_that(make_r
     harmed = lambda self: self.policy.master.model.norm.weight[0] > 1e4  # noqa: E731
     monkeypatch.setattr(Learner, "_clip", lambda self: float("nan") if harmed(self) else clip(self))
     assert train(run) == 1
-    assert "version 2 is not sent: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
+    assert "version 2 is rejected: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
     assert index.newest(run.folder) is None
 
 
@@ -661,7 +661,7 @@ def test_weights_that_can_not_be_sent_are_not_begun_with(make_run, capfd):
     go_on(run, steps=2)
     run.config.routes_file.unlink()  # as the launcher does
     assert train(run) == 1
-    assert "version 1 is not sent: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
+    assert "version 1 is rejected: model.norm.weight holds" in capfd.readouterr().err.splitlines()[-1]
     assert not run.config.routes_file.exists()
 
 

@@ -148,8 +148,8 @@ class Offer:
 
     unsound = None
 
-    def __init__(self, publisher, version):
-        self.publisher, self.version = publisher, version
+    def __init__(self, publisher, version, *, checked):
+        self.publisher, self.version, self.checked = publisher, version, checked
 
     def sums(self):
         return checksums(MANIFEST, bytes_of(value_of(self.publisher, self.version)))
@@ -265,6 +265,8 @@ class World:
         """Whether the publisher hears ranks while their engine still commits."""
         self.engines_late = False
         """Whether what engines answer arrives long after all that ranks have sent."""
+        self.checks_late = False
+        """Whether the check for NaN and Inf takes longer than anything else."""
         self.seen = None
         """An AssertionError that was raised within an engine, which takes it for a failure of vLLM."""
         self.births = 0
@@ -279,18 +281,28 @@ class World:
 
     def begin_publisher(self, version):
         """The first one, or one that takes the place of another."""
-        self.jobs, self.net.to_publisher, self.began = [], [], version
+        self.jobs, self.checks, self.net.to_publisher, self.began = [], [], [], version
         for wire in self.wires:
             wire.closed = True
         self.session = Session(CONFIG, MANIFEST, Outbox(self.net), Channels(self), GLOO, clock=lambda: self.now)
         self.logs.append(self.session.events)
         self.publishers.append(self.session.publisher)
-        self.protocol = PublishProtocol(self.session, RANKS, self._offer(version))
+        self.protocol = PublishProtocol(self.session, RANKS, self._offer(version, checked=True))
         self.replicas = self.protocol.membership.replicas
         self.pin = None
 
-    def _offer(self, version):
-        return Offer(len(self.publishers) - 1, version)
+    def _offer(self, version, *, checked=False):
+        return Offer(len(self.publishers) - 1, version, checked=checked)
+
+    def release(self, version):
+        offer = self._offer(version)
+        self.protocol.release(offer)
+        self.checks.append(offer)
+
+    def run_check(self):
+        offer = self.checks.pop(0)
+        offer.checked = True
+        self.protocol.checked(offer)
 
     def run_job(self):
         channel, attempt = self.jobs.pop(0)
@@ -301,7 +313,7 @@ class World:
 
     def publish(self):
         if self.protocol.withdraw(supersede=True):
-            self.protocol.release(self._offer(self.protocol.version + 1))
+            self.release(self.protocol.version + 1)
 
     def keep(self, ago, timeout_s, *, routed=True):
         """Pins one of the newest versions, unless one is pinned."""
@@ -353,6 +365,10 @@ class World:
                 self.net.to_peer[boxes[index % len(boxes)]].pop(0)
             case "job" if self.jobs:
                 self.run_job()
+            case "check" if self.checks:
+                self.run_check()
+            case "checks take long, or not":
+                self.checks_late = not self.checks_late
             case "all is well for a while":
                 self.drain(60)
             case "publish":
@@ -432,10 +448,12 @@ class World:
             generator.take(peer, message)
 
     def _committing(self, engine, version):
-        """Commit is sent only when every rank has said of this very attempt that it is ready, and not over a pin."""
+        """Commit is sent only when every rank has said of this very attempt that it is ready, of a version that was
+        checked, and not over a pin."""
         replica = self.replicas[engine.partition(".")[0]]
         assert replica.pin is None
         attempt = replica.attempt
+        assert attempt.offer.checked
         ready = {(rank, version, attempt.number, attempt.digest) for rank in replica.members.ranks}
         assert ready <= self.net.said_ready
 
@@ -485,12 +503,16 @@ class World:
         """What is on its way arrives, in order."""
         for _ in range(count):
             boxes = [p for p, box in self.net.to_peer.items() if box]
-            if self.jobs:
+            if self.checks and not self.checks_late:
+                self.run_check()
+            elif self.jobs:
                 self.run_job()
             elif boxes:
                 self._give(boxes[0], 0)
             elif self._in_time():
                 self._hear_next()
+            elif self.checks:
+                self.run_check()
             else:
                 return
             self.check()
@@ -521,6 +543,8 @@ MOVES = [
     *["up"] * 30,
     *["down"] * 40,
     *["job"] * 15,
+    *["check"] * 3,
+    "checks take long, or not",
     *["publish"] * 3,
     *["time"] * 5,
     *["heal"] * 3,
@@ -589,8 +613,8 @@ def test_each_single_message_may_be_lost(lost):
     world.publish()
     for _ in range(100):
         boxes = [p for p, box in world.net.to_peer.items() if box]
-        if world.jobs:
-            world.step("job", 0)
+        if world.jobs or world.checks:
+            world.step("job" if world.jobs else "check", 0)
             continue
         if not boxes and not world.net.to_publisher:
             break
@@ -676,7 +700,7 @@ def test_a_version_that_waits_for_the_end_of_a_pin_does_not_keep_the_send_buffer
     world = pinned_world()
     for newest in (2, 3, 4):
         assert world.protocol.withdraw(supersede=False)  # at once: what waits was delivered
-        world.protocol.release(world._offer(newest))
+        world.release(newest)
         world.drain(200)
         assert states(world) == {"g0": ("READY", 1), "g1": ("IDLE", newest)}
     world.unpin()

@@ -9,7 +9,6 @@ from inflight.messages import Abort, Commit, Committed, Prepare, RankSwapped, Re
 from inflight.messages.base import MAX_REASON
 from inflight.weights.pack import content_digest
 from inflight.weights.publish.events import Swap
-from inflight.weights.publish.finite import NotFinite
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.session import Session
 
@@ -47,14 +46,11 @@ class Attempt:
         self._over = False
 
     def announce(self) -> bool:
-        """Checks the version and sends Prepare to the ranks, after which the bytes follow. Returns False without
-        sending it when the attempt is over, or when the version is not finite (the offer then has the reason)."""
-        if self._over:
+        """Sends Prepare to the ranks, after which the bytes follow. Returns False without sending it when the attempt
+        is over, or when the version is known not to be finite."""
+        if self._over or self.offer.unsound is not None:
             return False
-        try:
-            sums = self.offer.sums()
-        except NotFinite:
-            return False
+        sums = self.offer.sums()
         session = self._session
         with self._lock:
             if self._over:

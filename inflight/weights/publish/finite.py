@@ -1,4 +1,4 @@
-"""Refuses a version that holds NaN or Inf before any of it is sent."""
+"""Finds NaN and Inf in a version, which then never goes live."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class NotFinite(ValueError):
-    """A packed version that must not be sent; the text names the parameters."""
+    """A packed version that must not go live; the text names the parameters."""
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def require_finite(version: int, views: Mapping[str, torch.Tensor]) -> None:
             kind = str(view.dtype).removeprefix("torch.")
             more = f", and {len(bad) - 1} more parameters" if len(bad) > 1 else ""
             what = f"{bad[0]} holds NaN or Inf ({count} of {view.numel()} values, in {kind}){more}"
-            raise NotFinite(f"version {version} is not sent: {what}")
+            raise NotFinite(f"version {version} is rejected: {what}")
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:

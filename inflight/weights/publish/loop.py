@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from inflight.bus import Listener, Lost, Received
 from inflight.messages import Finish
 from inflight.types import Routes
+from inflight.weights.publish.finite import NotFinite
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.routes import RoutesFile, routes
@@ -55,9 +56,11 @@ class PublisherLoop:
         self._thread.start()
 
     def release(self, offer: Offer) -> None:
-        """Sends the version in the send buffer to the generators."""
+        """Sends the version in the send buffer to the generators, and checks it meanwhile."""
         with self.changed:
             self.protocol.release(offer)
+        if not offer.checked:
+            threading.Thread(target=self._check, args=[offer], name="finite check", daemon=True).start()
 
     def wait(self, condition: Callable[[PublishProtocol], bool], timeout_s: float) -> bool:
         """Whether a condition became true within `timeout_s`. Also returns when publishing has ended: check `error`."""
@@ -119,6 +122,23 @@ class PublisherLoop:
             with self.changed:
                 self.error = error
                 self.changed.notify_all()
+
+    def _check(self, offer: Offer) -> None:
+        """In a thread of its own: generators that hold the offer commit it, or it ends publishing."""
+        error: BaseException | None = None
+        try:
+            offer.check()
+        except NotFinite:
+            pass  # the thread finds it, unless a newer version is in the buffer already
+        except BaseException as raised:  # noqa: BLE001 - stored, and raised in the trainer's next wait
+            error = raised
+        with self.changed:
+            if self._closing.is_set():
+                return
+            if offer.checked:
+                self.protocol.checked(offer)
+            self.error = self.error or error
+            self.changed.notify_all()
 
     def _write_routes(self) -> None:
         if self._routes_file is not None:

@@ -1,4 +1,4 @@
-"""A version in the send buffer, checked once before any of it is sent."""
+"""A version in the send buffer, which is checked once, while the ranks receive it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from inflight.weights.transport.sums import BufferSums
 
 
 class Offer:
-    """The version in the send buffer: its bytes, where each parameter lies in them, and whether it may be sent.
+    """The version in the send buffer: its bytes, where each parameter lies in them, and whether it may go live.
 
-    Several sending threads use it at once; the first call of `sums` computes them, the others wait for it.
+    Several threads use it at once; the first call of `sums` computes them and that of `check` checks, others wait for
+    it. The two do not wait for each other (docs/decisions/020-check-while-sending.md).
     """
 
     def __init__(
@@ -40,31 +41,36 @@ class Offer:
         self._views = views
         self._fence = fence
         self._buffer_sums = buffer_sums
-        self._finite_check = finite_check
         self._lock = threading.Lock()
         self._sums: list[int] | None = None
+        self._check = threading.Lock()
+        self.checked = not finite_check
+        """Whether it is known that it may go live."""
         self.unsound: NotFinite | None = None
-        """Why it must not be sent; None while no reason is known."""
+        """Why it must not go live; None while no reason is known."""
 
     def sums(self) -> list[int]:
-        """The buckets' checksums, one CRC-32 each, or none if the transport verifies; waits until all is packed.
-
-        Raises NotFinite, at each call, for a version that must not be sent.
-        """
+        """The buckets' checksums, one CRC-32 each, or none if the transport verifies; waits until all is packed."""
         with self._lock:
-            if self.unsound is not None:
-                raise self.unsound
             if self._sums is None:
                 self._fence.wait_read()  # before this the buffer may hold other bytes
                 self._buffer_sums.forget()
-                self._require_finite()
                 self._sums = checksums(self.manifest, self.buffer)
             return self._sums
 
-    def _require_finite(self) -> None:
-        if self._finite_check:
-            try:
-                require_finite(self.version, self._views)
-            except NotFinite as error:
-                self.unsound = error
-                raise
+    def check(self) -> None:
+        """Returns when it is known that the version may go live; waits until all is packed.
+
+        Raises NotFinite, at each call, for a version that holds NaN or Inf.
+        """
+        with self._check:
+            if self.unsound is None and not self.checked:
+                self._fence.wait_read()
+                try:
+                    require_finite(self.version, self._views)
+                except NotFinite as error:
+                    self.unsound = error
+                else:
+                    self.checked = True
+            if self.unsound is not None:
+                raise self.unsound

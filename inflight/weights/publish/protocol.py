@@ -112,8 +112,13 @@ class PublishProtocol:
         if (replica := self.membership.of(peer)) is not None and self._offer is not None:
             replica.send(self._offer)  # the others' states are as they were: there may be a thousand
 
+    def checked(self, offer: Offer) -> None:
+        """It is known that an offer may go live: generators all of whose ranks hold it commit it."""
+        for replica in self.replicas:
+            replica.checked(offer)
+
     def expire(self) -> NotFinite | None:
-        """Carries out what is due; to be called often. Returns why the version in the buffer must not be sent, if
+        """Carries out what is due; to be called often. Returns why the version in the buffer must not go live, if
         so."""
         unsound = self._offer.unsound if self._offer is not None else None
         if self._offer is not None and unsound is not None:

@@ -185,7 +185,7 @@ class Publisher(Observed, Served):
         Raises NotFinite naming the parameter. Does nothing without `finite_check`.
         """
         if self._config.finite_check:
-            self._offer.sums()
+            self._offer.check()
 
     def _pack(self, version: int) -> Offer:
         with self._fence.reading():

@@ -48,8 +48,16 @@ class Replica(Presence):
             self.standing.pass_over(version, "a newer one is waiting")
             self._abort("superseded", broken=True)
 
+    def checked(self, offer: Offer) -> None:
+        """Commits an offer's version, if every rank holds it in its shadow and it is known that it may go live."""
+        attempt = self.attempt
+        if self.state is not ReplicaState.SENDING or attempt is None or attempt.offer is not offer:
+            return
+        if offer.checked and not attempt.silent(ending=False):
+            self._delivered(attempt)
+
     def withdraw(self, offer: Offer, reason: str) -> None:
-        """Aborts sending an offer that must not be sent."""
+        """Aborts sending an offer that must not go live."""
         if self.state is ReplicaState.SENDING and self.attempt is not None and self.attempt.offer is offer:
             self._fail("finite", reason, broken=False)
 
@@ -124,8 +132,7 @@ class Replica(Presence):
             self._fail("verify", f"{peer} is ready with other bytes than were sent", broken=False)
         else:
             attempt.hear(peer, answer)
-            if not attempt.silent(ending=False):
-                self._delivered(attempt)
+            self.checked(attempt.offer)
 
     @property
     def _committing(self) -> Attempt | None:
@@ -184,7 +191,7 @@ class Replica(Presence):
         if attempt is None or self.due is None or now < self.due:
             return  # Membership handles generators that are not present
         if self.state is ReplicaState.SENDING:
-            silent = ", ".join(attempt.silent(ending=False))
+            silent = ", ".join(attempt.silent(ending=False)) or "the check for NaN and Inf"
             limit_s = self._session.config.transfer_timeout_s
             self._fail("receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
         elif self.state in (ReplicaState.ABORTING, ReplicaState.STALLED):

@@ -52,8 +52,10 @@ class Asking:
         self._session = session
         self._asked: list[_PreparedQuestion] = []
         self._room = asyncio.Semaphore(config.eval.concurrency)
+        self.received = 0
+        """Answers of the current evaluation that the generator has given."""
         self.done = 0
-        """Answers of the current evaluation that have arrived or failed."""
+        """Answers of the current evaluation that were scored each by itself, or have failed."""
 
     @property
     def answers(self) -> int:
@@ -71,7 +73,7 @@ class Asking:
         with each as soon as it is scored. Raises Unpatched, or ForeignError when no process for the task's code can be
         started.
         """
-        self.done = 0
+        self.received = self.done = 0
         samples = self._config.eval.sampling.samples
         for index in range(len(self._asked), self.answers // samples):
             self._asked.append(await self._question(index))
@@ -109,6 +111,7 @@ class Asking:
             return asked.failed
         try:
             turn = await self._turn(url, self._request(asked.prompt_ids, asked.question.key, sample))
+            self.received += 1
             if versions_of(turn) - {version}:
                 return MIXED
             completion = await self._foreign.completion(asked.question, turn)

@@ -13,7 +13,8 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from typing import Any, cast
 import aiohttp
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 from yaml import YAMLError
 
 from inflight import config as configuration
@@ -44,6 +46,7 @@ from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.best import BEST_FOLDER
 from inflight.trainer.checkpoint.index import CheckpointError
 from inflight.trainer.checkpoint.whole import require_whole
+from inflight.view.stage import stage
 from inflight.weights.publish.publisher import Publisher, PublishError
 
 GENERATOR = "g0"
@@ -75,9 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir, checkpoint = find(arguments.target, arguments.run)
         with tempfile.TemporaryDirectory(prefix="inflight-eval-") as folder:
             config = alone(overridden(configuration.load(run_dir), arguments.overrides), checkpoint, folder)
-            require_held_out(usable_task(config), config)
-            if not any(checkpoint.glob("*.bin")):  # of a model from elsewhere
-                require_whole(checkpoint)
+            with _phase("checking the task and the checkpoint"):
+                require_held_out(usable_task(config), config)
+                if not any(checkpoint.glob("*.bin")):  # of a model from elsewhere
+                    require_whole(checkpoint)
             result = evaluate(config)
     except (ConfigError, CheckpointError) as error:
         return say_why("eval", error, BAD_INPUT)
@@ -165,14 +169,21 @@ def evaluate(config: RunConfig) -> dict[str, Any]:
     ):
         configuration.save(config)
         processes.start(_generator(config))
-        publisher = _publisher(config, weights)
+        with _phase("loading the checkpoint"):
+            publisher = _publisher(config, weights)
         try:
-            _await(publisher, processes, config)
+            with _phase("starting the generator"):
+                _await(publisher, processes, config)
             route = publisher.served[GENERATOR]
             return asyncio.run(_ask(config, route.url, route.version))
         finally:
             publisher.finish("the evaluation is done")
             publisher.close()
+
+
+def _phase(what: str | Callable[[], str]) -> AbstractContextManager[None]:
+    """Says on stderr what takes long: stdout is for the figures."""
+    return stage(what, Console(stderr=True))
 
 
 def _generator(config: RunConfig) -> Command:
@@ -224,11 +235,21 @@ async def _ask(config: RunConfig, url: str, version: int) -> dict[str, Any]:
     began = time.monotonic()
     came: list[Answered] = []
     given_up = {}
-    async with foreign(config) as code, aiohttp.ClientSession(connector=connector, headers=headers) as session:
+    async with AsyncExitStack() as stack:
+        with _phase("starting the processes of the task and its rewards"):
+            code = await stack.enter_async_context(foreign(config))
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=headers))
         asking = Asking(config, code, session)
+
+        def far() -> str:
+            return (
+                f"answering the questions: {asking.received} answers received, {len(came)} of {asking.answers} scored"
+            )
+
         try:
-            async with asyncio.timeout(config.eval.timeout_s):
-                await asking.ask(url, version, settled=came.append)
+            with _phase(far):
+                async with asyncio.timeout(config.eval.timeout_s):
+                    await asking.ask(url, version, settled=came.append)
         except TimeoutError:
             limit = f"{config.eval.timeout_s:g} s (eval.timeout_s)"
             given_up = {"eval/given_up": f"{len(came)} of {asking.answers} answers came within {limit}"}

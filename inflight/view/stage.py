@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.text import Text
@@ -18,16 +18,28 @@ EVERY_S = 8.0
 """A stage is never silent for longer."""
 
 
+class _Changing:
+    """For rich: a text that is composed anew each time that it is drawn."""
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        self._what = what
+
+    def __rich__(self) -> Text:
+        return Text(f"{self._what()} …")
+
+
 @contextlib.contextmanager
-def stage(what: str, console: Console | None = None) -> Iterator[None]:
-    """Around work without output of its own; `what` is a phrase such as "preparing the model"."""
+def stage(what: str | Callable[[], str], console: Console | None = None) -> Iterator[None]:
+    """Around work without output of its own; `what` is a phrase such as "preparing the model", or gives the present
+    one. It is shown on `console`, which is that of stdout if there is none."""
     console = console or Console()
+    text = what if callable(what) else lambda: what
     if console.is_terminal:
-        with console.status(Text(f"{what} …")):
+        with console.status(_Changing(text)):
             yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=_tell, args=(what, over), name="stage", daemon=True)
+    thread = threading.Thread(target=_tell, args=(text, console, over), name="stage", daemon=True)
     thread.start()
     try:
         yield
@@ -36,9 +48,9 @@ def stage(what: str, console: Console | None = None) -> Iterator[None]:
         thread.join(timeout=1)
 
 
-def _tell(what: str, over: threading.Event) -> None:
+def _tell(text: Callable[[], str], console: Console, over: threading.Event) -> None:
     began = time.monotonic()
     pause = QUIET_S
     while not over.wait(pause):
-        print(f"{duration(time.monotonic() - began)} · {what} …", flush=True)
+        print(f"{duration(time.monotonic() - began)} · {text()} …", file=console.file, flush=True)
         pause = EVERY_S

@@ -1,14 +1,26 @@
 """`inflight eval`: which checkpoint and which settings are meant, and bad input in one line."""
 
+import asyncio
+import contextlib
+import io
 import json
+import shutil
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
+from fake_generator import eventually
+from in_process import in_process
+from openai_server import Server, Tokens, choice
 from rollout_samples import make_config
 
 from inflight import cli
 from inflight.config import ConfigError, RewardConfig, TaskConfig, run_of, save
-from inflight.launcher.evaluate import alone, find, overridden, table
+from inflight.launcher import evaluate as command
+from inflight.launcher.evaluate import EvaluationError, alone, find, overridden, table
+from inflight.starters.base import Command
+from inflight.tasks.addition import Addition
 
 
 @pytest.fixture
@@ -116,7 +128,7 @@ def test_more_questions_than_are_held_out_are_refused(tmp_path, capsys):
     says = (
         "eval.questions=3 is not allowed: 1 to 2, which is how many questions task.name=dataset holds out, or 0 for all"
     )
-    assert capsys.readouterr().err == f"inflight eval: {says}\n"
+    assert capsys.readouterr().err.splitlines()[-1] == f"inflight eval: {says}"
 
 
 def test_the_table_has_a_line_for_each_figure():
@@ -128,3 +140,69 @@ def test_the_table_has_a_line_for_each_figure():
         "failed_by   mixed versions: 2",
     ]
     assert json.loads(json.dumps(result)) == result
+
+
+# --- what is shown before the figures are there ---
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """In place of stderr; a phase is mentioned at once, however short it is."""
+    monkeypatch.setattr("inflight.view.stage.QUIET_S", 0.02)
+    monkeypatch.setattr("inflight.view.stage.EVERY_S", 0.02)
+    return io.StringIO()
+
+
+def test_the_wait_for_the_generator_is_not_silent(tmp_path, tiny_model, monkeypatch, said):
+    """The generator ends only when its start was mentioned."""
+    config = alone(make_config(tmp_path), shutil.copytree(tiny_model, tmp_path / "step-000007"), str(tmp_path / "run"))
+    end = tmp_path / "end"
+    waits = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\nprint('no memory')"
+    argv = [sys.executable, "-S", "-c", waits]
+    start = Command(name="g0", kind="generator", argv=argv, log=config.logs / "g0.log", environment={})
+    monkeypatch.setattr(command, "_generator", lambda _: start)
+
+    def watch():
+        try:
+            eventually(lambda: "· starting the generator …\n" in said.getvalue(), "the line on the generator")
+        finally:
+            end.touch()
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    with contextlib.redirect_stderr(said), pytest.raises(EvaluationError, match="no memory"):
+        command.evaluate(config)
+    watching.join()
+    assert "· starting the generator …\n" in said.getvalue()
+
+
+def test_the_wait_for_the_answers_says_how_many_there_are(tmp_path, monkeypatch, capsys, said):
+    """Of three questions, with what has come when one is answered and when one waits for its score."""
+    config = overridden(make_config(tmp_path), ["eval.concurrency=1"])
+
+    async def until(line):
+        await asyncio.to_thread(eventually, lambda: f"· {line} …\n" in said.getvalue(), line)
+
+    class Task(Addition):
+        async def score(self, item, completion):
+            await until(
+                f"answering the questions: {len(server.requests)} answers received, "
+                f"{len(server.requests) - 1} of 3 scored"
+            )
+            return await super().score(item, completion)
+
+    @contextlib.asynccontextmanager
+    async def foreign(_):
+        await until("starting the processes of the task and its rewards")
+        yield in_process(Task(seed=0, held_out=3), Tokens())
+
+    async def scene():
+        async with server:
+            return await command._ask(config, server.url, 4)
+
+    server = Server(lambda: choice("07", 4))
+    monkeypatch.setattr(command, "foreign", foreign)
+    with contextlib.redirect_stderr(said):
+        result = asyncio.run(scene())
+    assert (result["eval/answers"], result["eval/failed_by"]) == (3, {})
+    assert not capsys.readouterr().out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import json
 import re
 import time
 from pathlib import Path
 
 import pytest
+from fake_generator import eventually
 from rich.console import Console
 from terminal import Terminal
 
@@ -338,20 +340,34 @@ def test_advice_is_a_line_without_a_terminal(progress, capsys):
 def test_a_stage_that_takes_long_says_so(capsys, monkeypatch):
     monkeypatch.setattr("inflight.view.stage.QUIET_S", 0.05)
     monkeypatch.setattr("inflight.view.stage.EVERY_S", 0.05)
-    with stage("preparing the model", Console(file=io.StringIO())):
+    with stage("preparing the model"):
         deadline = time.monotonic() + 20
         while (said := capsys.readouterr().out).count("preparing the model …") < 1 and time.monotonic() < deadline:
             time.sleep(0.02)
     assert "· preparing the model …" in said
     with Terminal(80, 10) as terminal:
         with stage("preparing the model", terminal.console()):
-            deadline = time.monotonic() + 20
-            while "preparing the model …" not in terminal.text and time.monotonic() < deadline:
-                time.sleep(0.02)
-            during = terminal.text
+            eventually(lambda: "preparing the model …" in terminal.text)
         terminal.release()
-    assert "preparing the model …" in during
     assert not terminal.text, "nothing of it is left on the screen"
+
+
+def test_a_stage_says_how_far_it_has_come(monkeypatch):
+    """On the console that is given: lines without a terminal, else a text that changes."""
+    monkeypatch.setattr("inflight.view.stage.QUIET_S", 0.05)
+    monkeypatch.setattr("inflight.view.stage.EVERY_S", 0.05)
+    done = itertools.count(1)
+    file = io.StringIO()
+    with stage(lambda: f"{next(done)} of 9", Console(file=file)):
+        eventually(lambda: "· 2 of 9 …\n" in file.getvalue())
+    assert "· 1 of 9 …\n" in file.getvalue()
+    came = 1
+    with Terminal(80, 10) as terminal:
+        with stage(lambda: f"{came} of 9", terminal.console()):
+            eventually(lambda: "1 of 9 …" in terminal.text)
+            came = 2
+            eventually(lambda: "2 of 9 …" in terminal.text)
+        terminal.release()
 
 
 def test_watch_shows_what_the_launcher_sees(config, progress, capsys, monkeypatch):

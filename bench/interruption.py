@@ -16,6 +16,7 @@ import os
 import platform
 import socket
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,7 @@ class Run:
 
     def _join(self, endpoint: str) -> None:
         from bench.gpu_engine import Agent
+        from bench.gpu_strategies import WAIT_S
 
         bench = self._bench
         ranks = self._config.tensor_parallel_size
@@ -130,8 +132,11 @@ class Run:
                 port = probe.getsockname()[1]
             packed = not any(cell.strategy == "vllm-per-tensor" for cell in self._config.cells)
             bench.trainer.ask("native_init", port=port, packed=packed)  # began
-            bench.client.rpc("init_weight_transfer_engine", worker_info(port, ranks, packed=packed))
-            bench.trainer.answer()
+            call = ("init_weight_transfer_engine", worker_info(port, ranks, packed=packed))
+            joining = threading.Thread(target=bench.client.rpc, args=call, daemon=True)
+            joining.start()
+            bench.trainer.answer()  # an error is raised at once, while the ranks would wait for minutes
+            joining.join(WAIT_S)
 
     def quiet(self, batch: int, churn: bool) -> tuple[float, Timeline]:
         """A round without updates: when its measured part began, and its arrivals. Once for each kind of load."""

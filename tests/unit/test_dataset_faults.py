@@ -151,6 +151,50 @@ def test_rows_are_given_out_after_the_look_at_their_files(tmp_path, monkeypatch)
         task.item(row)
 
 
+def table(file, **columns):
+    pq.write_table(pa.table(columns), file)
+
+
+def test_a_stream_goes_past_a_table_without_rows(tmp_path):
+    for name, values in (("a", ["1"]), ("b", []), ("c", ["2"])):
+        table(tmp_path / f"{name}.parquet", prompt=pa.array(values, pa.string()))
+    course = Course(streamed(tmp_path / "*.parquet"), epochs=2)
+    assert [course.item(index).prompt for index in range(4)] == ["1", "2", "1", "2"]
+    with pytest.raises(ConfigError, match=r"b\.parquet' is empty: it has no row$"):
+        streamed(tmp_path / "b.parquet").item(0)
+
+
+@pytest.mark.parametrize(
+    ("second", "says"),
+    [
+        ({"prompt": [1], "level": [1]}, r"a\.parquet and .*b\.parquet, column 'prompt' is .*string.* and .*int64.*$"),
+        ({"prompt": ["2"]}, r"a\.parquet and .*b\.parquet, column 'level' is in one of them alone$"),
+    ],
+)
+def test_a_stream_of_tables_with_other_columns_is_refused_before_the_first_row(tmp_path, second, says):
+    """Its library would make text of a number, or end there."""
+    table(tmp_path / "a.parquet", prompt=["1"], level=[1])
+    table(tmp_path / "b.parquet", **second)
+    with pytest.raises(ConfigError, match=f"^task.options.path: the files do not have the same columns: .*{says}"):
+        streamed(tmp_path / "*.parquet").item(0)
+
+
+def test_a_column_without_a_value_in_one_table_goes_with_any_other(tmp_path):
+    table(tmp_path / "a.parquet", prompt=["1"], level=[1])
+    table(tmp_path / "b.parquet", prompt=["2"], level=pa.nulls(1))
+    assert streamed(tmp_path / "*.parquet").item(1).columns == {"level": None}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_table_with_two_columns_of_one_name_is_refused(tmp_path, streaming):
+    columns = [pa.array(["1"]), pa.array(["2"])]
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "prompt"]), tmp_path / "a.parquet")
+    with pytest.raises(
+        ConfigError, match=r"a\.parquet' can't be read: ValueError: it has 2 columns of the name 'prompt'$"
+    ):
+        dataset(str(tmp_path / "a.parquet"), prompt="prompt", shuffle=False, streaming=streaming).item(0)
+
+
 # --- what is held out ---
 
 

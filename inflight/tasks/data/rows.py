@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight.config import ConfigError
-from inflight.tasks.data import fingerprint
+from inflight.tasks.data import fingerprint, tables
 
 LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet",)
@@ -78,15 +78,15 @@ def _kind(file: Path) -> str | None:
 def open_files(files: Sequence[Path], option: str) -> Rows:
     """Rows of files, one file after the other. Raises ConfigError when one can't be read, or all are empty."""
     datasets = quiet()
-    tables = {file: table for file in files if (table := _read(file, option, len(files))) is not None}
-    if not tables:
+    read = {file: table for file in files if (table := _read(file, option, len(files))) is not None}
+    if not read:
         raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
     try:
-        table = datasets.concatenate_datasets(list(tables.values()))
+        table = datasets.concatenate_datasets(list(read.values()))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{option}: the files do not have the same columns: {one_line(error)}") from None
     kind = LineRows if _kind(files[0]) == "lines" else TableRows
-    return kind(table, Places(list(tables), [len(each) for each in tables.values()]))
+    return kind(table, Places(list(read), [len(each) for each in read.values()]))
 
 
 def _read(file: Path, option: str, among: int) -> Any:
@@ -113,12 +113,10 @@ def _read(file: Path, option: str, among: int) -> Any:
 
 
 def _is_empty(file: Path) -> bool:
-    """Raises what pyarrow does for what is no parquet file."""
+    """Raises what tables.is_empty does."""
     if _kind(file) == "lines":
         return file.stat().st_size == 0
-    from pyarrow import parquet  # a part of `datasets`
-
-    return bool(parquet.read_metadata(file).num_rows == 0)
+    return tables.is_empty(file)
 
 
 def _undecodable(file: Path) -> int:

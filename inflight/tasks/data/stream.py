@@ -15,6 +15,7 @@ from typing import Any
 
 from inflight.config import ConfigError
 from inflight.tasks.data.rows import LINE_COLUMN, LINES, BadRow, one_line, own_fields, parse, quiet
+from inflight.tasks.data.tables import readable_as_one
 
 KEPT = 4096
 """Rows that are kept in memory: more than are in flight at a time."""
@@ -34,10 +35,11 @@ class StreamRows:
     """Rows in the order of their files."""
 
     def __init__(self, files: Sequence[Path], option: str) -> None:
-        """Reads the first row. Raises ConfigError when that can't be read, or there is none."""
-        self._files = files
-        self._option = option
+        """Reads the first row. Raises ConfigError when that can't be read, there is none, or the columns of parquet
+        files differ."""
         self._are_lines = files[0].suffix.lower() in LINES
+        self._files = files if self._are_lines else readable_as_one(files, option)
+        self._option = option
         self._left: Iterator[Any] | None = None
         """None: the files are to be read from their beginning."""
         self._next = 0

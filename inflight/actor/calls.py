@@ -189,7 +189,8 @@ class TextIs(_CallMessage, tag=True):
 
 
 class Raised(_CallMessage, tag=True, kw_only=True):
-    """The call failed: `kind` names the exception's class, or what is wrong with the result."""
+    """The call failed: `kind` names the exception's class, with the line in a reward of the user's own, or what is
+    wrong with the result."""
 
     call: Call
     kind: str

@@ -52,6 +52,9 @@ class UnusableResult(Exception):
 class Service(Protocol):
     """Foreign code behind calls."""
 
+    files: frozenset[str]
+    """In which it is the user's own, as far as that is known: an error there is counted by its line."""
+
     def ready(self) -> Constructed:
         """What the actor needs to know about it."""
 
@@ -77,6 +80,7 @@ class RewardsService:
 
     def __init__(self, rewards: Sequence[Reward]) -> None:
         self._rewards = rewards
+        self.files = frozenset().union(*(each.files for each in rewards))
 
     def ready(self) -> Constructed:
         """Which of them are asynchronous; when all are, many calls may be under way at once."""
@@ -106,6 +110,7 @@ class TaskService:
     """A task's questions and scores; without a course, scores alone."""
 
     def __init__(self, task: Task, course: Course | None) -> None:
+        self.files = frozenset[str]()
         self._task = task
         self._course = course
 
@@ -170,6 +175,7 @@ class TextService:
     """A tokenizer's encoding and decoding."""
 
     def __init__(self, tokens: TokenizerMethods) -> None:
+        self.files = frozenset[str]()
         self._tokens = tokens
 
     def ready(self) -> Constructed:

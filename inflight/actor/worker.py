@@ -82,11 +82,22 @@ async def answered(made: Service, ask: Ask, limit_s: float | None) -> bytes:
     except UnusableResult as error:
         raised = Raised(call=ask.call, kind=error.kind, text=_text(error))
     except MemoryError as error:
-        raised = Raised(call=ask.call, kind="MemoryError", text=_text(error), spent=True)
+        raised = Raised(call=ask.call, kind="MemoryError" + _place(made.files), text=_text(error), spent=True)
     except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
         late = scope.expired()
-        raised = Raised(call=ask.call, kind=_clean(type(error).__name__), text=_text(error), late=late, spent=late)
+        kind = _clean(type(error).__name__) + _place(made.files)
+        raised = Raised(call=ask.call, kind=kind, text=_text(error), late=late, spent=late)
     return calls.encode(raised)
+
+
+def _place(files: frozenset[str]) -> str:
+    """Of the exception that is being handled, ` at rewards.py:12`: the innermost line that lies in one of `files`.
+    Nothing when none does."""
+    place = ""
+    for frame, line in traceback.walk_tb(sys.exc_info()[2]):
+        if frame.f_code.co_filename in files:
+            place = f" at {_clean(Path(frame.f_code.co_filename).name)}:{line}"
+    return place
 
 
 def _text(error: BaseException) -> str:

@@ -53,7 +53,16 @@ def make(config: RewardConfig, place: str) -> Reward:
         parameters = _parameters(found, place)
         asynchronous = inspect.iscoroutinefunction(found)
         _check_options(parameters, given, place)
-    return _bound(config.known_as, function, parameters, given, asynchronous)
+    bound = _bound(config.known_as, function, parameters, given, asynchronous)
+    return dataclasses.replace(bound, files=_own_files(config.name, found))
+
+
+def _own_files(name: str, found: Callable[..., Any]) -> frozenset[str]:
+    """Of the module that is named and of the one in which the function is defined; none of what is built in."""
+    if ":" not in name:
+        return frozenset()
+    modules = (_module(name.rpartition(":")[0]), sys.modules.get(str(getattr(found, "__module__", ""))))
+    return frozenset(file for each in modules if (file := getattr(each, "__file__", None)))
 
 
 def _bound(

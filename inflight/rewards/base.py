@@ -85,6 +85,8 @@ class Reward:
     refuses: frozenset[str]
     """Names of columns with which it can't be called."""
     asynchronous: bool
+    files: frozenset[str] = frozenset()
+    """Of the user's own code, with the function."""
 
     async def values(self, samples: Samples) -> list[float | None]:
         """[N] Raises RewardError for a missing column or a result of another kind, or what the function does."""

@@ -12,7 +12,7 @@ from inflight.rewards import make_all
 from inflight.tasks.course import Course
 
 
-class _Caller:
+class InProcess:
     """Answers calls as a child does, without one."""
 
     def __init__(self, service, limit_s):
@@ -30,10 +30,10 @@ class _Caller:
 def in_process(task, tokens, limit_s=30.0, *, epochs=1, rewards=()):
     """A Foreign whose task, tokenizer and rewards run here; what blocks, blocks."""
     service = TaskService(task, Course(task, epochs))
-    callers = _Caller(service, limit_s), _Caller(service, limit_s), _Caller(TextService(tokens), limit_s)
+    callers = InProcess(service, limit_s), InProcess(service, limit_s), InProcess(TextService(tokens), limit_s)
     if not rewards:
         return Foreign(*callers, limit_s)
-    crew = _Caller(RewardsService(make_all(rewards)), limit_s)
+    crew = InProcess(RewardsService(make_all(rewards)), limit_s)
     own = next((each for each in rewards if each.is_task), None)
     others = [Rewarded(each, crew, which) for which, each in enumerate(each for each in rewards if not each.is_task)]
     return Foreign(*callers, limit_s, Rewards(others, own, limit_s))

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from openai_server import Server, Tokens, choice
+from reward_samples import place_of
 from test_actor import play, quick  # noqa: F401 - fixtures
 from test_evaluation import Arena
 
@@ -13,6 +14,7 @@ from inflight.actor import grading
 from inflight.config import RewardConfig
 
 RANK = RewardConfig("reward_samples:rank")
+RANKED = place_of("sum(len(each) > len(text)")
 ANSWERS = ("0", "07", "1234", "07")
 
 
@@ -37,15 +39,16 @@ def test_each_rollout_has_the_value_that_it_got_beside_the_others(play):  # noqa
 def test_a_comparison_that_fails_is_a_failed_score_of_all(play, monkeypatch, policy):  # noqa: F811
     monkeypatch.setattr(grading, "AGAIN_AFTER_S", (0.01,))
     monkeypatch.setattr("reward_samples.failures", 1)
+    reason = f"reward moody error: ConnectionError at {place_of('raise ConnectionError')}"
 
     async def scene(room):
         if policy == "drop":
-            await room.failed("reward moody error: ConnectionError")
+            await room.failed(reason)
             return
         (gated,) = await room.take(1)
         assert gated.group.group_id == "q0"
-        reason = "reward moody error: ConnectionError" if policy == "zero" else ""
-        assert [(each.reward, each.unscored) for each in gated.group.rollouts] == [(float(not reason), reason)] * 2
+        unscored = reason if policy == "zero" else ""
+        assert [(each.reward, each.unscored) for each in gated.group.rollouts] == [(float(not unscored), unscored)] * 2
 
     play(scene, concurrency=1, on_reward_failure=policy, rewards=[RewardConfig("reward_samples:moody")])
 
@@ -68,5 +71,5 @@ def test_the_samples_of_a_held_out_question_are_compared(tmp_path):
     answered = asyncio.run(scene())
     assert [(each.question, each.sample) for each in answered] == [(q, s) for q in range(3) for s in range(2)]
     assert [each.reward for each in answered[:2]] == [3.0, 2.0]
-    assert [each.failed for each in answered[2:4]] == ["http 500", "reward rank error: ZeroDivisionError"]
+    assert [each.failed for each in answered[2:4]] == ["http 500", f"reward rank error: ZeroDivisionError at {RANKED}"]
     assert [each.reward for each in answered[4:]] == [2.0, 2.0]

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from in_process import InProcess
+from reward_samples import place_of
 from rollout_samples import make_config, make_group
 
-from inflight.actor.called import GroupLost
-from inflight.actor.calls import Constructed, Question, ScoreIs, TextIs
+from inflight.actor.called import GroupLost, called
+from inflight.actor.calls import AskReward, Constructed, Question, ScoreIs, TextIs
 from inflight.actor.foreign import Foreign
 from inflight.actor.pending import NotMade
 from inflight.actor.scoring import rewards_of
+from inflight.actor.services import RewardsService
 from inflight.actor.worker_process import Bounds
 from inflight.config import AdvantageConfig, ConfigError, RewardConfig, TaskConfig
 from inflight.groups import defect
 from inflight.launcher import preflight
 from inflight.launcher.compose import compose
 from inflight.prompts import Chat
+from inflight.rewards import make_all
 from inflight.rollout.gate import gate_group
 from inflight.tasks.check import require_columns, usable_task
 from inflight.trainer.lines import rewards_and_lags
@@ -31,6 +36,7 @@ from inflight.types import PrefillSpan, Turn, VersionSpan
 HERE = Path(__file__).parent
 BOUNDS = Bounds(limit_s=2.0, start_s=60.0, memory_mib=1024, concurrency=8)
 PLAIN = "fine"
+RAISES = 'raise KeyError("gone")'
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +130,8 @@ def test_a_sum_by_weight_of_plain_and_asynchronous_rewards_and_the_tasks_own():
 
 def test_whatever_a_reward_does_costs_its_group_under_its_name():
     wanted = {
-        "raise": "reward odd error: KeyError",
+        "raise": f"reward odd error: KeyError at {place_of(RAISES)}",
+        "library": f"reward odd error: JSONDecodeError at {place_of('json.loads(')}",
         "float": "reward odd error: no list",
         "texts": "reward odd error: no number",
         "two": "reward odd error: length",
@@ -143,6 +150,27 @@ def test_whatever_a_reward_does_costs_its_group_under_its_name():
             assert await score(code, "x") == "reward exact_match error: column"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        (f"{HERE}/reward_samples.py:odd", {}, f"KeyError at {place_of(RAISES)}"),
+        ("reward_samples:Own", {"factor": 2.0}, f"ValueError at {place_of('self.factor *')}"),
+        ("reward_samples:odd_elsewhere", {}, f"KeyError at {place_of(RAISES)}"),
+        ("regex", {"pattern": "a"}, "TypeError"),
+    ],
+)
+def test_an_error_is_counted_by_its_line_where_the_code_is_the_users_own(name, options, reason):
+    crew = InProcess(RewardsService(make_all([RewardConfig(name, options=options)])), 30.0)
+    question = Question("k", "1+1=", "x", {})
+    texts = ["raise"] if "odd" in name else [None]
+    ask = functools.partial(
+        AskReward, which=0, question=question, completions=texts, completion_ids=[[4]], finish_reasons=["stop"]
+    )
+    with pytest.raises(GroupLost) as lost:
+        asyncio.run(called(crew, "reward x", "k", ask, 30.0))
+    assert lost.value.reason == f"reward x error: {reason}"
 
 
 def test_a_function_of_ones_own_sees_all_completions_of_a_question_in_one_call():
@@ -173,7 +201,7 @@ def test_a_function_of_ones_own_sees_all_completions_of_a_question_in_one_call()
 
 def test_a_call_for_a_whole_group_that_fails_costs_it():
     wanted = {
-        ("ra", "ise"): "reward odd error: KeyError",
+        ("ra", "ise"): f"reward odd error: KeyError at {place_of(RAISES)}",
         ("di", "e"): "reward odd crash: code 139",
         ("tw", "o"): [1.0, 2.0],
         ("no", "ne"): "reward odd error: length",

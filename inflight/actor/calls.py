@@ -130,6 +130,8 @@ class Constructed(_CallMessage, tag=True, kw_only=True):
     """Whether scoring needs the turn."""
     size: int = 0
     """Vocabulary size of the tokenizer."""
+    questions: int | None = None
+    """Number of questions of all the task's epochs, where that is known before they are asked."""
     held_out: int = 0
     """Number of questions that the task holds out."""
     asynchronous: list[bool] = []

@@ -65,6 +65,11 @@ class Foreign:
         return self._text.ready.size
 
     @property
+    def questions(self) -> int | None:
+        """Number of questions of all the task's epochs; None where that is not known before they are asked."""
+        return self._items.ready.questions
+
+    @property
     def held_out(self) -> int:
         """Number of questions that the task holds out for an evaluation."""
         return self._items.ready.held_out

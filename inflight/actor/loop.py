@@ -137,8 +137,10 @@ class Actor:
                 await self._cancel_groups()
 
     def status(self) -> dict[str, float | int | str]:
-        """Counters for the progress view."""
+        """Counters for the progress view, and where the data end."""
+        questions = self._sampler.questions
         return {
+            **({} if questions is None else {"questions": questions}),
             "started": self.started,
             "done": self.done,
             "failed": self.failed,

@@ -53,6 +53,8 @@ class Sampler:
         self._config = config
         self._seed = seed
         self._foreign = foreign
+        self.questions = foreign.questions
+        """Of all the task's epochs; None where that is not known."""
         self._actor = actor
         self._longest_prompt = longest_prompt
         self._together_from = together_from

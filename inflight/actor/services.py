@@ -115,11 +115,15 @@ class TaskService:
         self._course = course
 
     def ready(self) -> Constructed:
-        """Whether its score is asynchronous, and needs turns; how many questions it holds out."""
+        """Whether its score is asynchronous, and needs turns; how many questions it has, and how many it holds out."""
         turns = isinstance(self._task, TurnScorer)
         score = self._task.score_turn if isinstance(self._task, TurnScorer) else getattr(self._task, "score", None)
-        held_out = self._held_out_size() if self._course is not None else 0
-        return Constructed(concurrent=inspect.iscoroutinefunction(score), turns=turns, held_out=held_out)
+        concurrent = inspect.iscoroutinefunction(score)
+        if self._course is None:
+            return Constructed(concurrent=concurrent, turns=turns)
+        asked = self._course.questions
+        held_out = self._held_out_size()
+        return Constructed(concurrent=concurrent, turns=turns, questions=asked, held_out=held_out)
 
     async def answer(self, ask: Ask) -> Answer:
         """Handles AskItem and AskScore."""

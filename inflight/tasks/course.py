@@ -7,6 +7,7 @@ questions is an error of that question alone.
 
 from __future__ import annotations
 
+import sys
 from typing import Any, cast
 
 from inflight.tasks.base import Item, Reordered, Task
@@ -32,6 +33,11 @@ class Course:
         self._length = self._said()
         self._told = -1
         """The highest index that the task has returned an item for."""
+
+    @property
+    def questions(self) -> int | None:
+        """How many there are over all epochs; None while that is not known, and for an endless task."""
+        return None if self._length is None else min(self._length * self._epochs, sys.maxsize)
 
     def item(self, index: int) -> Item:
         """The task's item; `index` continues over epochs. Raises NoMoreQuestions, or what the task raises."""

@@ -6,7 +6,7 @@ Fed by the processes' `Status` messages. Known keys, all optional:
              phase, eval_reward, eval_step; committed_G, behind_G and state_G of a generator G; of the buffer: buffer,
              in_flight, buffer_ages (in versions, as text), dropped/REASON, rollouts/REASON, failed/REASON;
 * generator  version, running, waiting, tokens_per_s, phase;
-* actor      in_flight, done, failed, phase.
+* actor      in_flight, done, failed, phase, questions (of all epochs).
 
 Each line of `warnings` is shown once. `phase` is a short text such as "loading", shown until there are numbers.
 """
@@ -98,13 +98,22 @@ class Progress:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until all steps are done if they take as long as the last ones; None before the second step."""
+        """Seconds until all steps are done, or the data end, if steps take as long as the last ones; None before the
+        second step."""
         times = [finite(each.get("time_s")) for each in list(self.record.steps)[-PACE_STEPS - 1 :]]
         took = [b - a for a, b in itertools.pairwise(times) if a is not None and b is not None and b > a]
         done = whole(self.step)
         if not took or done is None or self.over:
             return None
-        return statistics.median(took) * max(self.config.trainer.steps - done, 0)
+        return statistics.median(took) * max(self._last_step - done, 0)
+
+    @property
+    def _last_step(self) -> int:
+        """The last one that is configured, or for which there are enough questions as far as their number is known:
+        fewer are made where groups are lost or left out."""
+        known = [whole(values.get("questions")) for values in self._latest.values()]
+        enough = [count // self.config.trainer.groups_per_step for count in known if count is not None]
+        return min([self.config.trainer.steps, *enough])
 
     def line(self) -> str:
         """One line of plain text."""

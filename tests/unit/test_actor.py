@@ -130,6 +130,21 @@ def play(tmp_path):
     return run
 
 
+class Known(Addition):
+    """Says how many questions there are."""
+
+    def __len__(self):
+        return 100
+
+
+@pytest.mark.parametrize(("kind", "questions"), [(Known, 100), (Addition, None)])
+def test_the_number_of_questions_is_reported_where_it_is_known(play, kind, questions):
+    async def scene(room):
+        assert room.actor.status().get("questions") == questions
+
+    play(scene, task=kind(seed=0))
+
+
 def test_groups_from_question_to_batch_and_to_the_end(play):
     async def scene(room):
         batch = await room.take(2, version=3)

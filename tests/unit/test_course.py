@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -105,6 +106,17 @@ def test_other_errors_and_endless_tasks():
     with pytest.raises(KeyError):
         Course(Failing()).item(0)
     assert keys(Course(Addition(seed=0)), [3, 10_000]) == [Addition(seed=0).item(index).key for index in (3, 10_000)]
+
+
+def test_how_many_there_are_is_known_beforehand_only_of_a_task_that_says_it():
+    assert Course(Long(), epochs=2).questions == 2 * LENGTH
+    assert Course(Long(), epochs=10**20).questions == sys.maxsize, "which a message holds"
+    assert Course(Addition(seed=0)).questions is None
+    course = Course(Listed(), epochs=2)
+    assert course.questions is None
+    with pytest.raises(NoMoreQuestions):
+        course.item(1000)
+    assert course.questions == 2 * LENGTH
 
 
 def test_an_empty_task():

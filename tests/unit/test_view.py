@@ -131,6 +131,24 @@ def test_all_that_matters_fits_the_window(progress, columns):
     assert len(text.splitlines()) < (22 if columns == 80 else 12), text
 
 
+@pytest.mark.parametrize(
+    ("questions", "left"),
+    [
+        ({}, "0:16 left"),
+        ({"questions": 13}, "0:08 left"),
+        ({"questions": 7}, "0:00 left"),
+        ({"questions": 99}, "0:16 left"),
+    ],
+)
+def test_the_time_left_ends_where_the_data_do(progress, questions, left):
+    """4 s each for 2 questions; 4 of 8 steps are done."""
+    busy(progress)
+    progress.update("a0", {"in_flight": 1, **questions})
+    progress.update("a1", {"in_flight": 1})
+    progress.record.refresh()
+    assert progress.line().endswith(f" · {left}")
+
+
 def test_a_low_window_says_how_many_generators_it_leaves_out(config):
     many = dataclasses.replace(config, generator=dataclasses.replace(config.generator, count=20))
     text = shown(Progress(many), 80, rows=24).text

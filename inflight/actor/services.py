@@ -233,7 +233,7 @@ def _score(call: int, score: Any) -> ScoreIs:
 
 def _number(value: Any) -> float:
     """Converts any kind of number, including numpy's and torch's. Raises UnusableResult for text, None and others."""
-    if not hasattr(type(value), "__float__"):
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):  # numpy gives its texts one
         raise UnusableResult("no number", f"a score is a number, not {type(value).__name__}")
     return float(value)
 

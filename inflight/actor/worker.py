@@ -101,7 +101,7 @@ def _place(files: frozenset[str]) -> str:
 
 
 def _text(error: BaseException) -> str:
-    """An exception's text, in characters that can be encoded; its `__str__` is foreign code too."""
+    """An exception's text; its `__str__` is foreign code too."""
     try:
         return _clean(str(error) or repr(error))
     except BaseException:  # noqa: BLE001
@@ -109,7 +109,8 @@ def _text(error: BaseException) -> str:
 
 
 def _clean(text: str) -> str:
-    return text[:MAX_TEXT].encode("utf-8", "replace").decode()
+    """In one line, without what a terminal would obey."""
+    return " ".join("".join(each if each.isprintable() else " " for each in text[:MAX_TEXT]).split())
 
 
 def _bound(memory_mib: int) -> None:

@@ -113,6 +113,6 @@ def _numbers(given: Any, count: int) -> list[float | None]:
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    if not hasattr(type(value), "__float__"):
+    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):  # numpy gives its texts one
         raise RewardError("no number", f"a reward is a number or None, not {type(value).__name__}")
     return float(value)

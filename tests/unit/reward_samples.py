@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 
 def columns_seen(completions, prompts, completion_ids, **columns):
     """1 when it was given what is documented."""
@@ -67,6 +69,10 @@ def odd(completions):
             return "1"
         case "texts":
             return ["1"]
+        case "numpy texts":
+            return np.array(["1"])
+        case "lines":
+            raise type("Torn\n\x1b[2J", (Exception,), {})("a\nb\x1b[2J\ud800c")
         case "two":
             return [1.0, 2.0]
         case "nan":

@@ -102,7 +102,14 @@ def test_a_column_with_which_a_class_can_not_be_called_is_known():
 
 
 @pytest.mark.parametrize(
-    ("completion", "kind"), [("float", "no list"), ("text", "no list"), ("texts", "no number"), ("two", "length")]
+    ("completion", "kind"),
+    [
+        ("float", "no list"),
+        ("text", "no list"),
+        ("texts", "no number"),
+        ("numpy texts", "no number"),
+        ("two", "length"),
+    ],
 )
 def test_a_result_of_another_kind_is_reported(completion, kind):
     with pytest.raises(RewardError) as raised:

@@ -136,6 +136,7 @@ def test_whatever_a_reward_does_costs_its_group_under_its_name():
         "texts": "reward odd error: no number",
         "two": "reward odd error: length",
         "nan": "reward odd error: not finite",
+        "lines": f"reward odd error: Torn [2J at {place_of('raise type(')}",
         "sleep": "reward odd timeout",
         "die": "reward odd crash: code 139",
         "none": "reward error: none applies",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -25,10 +26,12 @@ from inflight.types import Rollout
 
 EDGE_STEPS = 5
 """Number of steps over which the first and the last reward are averaged."""
-_RECORDED = ("rollouts", "aborted", "retried", "tokens", "tokens_per_s", "mixed_rollouts", "max_versions")
+_RECORDED = ("rollouts", "aborted", "retried", "tokens", "mixed_rollouts", "max_versions")
 """Figures that need the rollout stream."""
 COUNTED = {"groups_failed": "failed/", "groups_dropped": "dropped/", "rollouts_dropped": "rollouts/"}
 """Figures that are counted from the run's beginning, by reason → their prefix in the trainer's status."""
+RESUMED_S = 1.0
+"""Between the lines of two starts of a trainer at least so much time has passed that `time_s` does not count."""
 _PUBLISHING = ("publish_wait_s", "pack_s", "guard_s")
 
 
@@ -44,7 +47,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     seconds: float | None
-    """From when the trainer began to wait for the first batch until it wrote the last step's line."""
+    """From when the trainer began to wait for the first batch until it wrote the last step's line; of a run that was
+    resumed, the sum over its starts."""
     version: int
     """The last published version."""
     swaps: int
@@ -71,6 +75,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that the gate excluded, by reason, including those of dropped groups."""
     tokens: int | None
     tokens_per_s: float | None
+    """Over the time from the first submission to the last completion, less the time between the last step of a start
+    and when the next start's trainer began to wait for a batch."""
     tokens_trained: int
     tokens_masked: int
     mixed_rollouts: int | None
@@ -158,6 +164,7 @@ def _computed(
         reward_all_last=_mean(of_all[-EDGE_STEPS:]),
         by_lag=by_lag(steps),
         torn_tail=torn,
+        tokens_per_s=None if tally is None else tally.per_s(_paused_s(steps)),
         **{name: getattr(tally, name, None) for name in _RECORDED},
     )
 
@@ -193,10 +200,10 @@ class _Tally:
     def retried(self) -> int:
         return self.retries.total()
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Over the time from the first submission to the last completion."""
-        return self.tokens / (self.last - self.first) if self.last > self.first else None
+    def per_s(self, paused_s: float) -> float | None:
+        """Tokens per second from the first submission to the last completion, less `paused_s`."""
+        took = self.last - self.first - paused_s
+        return self.tokens / took if took > 0 else None
 
     def add(self, rollout: Rollout) -> None:
         versions = len({span.version for span in rollout.turn.token_versions})
@@ -220,12 +227,37 @@ def _tally(path: Path) -> tuple[_Tally | None, str | None]:
     return tally, reader.torn
 
 
+def _starts(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+    """The lines of each start of the trainer: while it runs, `time` and `time_s` advance together. Without `time`,
+    which older runs do not have, all lines are taken for those of one start."""
+    found: list[list[Mapping[str, Any]]] = []
+    began = -math.inf
+    for step in steps:
+        clock = float(step["time"]) - float(step["time_s"]) if "time" in step else began
+        if not found or clock - began > RESUMED_S:
+            found.append([])
+        found[-1].append(step)
+        began = clock
+    return found
+
+
+def _first_step_s(lines: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds of a start's first step, until its line."""
+    return sum(float(lines[0][phase]) for phase in ("wait_s", "train_s", "publish_wait_s", "pack_s"))
+
+
 def _seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """The lines' clock starts with the trainer; the time before the first step is subtracted."""
+    """The lines' clock starts with the trainer; the time before a start's first step is left out."""
     if not steps:
         return None
-    first = sum(float(steps[0][phase]) for phase in ("wait_s", "train_s", "publish_wait_s", "pack_s"))
-    return float(steps[-1]["time_s"]) - float(steps[0]["time_s"]) + first
+    each = (float(lines[-1]["time_s"]) - float(lines[0]["time_s"]) + _first_step_s(lines) for lines in _starts(steps))
+    return sum(each)
+
+
+def _paused_s(steps: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds between the last step of a start and the first one of the next start, over all starts."""
+    pairs = itertools.pairwise(_starts(steps))
+    return sum(float(later[0]["time"]) - _first_step_s(later) - float(earlier[-1]["time"]) for earlier, later in pairs)
 
 
 def _figures(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:

@@ -85,6 +85,27 @@ def test_a_swap_of_which_the_engine_said_nothing_is_not_one_through_running_sequ
     assert (got.swaps, got.swaps_while_running) == (4, 2)
 
 
+def test_the_time_in_which_a_run_was_dead_is_no_part_of_its_rates(tmp_path):
+    """Two starts: 3 steps of 2 s each; an hour later, 2 steps of 4 s each, after a minute without one."""
+    began, resumed = 1_000.0, 5_000.0
+    took = {"wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.15, "pack_s": 0.1}
+    later = {"wait_s": 3.5, "train_s": 0.25, "publish_wait_s": 0.15, "pack_s": 0.1}
+    with JsonLines(tmp_path / METRICS_FILE) as metrics:
+        for step, at in enumerate((10, 12, 14), 1):
+            metrics.write({"step": step, "time_s": at, "time": began + at, "reward": 0.5, **took})
+        for step, at in enumerate((64, 68), 4):  # its clock continues from the checkpoint, at 14 s; drifts a little
+            metrics.write(
+                {"step": step, "time_s": 14 + at, "time": resumed + at + 0.001 * step, "reward": 0.5, **later}
+            )
+    (tmp_path / SWAPS_FILE).touch()
+    with Writer(tmp_path / ROLLOUTS_FILE) as writer:
+        rollouts = [rollout("a", [(0, 0)], at=began + 8), rollout("b", [(0, 3)], tokens=24, at=resumed + 66)]
+        writer.append(RolloutGroup(group_id="q", prompt_key="k", rollouts=rollouts))
+    got = summarize(tmp_path)
+    assert got.seconds == pytest.approx(3 * 2 + 2 * 4)
+    assert got.tokens_per_s == pytest.approx(28 / 14, rel=1e-3)
+
+
 def test_every_figure(run):
     got = summarize(run)
     assert (got.steps, got.version, got.seconds) == (7, 7, pytest.approx(12 + 1.75 + 0.002))

@@ -927,6 +927,37 @@ def test_a_check_that_breaks_ends_publishing(run, monkeypatch):
         assert r.publisher.committed == {"g0": 0}
 
 
+def test_an_error_in_the_commit_after_a_check_ends_publishing(run, check, monkeypatch):
+    with run(g0=1) as r:
+        r.joined("g0")
+        monkeypatch.setattr(r.publisher._loop.protocol, "checked", Mock(side_effect=AssertionError("IDLE → READY")))
+        r.publish(1)
+        eventually(lambda: r.replica().attempt.ready, "Ready")
+        check.go[1].set()
+        with pytest.raises(PublishError, match=r"publishing has ended: AssertionError\('IDLE → READY'\)"):
+            r.publisher.flush(20)
+
+
+def test_closing_ends_a_check_before_it_returns(run, monkeypatch):
+    """A thread that is in torch when the interpreter ends makes the process abort."""
+    began, ended = [], []
+
+    def held(version, views):
+        began.append(version)
+        assert r.publisher._loop._closing.wait(30)
+        time.sleep(0.5)  # as the rest of a check
+        ended.append(version)
+
+    with run(g0=1) as r:
+        (g0,) = r.joined("g0")
+        monkeypatch.setattr("inflight.weights.publish.offer.require_finite", held)
+        r.publish(1)
+        eventually(lambda: began == [1] and r.replica().attempt.ready, "Ready")
+        r.publisher.close()
+        assert ended == [1]
+        assert not any(isinstance(message, Commit) for message in g0.heard), "its end commits nothing any more"
+
+
 def test_a_version_is_checked_though_no_generator_is_sent_it(run):
     with run() as r:
         r.publish(1)

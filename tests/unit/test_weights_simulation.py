@@ -659,6 +659,23 @@ def test_an_answer_to_an_earlier_attempt_counts_for_nothing():
     assert replica.attempt.ready == {}
 
 
+def test_a_check_that_takes_longer_than_a_transfer_may_is_named_and_the_version_is_sent_again():
+    world = World()
+    world.calm()
+    world.publish()
+    checks, world.checks = world.checks, []
+    world.drain(200)
+    assert states(world) == {name: ("SENDING", 0) for name in RANKS}
+    world.now += CONFIG.transfer_timeout_s
+    world.protocol.expire()
+    world.checks = checks
+    failures = [event for event in world.session.events.since(0) if isinstance(event, Failure) and event.version == 1]
+    said = f"no answer from the check for NaN and Inf within {CONFIG.transfer_timeout_s:g} s"
+    assert {(event.phase, event.reason) for event in failures} == {("receive", said)}
+    assert world.calm() < 20
+    assert states(world) == {name: ("IDLE", 1) for name in RANKS}
+
+
 # --- a version that is pinned -----------------------------------------------------------------------------------------
 
 

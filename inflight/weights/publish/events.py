@@ -30,7 +30,8 @@ class Swap:
     time: float = field(default_factory=time.time, compare=False)
     """Unix time at which the publisher heard of it."""
     pinned_s: float = 0.0
-    """From the last rank's Ready to the Commit: short unless the version before was pinned."""
+    """From the last rank's Ready to the Commit: the rest of the check for NaN and Inf, and of a pin of the version
+    before."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ states.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -52,6 +53,7 @@ class PublisherLoop:
         self._listener = listener
         self._routes_file = routes_file
         self._closing = threading.Event()
+        self._checks: list[threading.Thread] = []
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
         self._thread.start()
 
@@ -60,7 +62,9 @@ class PublisherLoop:
         with self.changed:
             self.protocol.release(offer)
         if not offer.checked:
-            threading.Thread(target=self._check, args=[offer], name="finite check", daemon=True).start()
+            check = threading.Thread(target=self._check, args=[offer], name="finite check", daemon=True)
+            check.start()
+            self._checks = [each for each in self._checks if each.is_alive()] + [check]
 
     def wait(self, condition: Callable[[PublishProtocol], bool], timeout_s: float) -> bool:
         """Whether a condition became true within `timeout_s`. Also returns when publishing has ended: check `error`."""
@@ -89,6 +93,8 @@ class PublisherLoop:
         with self.changed:
             for replica in self.protocol.replicas:
                 replica.close()
+        for check in self._checks:
+            check.join(CLOSE_S)  # a thread that is in torch when the interpreter ends makes the process abort
         if stuck := self.session.channels.join(CLOSE_S):
             log.warning("%d transfers are still stuck in the transport", stuck)
 
@@ -125,20 +131,17 @@ class PublisherLoop:
 
     def _check(self, offer: Offer) -> None:
         """In a thread of its own: generators that hold the offer commit it, or it ends publishing."""
-        error: BaseException | None = None
         try:
-            offer.check()
-        except NotFinite:
-            pass  # the thread finds it, unless a newer version is in the buffer already
-        except BaseException as raised:  # noqa: BLE001 - stored, and raised in the trainer's next wait
-            error = raised
-        with self.changed:
-            if self._closing.is_set():
-                return
-            if offer.checked:
-                self.protocol.checked(offer)
-            self.error = self.error or error
-            self.changed.notify_all()
+            with contextlib.suppress(NotFinite):  # the thread finds it, unless a newer version is in the buffer already
+                offer.check()
+            with self.changed:
+                if offer.checked and not self._closing.is_set():
+                    self.protocol.checked(offer)
+                self.changed.notify_all()
+        except BaseException as error:  # noqa: BLE001 - stored, and raised in the trainer's next wait
+            with self.changed:
+                self.error = self.error or error
+                self.changed.notify_all()
 
     def _write_routes(self) -> None:
         if self._routes_file is not None:

@@ -180,7 +180,7 @@ class Publisher(Observed, Served):
         )
 
     def require_sound(self) -> None:
-        """Returns when the newest version is known to hold neither NaN nor Inf; checks it if nothing was sent of it.
+        """Returns when the newest version is known to hold neither NaN nor Inf; waits for its check.
 
         Raises NotFinite naming the parameter. Does nothing without `finite_check`.
         """

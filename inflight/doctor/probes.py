@@ -122,7 +122,8 @@ def _opened_elsewhere(offer: str, device: int) -> str:
 
 
 def ipc_reader(offer: str, device: str) -> dict[str, Any]:
-    """The other process of `ipc`. Raises when the memory can't be opened or holds something else."""
+    """The other process of `ipc`. Raises when the memory can't be opened, can't be copied by the call that a pull makes
+    (a driver or cuda-bindings may lack it), or holds something else."""
     import torch
 
     from inflight.weights.transport import cuda
@@ -131,9 +132,10 @@ def ipc_reader(offer: str, device: str) -> dict[str, Any]:
 
     target = torch.zeros(PATTERN_BYTES, dtype=torch.uint8, device=f"cuda:{device}")
     cuda.bind(target.device)
-    stream = torch.cuda.current_stream(target.device)
+    stream = torch.cuda.Stream(target.device)
+    stream.wait_stream(torch.cuda.current_stream(target.device))
     source = opened(bytes.fromhex(offer))
-    cuda.copy([CopyRegion(0, 0, PATTERN_BYTES)], source, target.data_ptr(), stream.cuda_stream)
+    cuda.copy_in_one_call([CopyRegion(0, 0, PATTERN_BYTES)], source, target.data_ptr(), stream.cuda_stream)
     stream.synchronize()
     if not bool((target == PATTERN).all()):
         raise RuntimeError("what was read is not what was written")

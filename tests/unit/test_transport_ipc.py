@@ -1,12 +1,14 @@
 """What a rank does around a pull over CUDA IPC, without CUDA: copies are calls here, the store is a real one."""
 
 import contextlib
+import ctypes
 from types import SimpleNamespace
 
 import pytest
 import torch
 from transports import kill, stop, store_elsewhere, without_cuda
 
+from inflight.doctor import probes
 from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import KeyValueStore
 from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
@@ -104,3 +106,26 @@ def test_the_strips_of_one_row_take_one_driver_call(ipc, monkeypatch):
     driver.cuMemcpyBatchAsync = lambda *_: (SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),)
     with pytest.raises(ipc.cuda.CudaError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE"):
         ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)
+
+
+def test_the_doctors_probe_copies_by_the_call_that_a_pull_makes(ipc, monkeypatch):
+    """A driver that lacks it is found before a run."""
+    theirs = torch.full((probes.PATTERN_BYTES,), probes.PATTERN, dtype=torch.uint8)
+    calls, zeros = [], torch.zeros
+
+    def moved(strips, source, target, stream):
+        calls.append(stream)
+        for strip in strips:
+            ctypes.memmove(target + strip.target, source + strip.source, strip.width)
+
+    own = SimpleNamespace(cuda_stream=7, wait_stream=calls.append, synchronize=lambda: calls.append("synchronized"))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, **more: zeros(*shape, **more))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "default")
+    monkeypatch.setattr(ipc, "opened", lambda offer: theirs.data_ptr())
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", moved)
+    assert probes.ipc_reader("00", "0") == {}
+    assert calls == ["default", 7, "synchronized"], "the default stream can't be used in that call"
+    theirs[-1] += 1
+    with pytest.raises(RuntimeError, match="what was read is not what was written"):
+        probes.ipc_reader("00", "0")

@@ -103,6 +103,9 @@ def test_the_strips_of_one_row_take_one_driver_call(ipc, monkeypatch):
     ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)
     assert seen == [(1016, 3, 5), ([2008, 2000], [1000, 1004], [4, 8], 2, [order], [0], 1, 5)]
     assert order.srcAccessOrder == "stream"
+    seen.clear()
+    ipc.cuda.copy_in_one_call(strips[1:2], 1000, 2000, 5)
+    assert seen == [(1016, 3, 5)], "no call without a strip"
     driver.cuMemcpyBatchAsync = lambda *_: (SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),)
     with pytest.raises(ipc.cuda.CudaError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE"):
         ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)
@@ -129,3 +132,47 @@ def test_the_doctors_probe_copies_by_the_call_that_a_pull_makes(ipc, monkeypatch
     theirs[-1] += 1
     with pytest.raises(RuntimeError, match="what was read is not what was written"):
         probes.ipc_reader("00", "0")
+
+
+@pytest.fixture
+def here():
+    """The address of a trainer's store in this process, on which a buffer is offered."""
+    store = KeyValueStore("", 5.0)
+    store.put("offer/0", bytes(80))
+    yield store.address
+    store.close()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_pull_of_several_calls_sums_each_after_its_copies_and_waits_for_all(ipc, here, monkeypatch, verify):
+    """200 MB and an odd rest; without verification the driver is called once."""
+    events = []
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", lambda pieces, *_: events.append(("copy", tuple(pieces))))
+    monkeypatch.setattr(ipc.cuda, "wait", lambda stream: events.append("wait"))
+    receiver = ipc.IpcReceiver(here, 1, 2, 5.0, verify=verify)
+    groups = []
+    begin = lambda calls, device: groups.extend(map(tuple, calls))  # noqa: E731
+    check = lambda number: events.append("check")  # noqa: E731
+    add = lambda index, target: events.append(("sum", groups[index]))  # noqa: E731
+    monkeypatch.setattr(receiver, "_sums", SimpleNamespace(begin=begin, add=add, check=check))
+    strips = (CopyRegion(0, 0, 200 * MB), CopyRegion(300 * MB, 200 * MB, 512))
+    receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, strips), [])
+    assert len(groups) == (4 if verify else 1)
+    assert sum(piece.nbytes for group in groups for piece in group) == 200 * MB + 512
+    assert events == [*[(what, group) for group in groups for what in ("copy", "sum")], "wait", "check"]
+
+
+def test_a_pull_of_no_strips_copies_nothing_and_is_confirmed(ipc, here):
+    receiver = ipc.IpcReceiver(here, 1, 2, 5.0, verify=True)
+    receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, ()), [])  # the driver here has no call to copy by
+    assert KeyValueStore(here, 5.0).take("done/0/1", "the rank", "send") == b""
+
+
+def test_a_rank_that_keeps_other_strips_than_before_is_refused(ipc, here, monkeypatch):
+    copies = []
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", lambda *order: copies.append(order))
+    receiver = ipc.IpcReceiver(here, 1, 2, 5.0)
+    receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, (CopyRegion(0, 0, 64),)), [])
+    with pytest.raises(TransportError, match="this rank keeps other bytes than it has announced"):
+        receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, (CopyRegion(0, 32, 32),)), [])
+    assert len(copies) == 1

@@ -31,6 +31,7 @@ from inflight.types import ParamMeta
 from inflight.weights.pack import checksums
 from inflight.weights.plan import plan
 from inflight.weights.publish.events import Failure, Superseded, Swap
+from inflight.weights.publish.finite import NotFinite
 from inflight.weights.publish.outbox import Outbox
 from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.routes import routes
@@ -665,7 +666,7 @@ def test_a_check_that_takes_longer_than_a_transfer_may_is_named_and_the_version_
     world.publish()
     checks, world.checks = world.checks, []
     world.drain(200)
-    assert states(world) == {name: ("SENDING", 0) for name in RANKS}
+    assert states(world) == dict.fromkeys(RANKS, ("SENDING", 0))
     world.now += CONFIG.transfer_timeout_s
     world.protocol.expire()
     world.checks = checks
@@ -673,7 +674,32 @@ def test_a_check_that_takes_longer_than_a_transfer_may_is_named_and_the_version_
     said = f"no answer from the check for NaN and Inf within {CONFIG.transfer_timeout_s:g} s"
     assert {(event.phase, event.reason) for event in failures} == {("receive", said)}
     assert world.calm() < 20
-    assert states(world) == {name: ("IDLE", 1) for name in RANKS}
+    assert states(world) == dict.fromkeys(RANKS, ("IDLE", 1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_version_that_is_not_finite_is_committed_by_none_whenever_its_check_ends(seed):
+    chance = random.Random(seed)
+    world = World()
+    world.calm()
+    world.publish()
+    (offer,) = world.checks
+    world.checks = []
+    for _ in range(chance.randrange(80)):
+        move = chance.choice(
+            ["up"] * 4 + ["down"] * 4 + ["job"] * 3 + ["time", "heal", "cut off", "rank fails", "restart"]
+        )
+        world.step(move, chance.randrange(6))
+    offer.unsound = NotFinite("version 1 is rejected")
+    assert world.protocol.expire() is offer.unsound
+    for _ in range(20):
+        world.heal()
+        world.drain(200)
+        world.now += 1.5
+        world.protocol.expire()
+    assert world.protocol.settled()
+    assert {event.version for event in world.session.events.since(0) if isinstance(event, Swap)} == {0}
+    assert {replica.committed for replica in world.replicas.values()} <= {0, None}
 
 
 # --- a version that is pinned -----------------------------------------------------------------------------------------

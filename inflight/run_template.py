@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from inflight.config import CONFIG_FILE, run_of
+from inflight.tasks.data.chat_template import text_of
 from inflight.tasks.data.fingerprint import CHAT_TEMPLATE, of_text
 
 FILE = "chat_template.jinja"
@@ -81,6 +82,6 @@ def _mapping(value: object) -> dict[str, Any]:
 
 def _text(path: Path, named: str, instead: str = "") -> str:
     try:
-        return path.expanduser().read_text()
-    except (OSError, UnicodeError) as error:
+        return text_of(path)
+    except (OSError, ValueError) as error:
         raise TemplateError(f"{named} can't be read: {error}" + (f"; {instead}" if instead else "")) from None

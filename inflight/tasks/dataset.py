@@ -12,6 +12,7 @@ from typing import Any
 from inflight.config import ConfigError, require
 from inflight.tasks.base import Item
 from inflight.tasks.data import fingerprint
+from inflight.tasks.data.chat_template import require_arguments, text_of
 from inflight.tasks.data.form import Form
 from inflight.tasks.data.hub import HubRows
 from inflight.tasks.data.order import RowOrder
@@ -82,6 +83,7 @@ class Dataset:
     def _make_form(self) -> Form:
         if not isinstance(self.template, dict):
             raise ConfigError(f"task.options.template={self.template!r} is not allowed: it takes names with values")
+        require_arguments(self.template)
         own = {"chat_template": self._template} if self.chat_template else {}
         return Form(
             prompt=self.prompt,
@@ -229,6 +231,6 @@ class Dataset:
     @cached_property
     def _template(self) -> str:
         try:
-            return Path(self.chat_template).expanduser().read_text()
-        except (OSError, UnicodeError) as error:
+            return text_of(self.chat_template)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"task.options.chat_template={self.chat_template!r} can't be read: {error}") from None

@@ -149,7 +149,10 @@ def test_a_changed_file_is_read_again(tmp_path):
         ({}, r"task\.options\.prompt or task\.options\.messages is needed"),
         ({"prompt": "prompt", "messages": "m"}, "only one"),
         ({"prompt": "prompt", "tools": "t"}, r"task\.options\.tools is set and has no effect: the prompts are no chat"),
-        ({"prompt": "prompt", "template": {"x": 1}}, "x for the chat template: the prompts are no chat"),
+        (
+            {"prompt": "prompt", "template": {"x": 1}},
+            r"task\.options\.template\.x is set and has no effect: the prompts are no chat",
+        ),
         ({"messages": "m", "chat": True}, r"task\.options\.chat is set and has no effect"),
         ({"prompt": "prompt", "streaming": True}, r"shuffled can't be resumed exactly; set shuffle=false"),
         ({"prompt": "prompt", "streaming": True, "shuffle": False, "held_out": 0.5}, "with streaming"),
@@ -160,6 +163,19 @@ def test_a_changed_file_is_read_again(tmp_path):
         ({"prompt": "prompt", "held_out_path": "no.jsonl"}, "held_out_path='no.jsonl' does not exist"),
         ({"prompt": "prompt", "held_out_split": "test"}, "held_out_split can't be used.*is files"),
         ({"prompt": "prompt", "subset": "main"}, "subset can't be used"),
+        (
+            {"prompt": "prompt", "chat_template": __file__},
+            r"options\.chat_template is set and has no effect: the prompts",
+        ),
+        (
+            {"messages": "m", "template": {"truncation": True}},
+            r"template\.truncation is not allowed: it is no argument of",
+        ),
+        (
+            {"messages": "m", "template": {"chat_template": "x"}},
+            r"template\.chat_template is not allowed: name a file by task",
+        ),
+        ({"messages": "m", "chat_template": "/dev/null"}, r"chat_template='/dev/null' can't be read: it is empty$"),
         ({"messages": "m", "chat_template": "/no/t.jinja"}, r"chat_template='/no/t\.jinja' can't be read"),
         ({"path": "no/such.jsonl", "prompt": "p"}, "no/such.jsonl' does not exist"),
         ({"path": "no-such", "prompt": "p"}, "neither a file nor a data set of the hub: owner/name"),

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 
 import pytest
 from tokenizers import processors
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from inflight.actor import calls
 from inflight.actor.calls import AskEncode, TokensAre
@@ -14,6 +15,7 @@ from inflight.actor.services import TextService
 from inflight.actor.worker import answered
 from inflight.models import TINY_CHARACTERS, prepare
 from inflight.prompts import Chat, ModelTokens
+from inflight.tasks.data.chat_template import NOT_OF_A_TEMPLATE
 
 BOS, EOS = 2, 1
 """Ids of the tiny tokenizer's `<unk>`, which is taken for BOS here, and of its `<eos>`."""
@@ -120,3 +122,8 @@ def test_a_prompt_that_can_not_be_made_costs_itself(with_bos, prompt, kind, says
 def test_a_model_without_a_template_says_so(tmp_path):
     with pytest.raises(ValueError, match=r"has no chat template; name a file with one in task\.options\.chat_template"):
         save(tmp_path).encode(Chat([{"role": "user", "content": "1"}]))
+
+
+def test_what_transformers_takes_for_itself_is_no_argument_of_a_template():
+    own = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    assert own - {"chat_template", "documents", "kwargs"} <= NOT_OF_A_TEMPLATE

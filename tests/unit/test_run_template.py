@@ -90,6 +90,13 @@ def test_a_template_that_is_no_longer_the_run_s_is_not_exported_in_silence(run, 
     assert (run / "checkpoints/step-000004/chat_template.jinja").read_text() == "the model's own"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_template(run, tmp_path):
+    (tmp_path / "chat.jinja").write_text(OWN, encoding="utf-8-sig")
+    assert make(load(run).task, 0).item(0).prompt.arguments["chat_template"] == OWN
+    assert cli.main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == OWN
+
+
 def test_a_checkpoint_outside_of_a_run_keeps_the_model_s_template(run, tmp_path, capsys):
     checkpoint = (run / "checkpoints" / "step-000004").rename(tmp_path / "moved")
     assert cli.main(["export", str(checkpoint), str(tmp_path / "out")]) == 0

@@ -50,7 +50,9 @@ class Form:
                 if getattr(self, name):
                     raise ConfigError(f"task.options.{name} is set and has no effect: the prompts are no chat")
             if self.arguments:
-                raise ConfigError(f"{', '.join(self.arguments)} for the chat template: the prompts are no chat")
+                name = next(iter(self.arguments))
+                option = name if name == "chat_template" else f"template.{name}"
+                raise ConfigError(f"task.options.{option} is set and has no effect: the prompts are no chat")
 
     def item(self, key: str, row: Mapping[str, Any], place: str) -> Item:
         """The question of a row. Raises NoColumn or BadPrompt naming `place`."""

@@ -34,6 +34,7 @@ from inflight.trainer.checkpoint.snapshot import take
 from inflight.trainer.checkpoint.writer import CheckpointWriter
 from inflight.trainer.optimizer import make_optimizer
 from inflight.trainer.run_policy import policy_of
+from inflight.weights.source import WeightSource
 
 IDS = torch.tensor([[3, 4, 5, 6]])
 
@@ -231,6 +232,23 @@ def test_all_files_of_a_checkpoint_follow_the_umask(tmp_path, tiny_model, umask)
     files = [each for each in path.rglob("*") if each.is_file()]
     assert {each.name for each in files} >= {"model.safetensors", "master.safetensors", "config.json"}
     assert {stat.S_IMODE(each.stat().st_mode) for each in files} == {0o666 & ~umask}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_file_of_a_version_follows_the_umask(tmp_path, tiny_model, umask):
+    """Also where a process that was killed has left a part of it."""
+    model, _ = trained(tiny_model)
+    path = tmp_path / "versions" / "000003.safetensors"
+    path.parent.mkdir()
+    path.with_suffix(".partial").touch(mode=0o600)
+    before = os.umask(umask)
+    try:
+        io.keep_version(WeightSource(model, "bfloat16"), 3, path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert load_file(path)
 
 
 def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys):

@@ -53,11 +53,17 @@ def readable(directory: Path) -> None:
     """Gives files of safetensors, which makes them with mode 0600, the mode that the umask gives other files: a server
     may run as another user. Raises OSError."""
     made = directory / ".mode"
-    made.touch()  # asking for the umask would change it for all threads
-    mode = stat.S_IMODE(made.stat().st_mode)
+    mode = mode_of_new(made)
     made.unlink()
     for file in directory.rglob("*.safetensors"):
         file.chmod(mode)
+
+
+def mode_of_new(path: Path) -> int:
+    """Makes an empty file, in place of one that is there; returns the mode that the umask gives it. Raises OSError."""
+    path.unlink(missing_ok=True)
+    path.touch()  # asking for the umask would change it for all threads
+    return stat.S_IMODE(path.stat().st_mode)
 
 
 @contextmanager

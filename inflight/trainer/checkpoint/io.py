@@ -21,7 +21,14 @@ from transformers import PreTrainedModel
 
 from inflight.base_digest import BASE_DIGEST
 from inflight.trainer.checkpoint import rng
-from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, plain_generation, readable
+from inflight.trainer.checkpoint.companions import (
+    copy_companions,
+    dtype_of,
+    mode_of_new,
+    note_dtype,
+    plain_generation,
+    readable,
+)
 from inflight.trainer.checkpoint.index import STATE_FILE, CheckpointError, Saved, all_of, name_of
 from inflight.trainer.checkpoint.snapshot import Snapshot
 from inflight.weights.shards import sharded_like
@@ -51,7 +58,9 @@ def keep_version(source: WeightSource, version: int, path: Path) -> None:
     try:
         with _writing(path):
             base = {BASE_DIGEST: source.base} if source.base else {}
+            mode = mode_of_new(partial)
             save_file(tensors, partial, metadata={"version": str(version), "format": "pt", **base})
+            partial.chmod(mode)  # as the run's other files: an audit may be another user's
         partial.rename(path)
     finally:
         partial.unlink(missing_ok=True)

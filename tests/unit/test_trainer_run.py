@@ -187,16 +187,32 @@ def train(run) -> int:
     return main(["--run-dir", str(run.folder)])
 
 
+@contextlib.contextmanager
 def after(condition, action):
-    """Runs `action` in a thread once `condition()` holds."""
+    """While the block runs: `action` in a thread once `condition()` holds. Where it never does, the action ends the
+    block all the same, and the test fails."""
+    came = threading.Event()
+    over = threading.Event()
+
+    def holds():
+        if condition():
+            came.set()
+        return came.is_set() or over.is_set()
 
     def wait():
-        eventually(condition, timeout_s=60)
-        action()
+        with contextlib.suppress(AssertionError):
+            eventually(holds, timeout_s=60)
+        if not over.is_set():
+            action()
 
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert came.is_set(), "what the action was to follow has not happened"
 
 
 def test_a_whole_run(make_run):
@@ -710,8 +726,8 @@ def test_a_generator_that_dies_ends_the_run(make_run, capfd):
     object.__setattr__(run.config.publish, "join_timeout_s", 5.0)
     save(run.config)
     run.start()
-    after(lambda: len(run.lines()) >= 2, run.generator.close)
-    assert train(run) == 1
+    with after(lambda: len(run.lines()) >= 2, run.generator.close):
+        assert train(run) == 1
     last = capfd.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("inflight trainer: no generator is left since 5 s: g0 ")
 
@@ -751,8 +767,8 @@ def test_data_that_ends_before_the_first_step_names_what_was_lost(make_run, monk
 
 def test_sigterm_keeps_the_last_whole_step(make_run):
     run = make_run(steps=10_000).start()
-    after(lambda: len(run.lines()) >= 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(run) == STOPPED, "a run that was stopped is no success"
+    with after(lambda: len(run.lines()) >= 2, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert train(run) == STOPPED, "a run that was stopped is no success"
     steps = run.lines()[-1]["step"]
     assert [p.name for p in (run.folder / "checkpoints").iterdir()] == [f"step-{steps:06d}"]
     assert run.actor.finish.reason == "the trainer was stopped"
@@ -764,8 +780,8 @@ def test_sigterm_wakes_a_trainer_that_waits_for_a_batch(make_run):
     def waiting():
         return any(status.values.get("phase") == "waiting for a batch" for status in run.read_statuses())
 
-    after(waiting, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(run) == STOPPED
+    with after(waiting, lambda: os.kill(os.getpid(), signal.SIGTERM)):
+        assert train(run) == STOPPED
     assert run.lines() == []
 
 

@@ -908,12 +908,23 @@ def test_a_check_and_checksums_wait_until_the_buffer_is_packed(run, monkeypatch)
     monkeypatch.setattr("inflight.weights.publish.offer.require_finite", events.check)
     monkeypatch.setattr("inflight.weights.publish.offer.checksums", events.sums)
     with run() as r:
-        offer = Offer(1, r.publisher.manifest, r.publisher._buffer, {}, events.fence, Mock(), finite_check=True)
-        for ask, done in ((offer.check, "check"), (offer.sums, "sums")):
+        offer = Offer(1, r.publisher.manifest, r.publisher._buffer, {}, events.fence, events.known, finite_check=True)
+        for ask, done in ((offer.check, ["check"]), (offer.sums, ["known.forget", "sums"])):
             events.reset_mock()
             ask()
             ask()
-            assert [name for name, *_ in events.mock_calls] == ["fence.wait_read", done]
+            assert [name for name, *_ in events.mock_calls] == ["fence.wait_read", *done]
+
+
+def test_parameters_of_each_dtype_are_checked_and_large_ones_are_no_inf():
+    views = {"a": torch.full((8,), 3e38), "b": torch.ones(3, dtype=torch.bfloat16), "c": torch.ones(2)}
+    require_finite(1, views)
+    for name, kind in (("b", "bfloat16"), ("c", "float32")):
+        bad = views | {name: views[name] * torch.inf}
+        with pytest.raises(
+            NotFinite, match=rf"^version 2 is rejected: {name} holds NaN or Inf \(. of . values, in {kind}"
+        ):
+            require_finite(2, bad)
 
 
 def test_a_check_that_breaks_ends_publishing(run, monkeypatch):

@@ -677,6 +677,15 @@ def test_a_check_that_takes_longer_than_a_transfer_may_is_named_and_the_version_
     assert states(world) == dict.fromkeys(RANKS, ("IDLE", 1))
 
 
+def test_all_generators_that_hold_a_version_commit_it_when_its_check_ends():
+    world = World()
+    world.calm()
+    world.checks_late = True
+    world.publish()
+    world.drain(400)  # no time passes
+    assert states(world) == dict.fromkeys(RANKS, ("IDLE", 1))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_a_version_that_is_not_finite_is_committed_by_none_whenever_its_check_ends(seed):
     chance = random.Random(seed)
@@ -700,6 +709,9 @@ def test_a_version_that_is_not_finite_is_committed_by_none_whenever_its_check_en
     assert world.protocol.settled()
     assert {event.version for event in world.session.events.since(0) if isinstance(event, Swap)} == {0}
     assert {replica.committed for replica in world.replicas.values()} <= {0, None}
+    failures = [event for event in world.session.events.since(0) if isinstance(event, Failure)]
+    rejected = [event.generator for event in failures if event.phase == "finite"]
+    assert len(rejected) == len(set(rejected)), "it is not sent again"
 
 
 # --- a version that is pinned -----------------------------------------------------------------------------------------

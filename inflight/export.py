@@ -146,7 +146,9 @@ def _checkpoint(source: Path) -> Path:
             raise ExportError(f"{source} has no checkpoint yet")
         found = newest
     if not _is_adapter(found) and not (found / "config.json").is_file():
-        raise ExportError(f"{source} is neither a run folder nor a checkpoint: it has no {CONFIG_FILE} or config.json")
+        missing = f"{CONFIG_FILE} or config.json" if found == source else "config.json"
+        what = "neither a run folder nor a checkpoint" if found == source else "no checkpoint"
+        raise ExportError(f"{found} is {what}: it has no {missing}")
     require_whole(found)
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ from inflight.config.pairings import require_sound
 from inflight.export import ExportError, export
 from inflight.merge import MergeError
 from inflight.models import prepare
-from inflight.models.weight_files import ADAPTER
+from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 from inflight.trainer.adapter import AdapterPolicy, adapter_policy
 from inflight.trainer.checkpoint.companions import dtype_of
 from inflight.trainer.checkpoint.io import keep_version
@@ -241,4 +242,25 @@ def test_export_says_what_it_can_not_do(trained: AdapterPolicy, tmp_path: Path, 
         (folder / ADAPTER).write_text(json.dumps(described))
         with pytest.raises(MergeError, match=reason):
             export(folder, tmp_path / "out", merge=True)
+    for damaged in ("{", "[]", "{}"):
+        (folder / ADAPTER).write_text(damaged)
+        with pytest.raises(MergeError, match=r"^the base of the adapter can't be read from .*adapter_config\.json: "):
+            export(folder, tmp_path / "out", merge=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["missing", "more"])
+def test_export_merges_no_part_of_an_adapter(trained: AdapterPolicy, tmp_path: Path, how: str) -> None:
+    """PEFT would leave a layer without its tensors as it is, and tensors without a layer out."""
+    folder = saved(trained, tmp_path / "step-000004")
+    tensors = load_file(folder / ADAPTER_WEIGHTS)
+    name = min(tensors)
+    more = name.replace("layers.0", "layers.9")
+    changed = tensors | {more: tensors[name].clone()}
+    if how == "missing":
+        changed = {each: tensor for each, tensor in tensors.items() if each != name}
+    save_file(changed, folder / ADAPTER_WEIGHTS)
+    says = f"has no {name}, which" if how == "missing" else f"has {more}, which"
+    with pytest.raises(MergeError, match=f"{re.escape(says)} adapter_config.json "):
+        export(folder, tmp_path / "out", merge=True)
     assert not (tmp_path / "out").exists()

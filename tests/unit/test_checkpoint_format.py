@@ -268,6 +268,10 @@ def test_an_export_that_is_not_possible_is_one_line(tmp_path, tiny_model, capsys
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.yaml").write_text("")
     assert line(tmp_path / "empty", out) == f"{tmp_path}/empty has no checkpoint yet"
+    (tmp_path / "empty" / "checkpoints" / "step-000002").mkdir(parents=True)
+    expected = f"{tmp_path}/empty/checkpoints/step-000002 is no checkpoint: it has no config.json"
+    assert line(tmp_path / "empty", out) == expected
+    shutil.rmtree(tmp_path / "empty" / "checkpoints")
     shutil.copytree(path, tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"no")
     io.note_dtype(tmp_path / "torn", "float32")

@@ -84,6 +84,8 @@ def dtype_of(directory: Path) -> str:
     Raises OSError or ValueError when the configuration can't be read.
     """
     values = json.loads((directory / CONFIG).read_bytes())
+    if not isinstance(values, dict):
+        raise ValueError(f"{CONFIG} holds {type(values).__name__}, not an object")
     return str(values.get("dtype") or values.get("torch_dtype") or "float32")
 
 

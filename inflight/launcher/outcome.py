@@ -60,7 +60,7 @@ def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None
         text = f"{name} did not stop within {grace} s, killed"
         if outcome.interrupted is not None:  # no failure: a trainer's step can take longer than the grace period
             lost = "; its work since the last checkpoint is lost and will be repeated" if name == "trainer" else ""
-            text = f"{name} was busy when it was asked to stop and was killed after {grace} s, as planned{lost}"
+            text = f"{name} was busy when it was asked to stop and was killed after {grace} s{lost}"
         print(f"inflight launch: {text}", file=sys.stderr)
     if (config.path / "metrics.jsonl").exists():
         with stage("writing summary and report"):

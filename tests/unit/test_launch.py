@@ -259,7 +259,11 @@ def test_a_run_that_is_not_complete_says_where_a_resume_begins(config, capfd, st
     if steps:
         progress.update("trainer", {"step": steps})
     report(progress, RunOutcome(interrupted=signal.SIGTERM), ["trainer"])
-    assert f"inflight launch: {says.format(config.run_dir)}\n" == capfd.readouterr().out
+    said = capfd.readouterr()
+    assert f"inflight launch: {says.format(config.run_dir)}\n" == said.out
+    killed = f"trainer was busy when it was asked to stop and was killed after {config.launch.stop_grace_s} s"
+    lost = "its work since the last checkpoint is lost and will be repeated"
+    assert said.err == f"inflight launch: {killed}; {lost}\ninflight launch: stopped by SIGTERM\n"
     report(progress, RunOutcome(), [])
     assert capfd.readouterr().out == ""
 

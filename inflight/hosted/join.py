@@ -34,6 +34,10 @@ from inflight.starters.base import UNREACHABLE
 from inflight.starters.joining import DEAD_AFTER_S, NAME, VARIABLE, checked
 from inflight.starters.parcel import KINDS, Parcel, ParcelError, unpacked
 
+LONGEST_WAIT_S = 30 * 86400.0
+"""Most seconds to wait for the launcher: a job may be queued for days."""
+LONGEST_KEY_FILE = 4096
+"""Bytes that are read of a key's file."""
 AGAIN_S = 2.0
 """Seconds between two offers."""
 LAST_WORDS = 4096
@@ -81,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in heeded_signals():
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
+        if not 0 <= arguments.wait <= LONGEST_WAIT_S:
+            raise ConfigError(f"--wait {arguments.wait:g} is not allowed: 0 to {LONGEST_WAIT_S:.0f} seconds")
         key = _key(arguments.key_file, os.environ)
         slot = checked_slot(arguments.slot if arguments.slot is not None else slot_of(os.environ))
         with private_folder() as folder:
@@ -170,6 +176,9 @@ def checked_slot(slot: int) -> int:
 
 
 def _key(file: Path | None, environment: Mapping[str, str]) -> str:
+    """Raises ConfigError for what is no key, OSError for a file that can't be read."""
     if file is not None:
-        return checked(file.read_text().strip(), str(file))
+        with file.open("rb") as opened:
+            data = opened.read(LONGEST_KEY_FILE)
+        return checked(data.decode("utf-8-sig", "surrogateescape").strip(), str(file))
     return checked(environment.get(VARIABLE, ""), VARIABLE)

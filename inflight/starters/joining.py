@@ -246,7 +246,9 @@ def _key(config: RunConfig, environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def checked(key: str, where: str) -> str:
-    """A join key. Raises ConfigError, without the key, for one that could be guessed."""
+    """A join key. Raises ConfigError, without the key, for one that could be guessed or is not UTF-8."""
     if not SHORTEST <= len(key) <= 256:
         raise ConfigError(f"{where} has {len(key)} characters, a join key has {SHORTEST} to 256")
+    if any("\ud800" <= each <= "\udfff" for each in key):  # what Python makes of other bytes
+        raise ConfigError(f"{where} is no join key: it is not UTF-8")
     return key

@@ -433,6 +433,34 @@ def test_what_keeps_a_host_from_joining_is_one_line(
     assert said in line
 
 
+@pytest.mark.parametrize("wait", ["nan", "inf", "-1", "1e9"])
+def test_a_host_does_not_wait_without_a_bound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wait: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+    monkeypatch.setattr(joining, "Link", None)  # none is made
+    assert joining.main(["127.0.0.1:9", "--wait", wait]) == BAD_INPUT
+    said = f"inflight join: --wait {float(wait):g} is not allowed: 0 to 2592000 seconds\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(b"\xff" * 40, "is no join key: it is not UTF-8"), (b"k", "1 characters")]
+)
+def test_a_file_without_a_key_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+) -> None:
+    (tmp_path / "key").write_bytes(content)
+    assert joining.main(["127.0.0.1:9", "--key-file", str(tmp_path / "key")]) == BAD_INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_key_s_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text(f"{KEY}\r\n", encoding="utf-8-sig")
+    assert joining._key(tmp_path / "key", {}) == KEY
+
+
 def test_the_default_port_is_that_of_the_launcher(tmp_path: Path) -> None:
     config = compose("tiny", [f"run_dir={tmp_path}", "network.bind=fd00::1"])
     assert joining.endpoint_of("fd00::1") == config.endpoint("join")

@@ -39,6 +39,7 @@ FIXED = (
     "model.dtype",
     "seed",
     "rollout.group_size",
+    *(f"trainer.lora.{name}" for name in ("rank", "alpha", "rslora", "target_modules")),
     *(f"rollout.{name}" for name in Sampling.__dataclass_fields__),
 )
 """Options that must not differ when a run is resumed, beside its task (same_task.py). They decide the weights, the

@@ -731,6 +731,11 @@ def test_a_resumed_run_is_the_same_run(config):
             ConfigError, match=rf"rollout\.{name}={value} is not allowed: the run in .* began with {was}"
         ):
             launch(resumed(config, rollout=rollout), [command(config, "trainer", "pass")])
+    for name, value in (("rank", 4), ("alpha", 2.0), ("rslora", True), ("target_modules", ["q_proj"])):
+        lora = dataclasses.replace(config.trainer.lora, **{name: value})
+        trainer = dataclasses.replace(config.trainer, lora=lora)
+        with pytest.raises(ConfigError, match=rf"trainer\.lora\.{name}=.* is not allowed: the run in .* began with"):
+            launch(resumed(config, trainer=trainer), [command(config, "trainer", "pass")])
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_tokens=9))
     (config.path / "bus").mkdir()
     (config.path / "bus" / "left").touch()  # of a launcher that was killed

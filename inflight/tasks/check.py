@@ -56,7 +56,8 @@ def require_held_out(task: Task, config: RunConfig) -> None:
     held = task.held_out_size() if isinstance(task, HeldOut) else 0
     if held < 1:
         name = config.task.name
-        raise ConfigError(f"eval.every is set, and task.name={name} holds no question out (docs/evaluation.md)")
+        why = "eval.every is set, and " if config.eval.every else ""
+        raise ConfigError(f"{why}task.name={name} holds no question out (docs/evaluation.md)")
     asked = config.eval.questions
     allowed = f"1 to {held}, which is how many questions task.name={config.task.name} holds out, or 0 for all"
     require(asked <= held, "eval.questions", asked, allowed)

@@ -114,7 +114,8 @@ def test_values_that_can_not_be_set_are_refused_in_one_line(run_dir, capsys, ove
 def test_a_run_whose_task_holds_nothing_out_is_refused(run_dir, capsys):
     checkpoint(run_dir / "checkpoints" / "step-000003")
     assert cli.main(["eval", str(run_dir)]) == 2
-    assert "holds no question out" in capsys.readouterr().err
+    says = "task.name=addition holds no question out (docs/evaluation.md)"
+    assert capsys.readouterr().err == f"inflight eval: {says}\n"
 
 
 def test_more_questions_than_are_held_out_are_refused(tmp_path, capsys):

@@ -118,4 +118,4 @@ def test_a_report_of_another_releases_metrics_names_it(run_dir, capsys):
     (run_dir / "swaps.jsonl").write_text('{"event": "committed"}\n')
     assert cli.main(["report", str(run_dir)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith(f"is damaged: KeyError: 'wait_s' (the folder was written by 0.0.9, this is {__version__})")
+    assert line.endswith(f"is damaged: KeyError: 'time_s' (the folder was written by 0.0.9, this is {__version__})")

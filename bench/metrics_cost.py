@@ -113,9 +113,9 @@ def _wait_for(launcher: subprocess.Popen[bytes], run_dir: Path, steps: int, limi
 
 
 def _end(launcher: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C does, by which all processes of the run end."""
+    """All processes of the run end with it. Children of what a shell runs in its background ignore SIGINT."""
     if launcher.poll() is None:
-        launcher.send_signal(signal.SIGINT)
+        launcher.send_signal(signal.SIGTERM)
     launcher.wait(timeout=60)
 
 

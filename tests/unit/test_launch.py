@@ -133,10 +133,14 @@ def test_a_generator_that_leaves_early_fails_the_run(config, capfd, monkeypatch)
 
 
 def test_what_ignores_sigterm_is_killed_and_named(config, capfd):
-    commands = [
-        command(config, "trainer", "import time; time.sleep(1.0)"),
-        command(config, "g0", IGNORES_TERM, "generator"),
-    ]
+    log = config.path / "logs" / "g0.log"
+    deaf = f"""
+import pathlib, time
+log, deadline = pathlib.Path({str(log)!r}), time.monotonic() + 30
+while not (log.exists() and "deaf" in log.read_text()) and time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
+    commands = [command(config, "trainer", deaf), command(config, "g0", IGNORES_TERM, "generator")]
     assert launch(config, commands) == 0
     assert "g0 did not stop within 1.0 s, killed" in capfd.readouterr().err
 

@@ -4,9 +4,10 @@
     own range 0   --> set 0               always mapped; used to write a set that is not live
     own range 1   --> set 1
 
-`remap` moves the live range to the other set: unmap, map, set access, under a millisecond for 15 GB, no byte copied.
-It matters that a set is one large handle: 32 handles take 4 ms, 512 take 50 ms. Each set also has a range of its own,
-so that a swap has no second range to move and a shadow's address never aliases the live weights.
+`remap` moves the live range to the other set: unmap, map, set access, mostly under a millisecond for 15 GB, no byte
+copied. It matters that a set is one allocation (one handle): 32 handles take 4 ms, 512 take 50 ms (not in bench/log).
+Each set also has a range of its own, so that a swap has no second range to move and a shadow's address never aliases
+the live weights.
 
 The device must not use the live range while it is remapped: `remap` waits for all queued work, or for an event recorded
 after the last use, and the caller must not queue work that uses the range meanwhile.

@@ -6,10 +6,10 @@
 | copy    | second buffer         | a copy in stream order                           | 2 x bytes / memory rate     |
 | host    | pinned host memory    | a copy in stream order                           | bytes / PCIe rate           |
 
-Each is a class in a file of its own behind the methods of CudaShadow, which is all that the worker knows. In all of
-them the parameters lie in one flat range, laid out once; in all but `graphs` at addresses that never change. The
-payload is written into the shadow by a plan (cuda_plan.py): by the transport itself where it can (see `accept`), else
-from a receive buffer, which is a third copy of the weights (files and tests).
+Each is a class behind the methods of CudaShadow, which is all that the worker knows, in a file of its own (`copy` and
+`host` share copy.py). In all of them the parameters lie in one flat range, laid out once; in all but `graphs` their
+addresses never change. A version is written into the shadow by a plan (cuda_plan.py): by the transport itself where it
+can (see `accept`), else, for versions from files and in tests, from a receive buffer, a third copy of the weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CUDA shadow that becomes live by a copy in stream order."""
+"""The CUDA shadow that becomes live by a copy in stream order, from device memory (`copy`) or the host's (`host`)."""
 
 from __future__ import annotations
 

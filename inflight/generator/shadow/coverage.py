@@ -1,8 +1,8 @@
 """Checks on the meta device that a manifest covers an engine's model: no weights move, nothing is allocated.
 
-vLLM's own loaders are run once over meta tensors of the manifest's shapes into the meta parameters of a template, and
-every write is counted. Thus fused projections, tensor-parallel slices and vocabulary padding are judged by the same
-code that will load the real bytes.
+vLLM's own loaders are run once over meta tensors of the manifest's shapes into a template's meta parameters
+(template.py), and every write is counted. Thus fused projections, tensor-parallel slices and vocabulary padding are
+judged by the same code that will load the real bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which bytes of a checkpoint go where in the live weights, traced from vLLM's own loader (loader_trace.py).
+"""Which bytes of a version go where in the live weights, traced from vLLM's own loader (loader_trace.py), for which a
+version is a checkpoint.
 
 The plan is refused, naming the parameter, when a live byte is neither written from the checkpoint nor filled with a
 constant, when one is written twice, or when the loader computes instead of copying.

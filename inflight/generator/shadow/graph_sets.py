@@ -4,7 +4,8 @@ A swap points the parameters at the other set and has later steps replay the gra
 in flight finishes with its own graph, so the device never stalls, and nothing waits for that step except the thread
 that fills the set that is no longer live. The cost is a second capture when the worker starts, and its memory.
 
-What is not in a graph (prefill, logits, sizes without a graph) reads the parameters' addresses when it is launched.
+What is not in a graph (prefill, logits, batches of a size without one) reads the parameters' addresses when it is
+launched.
 """
 
 from __future__ import annotations

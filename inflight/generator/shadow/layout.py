@@ -21,7 +21,7 @@ class Layout:
     regions: list[Region]
     tensors: list[torch.nn.Parameter]
     aliases: list[tuple[torch.nn.Parameter, int]] = field(default_factory=list)
-    """Other parameters that share a region's storage: name → the region's number."""
+    """Other parameters that share a region's storage, each with the region's number."""
 
     @property
     def nbytes(self) -> int:

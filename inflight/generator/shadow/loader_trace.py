@@ -3,7 +3,7 @@
 vLLM fuses q, k, v and gate, up, splits by tensor-parallel rank, replicates KV heads, pads the vocabulary and ties
 embeddings; its `load_weights` implements this for every model. Checkpoint tensors on the meta device carry offset and
 strides, so each recorded write says exactly which elements of which tensor go where, for a model of any size, in
-seconds and without memory. The writes are not carried out.
+seconds and without memory. The writes are not carried out. A `Slot` is here a parameter's place in the send buffer.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 vLLM packs linear weights on CPU into oneDNN (or AMX) matrices behind a closure, `layer.cpu_linear`, and drops the
 parameter; a tied `lm_head` has a packed copy of its own. There is no storage to copy into, so a version becomes a
 second set of parameters and closures, made by vLLM's own loaders and packing, and a swap puts that set into the modules
-of the live model: a few hundred dictionary entries, no copies. vLLM's own reload leaves a tied `lm_head` stale; here
-every result of packing is rebound.
+of the live model: a few hundred dictionary entries, no copies. vLLM's own reload of weights does not update the packed
+copy of a tied `lm_head`; here every result of packing is rebound.
 
 The set that was live stays referenced until the next `begin`, so that it is not freed in the step loop.
 """

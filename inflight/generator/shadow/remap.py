@@ -1,4 +1,4 @@
-"""The CUDA shadow that becomes live by moving the live address range onto its memory."""
+"""The CUDA shadow that becomes live by moving the live address range onto its memory: see arena.py."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """The slot numbers that vLLM's LoRA kernels on CUDA read, changed on the device when two slots are exchanged.
 
 vLLM derives them from its table of slots whenever that table or the batch has changed, and waits for the device twice
-to do so (`LoRAKernelMeta.prepare_tensors` reads a result on the host). Steps that are scheduled ahead then lose their
-lead: about 5 ms of a 7B model's decoding at each swap (bench/log). The numbers of two slots can instead be exchanged
-where they lie, by kernels on the step's own stream, without any wait.
+to do so (`LoRAKernelMeta.prepare_tensors` reads a result on the host). The host then no longer runs a step ahead of the
+device: about 5 ms of a 7B model's decoding at each swap (08a4170 in bench/log/2026-11-29.md). The numbers of two slots
+can instead be exchanged where they lie, by kernels on the step's own stream, without any wait.
 
-The groups of rows stay as they are, each under its new number: their order has no meaning for the kernels.
+vLLM groups a batch's rows by slot. The groups keep their places, each under its new number: their order has no meaning
+for the kernels.
 """
 
 from __future__ import annotations

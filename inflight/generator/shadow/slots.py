@@ -5,7 +5,7 @@ list of the adapter id in each slot. Before each step it looks the ids of the ba
 numbers into buffers of fixed addresses, which is all that kernels and captured CUDA graphs read. So an adapter gets two
 slots under two ids, of which requests use the first; a version is written into the slot of the second, and a swap
 exchanges the two entries of the list, and on CUDA the numbers in those buffers too (slot_numbers.py). No weight moves,
-nothing is captured again.
+nothing is captured again. (A `Slot` of a manifest is something else: a matrix's place in the send buffer.)
 
 Which bytes go where is traced from vLLM's own `set_lora`, run on shapes only (loader_trace.py): packed projections,
 tensor-parallel slices and ranks below the slots' own are laid out as in vLLM.

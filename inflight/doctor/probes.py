@@ -122,8 +122,8 @@ def _opened_elsewhere(offer: str, device: int) -> str:
 
 
 def ipc_reader(offer: str, device: str) -> dict[str, Any]:
-    """The other process of `ipc`. Raises when the memory can't be opened, can't be copied by the call that a pull makes
-    (a driver or cuda-bindings may lack it), or holds something else."""
+    """The other process of `ipc`. Raises when the memory can't be opened, can't be copied as a pull does, or holds
+    something else."""
     import torch
 
     from inflight.weights.transport import cuda

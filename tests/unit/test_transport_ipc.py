@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,6 +107,11 @@ def test_the_strips_of_one_row_take_one_driver_call(ipc, monkeypatch):
     seen.clear()
     ipc.cuda.copy_in_one_call(strips[1:2], 1000, 2000, 5)
     assert seen == [(1016, 3, 5)], "no call without a strip"
+    seen.clear()
+    driver.cuMemcpyBatchAsync = Mock(side_effect=RuntimeError('Function "cuMemcpyBatchAsync" not found'))
+    driver.cuMemcpyAsync = lambda *given: (seen.append(given), (0,))[1]
+    ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)  # an older driver
+    assert seen == [(1016, 3, 5), (2008, 1000, 4, 5), (2000, 1004, 8, 5)]
     driver.cuMemcpyBatchAsync = lambda *_: (SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"),)
     with pytest.raises(ipc.cuda.CudaError, match="cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE"):
         ipc.cuda.copy_in_one_call(strips, 1000, 2000, 5)

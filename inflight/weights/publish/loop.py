@@ -1,4 +1,4 @@
-"""The publisher's thread: hears the socket, watches the clock, and drives the protocol.
+"""The publisher's thread: reads the socket, watches the clock, and drives the protocol.
 
 Every generator has a transport and a sending thread of its own (channel.py), so one that is late, fails or dies delays
 no other. One lock guards all replicas; messages are queued while it is held, so each peer sees them in the order of the

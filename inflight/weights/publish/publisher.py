@@ -1,4 +1,4 @@
-"""The trainer's side: packs a version into the send buffer and returns; sending overlaps with training."""
+"""The trainer's side: waits for a free send buffer and packs a version into it; sending overlaps with training."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class PublishReport:
 class Publisher(Observed, Served):
     """Publishes the versions of a module to generators, each with a transport of its own.
 
-    There is one send buffer, as large as the model in its wire dtype, and it holds the newest version: a generator that
-    joins, rejoins or failed before is sent that one. `publish` waits until no generator receives the previous version,
-    and packs over it. A second buffer would let packing begin earlier, but the next version could still not be sent
-    before the previous one is swapped in (a rank has one shadow), so it would only shorten the wait of a trainer whose
-    steps are shorter than a transfer, for the memory of a whole model.
+    There is one send buffer, as large as the model in its wire dtype (`model.dtype`), and it holds the newest version:
+    a generator that joins, rejoins or failed before is sent that one. `publish` waits until no generator receives the
+    previous version, and packs over it. A second buffer would let packing begin earlier, but the next version could
+    still not be sent before the previous one is swapped in (a rank has one shadow), so it would only shorten the wait
+    of a trainer whose steps are shorter than a transfer, for the memory of a whole model.
 
     Life of a version: `ReplicaState`. The version that the module holds at the start is sent like any other: a number
     identifies weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it

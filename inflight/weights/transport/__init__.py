@@ -30,8 +30,7 @@ def resolve(kind: str, device: torch.device, why_not_ipc: Callable[[torch.device
         return "gloo"
     if kind not in ("auto", "ipc"):
         return kind
-    # Both sides are on one host (every rendezvous is on loopback), where copy engines transfer without slowing
-    # decoding.
+    # Both sides are on one host, where copy engines transfer and no SM of a decoding GPU takes part.
     reason = (why_not_ipc or _why_not_ipc)(device)
     if reason and kind == "ipc":
         raise TransportError(f"open: publish.transport=ipc: {reason}; nccl or auto do without")

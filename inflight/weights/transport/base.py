@@ -1,7 +1,8 @@
 """The interface of transports: every transport is a Sender on the trainer and a Receiver on each rank.
 
-Both sides know the manifest. A transport sends whole buckets in the manifest's order, never interprets them, bounds
-every wait by its timeout, and raises TransportError that names the phase and, if known, the rank that did not answer.
+Both sides know the manifest. A transport sends whole buckets in the manifest's order, or lets each rank pull its own
+parts of them (ipc). It never interprets bytes, bounds every wait by its timeout, and raises TransportError that names
+the phase and, if known, the rank that did not answer.
 After an error the object can't be used any more; a new one must be made.
 """
 

@@ -1,9 +1,9 @@
 """An NCCL communicator whose forming and ending have timeouts, and whose broadcasts torch's watchdog does not watch.
 
-It is neither the default group nor the engine's, has a store of its own, and is without torch's watchdog. The watchdog
-would report a dead trainer to the process's first group, the engine's, which would end the process for it minutes
-later. This module watches each broadcast itself and aborts the communicator when it is late. It checks events of its
-own on the streams, which are reached when the device is done and not before.
+It is neither the default group nor the engine's, and has a store of its own. The watchdog would report a dead trainer
+to the process's first group, the engine's, which would end the process for it minutes later. This module watches each
+broadcast itself and aborts the communicator when it is late. It checks events of its own on the streams, which are
+reached when the device is done and not before.
 
 A broadcast whose sender has died keeps a kernel running, and some of an engine's work then waits for it: vLLM's first
 step with a new sequence may load a kernel. So a rank that waits checks again and again that the trainer is alive.

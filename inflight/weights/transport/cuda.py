@@ -67,7 +67,8 @@ def copy_in_one_call(strips: Sequence[CopyRegion], source: int, target: int, str
     not the default one.
 
     A driver call releases the GIL. A thread beside a decoding engine then waits for it, up to the interpreter's switch
-    interval, so one call per strip takes longer than copying a strip does.
+    interval, so one call per strip takes longer than copying a strip does. A driver without cuMemcpyBatchAsync (older
+    than CUDA 12.8; than 13.0 with cuda-bindings 13) gets one call per strip all the same.
     """
     flat = [strip for strip in strips if strip.rows == 1]
     copy((strip for strip in strips if strip.rows > 1), source, target, stream)
@@ -77,8 +78,12 @@ def copy_in_one_call(strips: Sequence[CopyRegion], source: int, target: int, str
         to = [driver.CUdeviceptr(target + strip.target) for strip in flat]
         fro = [driver.CUdeviceptr(source + strip.source) for strip in flat]
         widths = [strip.width for strip in flat]
-        done = driver.cuMemcpyBatchAsync(to, fro, widths, len(flat), [order], [0], 1, stream)
-        check("cuMemcpyBatchAsync", done)
+        try:
+            done = driver.cuMemcpyBatchAsync(to, fro, widths, len(flat), [order], [0], 1, stream)
+        except RuntimeError:  # cuda-bindings has not found the call in the driver
+            copy(flat, source, target, stream)
+        else:
+            check("cuMemcpyBatchAsync", done)
 
 
 def _order(strip: CopyRegion, source: int, target: int) -> driver.CUDA_MEMCPY2D:

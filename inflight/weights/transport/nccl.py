@@ -1,4 +1,4 @@
-"""Between processes that can't share memory: NCCL broadcasts of buckets, scattered from two staging buffers.
+"""Between hosts, and where memory can't be exported: NCCL broadcasts of buckets, scattered from two staging buffers.
 
 Work that uses the bytes of a broadcast is queued after it on its stream; a thread waits only for the end of all.
 """

@@ -77,7 +77,7 @@ class Trainer:
     def native(self, order: dict[str, Any]) -> dict[str, Any]:
         """vLLM's own sender, packed or tensor by tensor."""
         started = time.perf_counter()
-        self._native.send(self._weights, packed=order["packed"])
+        self._native.send(packed=order["packed"])
         self._wait()
         return {"send_s": time.perf_counter() - started}
 

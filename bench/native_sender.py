@@ -18,18 +18,14 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 class NativeSender(Protocol):
     """A communicator with the ranks of one engine."""
 
-    def send(self, weights: Weights, *, packed: bool) -> None:
-        """Broadcasts the weights; the engine must be in `update_weights` at the same time."""
+    def send(self, *, packed: bool) -> None:
+        """Broadcasts the present weights; the engine must be in `update_weights` at the same time."""
 
 
 def form(port: int, ranks: int, weights: Weights, *, packed: bool) -> NativeSender:
     """Waits until the ranks form the communicator with this process; `worker_info` is what they need for it."""
-    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
-
-    where = {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + ranks}
-    if hasattr(NCCLWeightTransferEngine, "trainer_init"):
-        return _ByCall(NCCLWeightTransferEngine, where)
-    return _ByEngine(where, weights, packed=packed)
+    where = _where(port, ranks)
+    return _ByEngine(where, weights, packed=packed) if fixed_at_start() else _ByCall(where, weights)
 
 
 def fixed_at_start() -> bool:
@@ -41,8 +37,8 @@ def fixed_at_start() -> bool:
 
 def worker_info(port: int, ranks: int, *, packed: bool) -> dict[str, Any]:
     """The argument of the workers' `init_weight_transfer_engine`."""
-    where = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 1 + ranks}
-    return {**where, "packed": packed} if fixed_at_start() else where
+    info = {**_where(port, ranks), "rank_offset": 1}
+    return {**info, "packed": packed} if fixed_at_start() else info
 
 
 def update_info(parameters: dict[str, Any], *, packed: bool) -> dict[str, Any]:
@@ -50,15 +46,23 @@ def update_info(parameters: dict[str, Any], *, packed: bool) -> dict[str, Any]:
     return parameters if fixed_at_start() else {**parameters, "packed": packed}
 
 
+def _where(port: int, ranks: int) -> dict[str, Any]:
+    return {"master_address": "127.0.0.1", "master_port": port, "world_size": 1 + ranks}
+
+
 class _ByCall:
     """vLLM 0.26."""
 
-    def __init__(self, engine: Any, where: dict[str, Any]) -> None:
+    def __init__(self, where: dict[str, Any], weights: Weights) -> None:
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+        engine: Any = NCCLWeightTransferEngine  # mypy sees the one that is installed
         self._engine = engine
+        self._weights = weights
         self._group = engine.trainer_init(where)
 
-    def send(self, weights: Weights, *, packed: bool) -> None:
-        self._engine.trainer_send_weights(weights(), {"group": self._group, "packed": packed})
+    def send(self, *, packed: bool) -> None:
+        self._engine.trainer_send_weights(self._weights(), {"group": self._group, "packed": packed})
 
 
 class _Elsewhere:
@@ -88,7 +92,7 @@ class _ByEngine:
         self._packed = packed
         self._engine = NCCLTrainerWeightTransferEngine.trainer_init(info, client=_Elsewhere(), source=source)
 
-    def send(self, weights: Weights, *, packed: bool) -> None:
+    def send(self, *, packed: bool) -> None:
         if packed != self._packed:
             raise ValueError(f"the communicator was formed with packed={self._packed}, the update wants {packed}")
         self._engine.send_weights()

@@ -76,7 +76,7 @@ class NcclTransfer:
         torch.cuda.synchronize()  # vLLM's producer reads on streams of its own
         self._caller.call("rpc", "start_weight_update")
         received = self._pool.submit(self._caller.call, "rpc", "update_weights", update_info(self._info, packed=packed))
-        self._sender.send(self._wire, packed=packed)
+        self._sender.send(packed=packed)
         received.result(ANSWER_S)
         torch.cuda.synchronize()
         self._caller.call("rpc", "finish_weight_update")

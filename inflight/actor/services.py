@@ -32,6 +32,7 @@ from inflight.actor.calls import (
 from inflight.config import TaskConfig
 from inflight.prompts import Chat, ModelTokens
 from inflight.rewards import Reward, RewardError, Samples, make_all
+from inflight.rewards.base import is_number
 from inflight.tasks import make
 from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, columns_of, plain_score, turn_score
 from inflight.tasks.course import Course, NoMoreQuestions
@@ -233,7 +234,7 @@ def _score(call: int, score: Any) -> ScoreIs:
 
 def _number(value: Any) -> float:
     """Converts any kind of number, including numpy's and torch's. Raises UnusableResult for text, None and others."""
-    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):  # numpy gives its texts one
+    if not is_number(value):
         raise UnusableResult("no number", f"a score is a number, not {type(value).__name__}")
     return float(value)
 

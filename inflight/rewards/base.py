@@ -110,9 +110,14 @@ def _numbers(given: Any, count: int) -> list[float | None]:
     return [_number(given[index]) for index in range(count)]
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a number of any kind, numpy's and torch's included; numpy gives its texts a `__float__`, too."""
+    return hasattr(type(value), "__float__") and not isinstance(value, str | bytes)
+
+
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):  # numpy gives its texts one
+    if not is_number(value):
         raise RewardError("no number", f"a reward is a number or None, not {type(value).__name__}")
     return float(value)

@@ -132,7 +132,7 @@ def moody(completions):
 
 
 def place_of(code):
-    """As it is told of an error: the line of this file that has `code`."""
+    """How a reported error names the line of this file that has `code`."""
     lines = Path(__file__).read_text().splitlines()
     return f"reward_samples.py:{next(number for number, line in enumerate(lines, 1) if code in line)}"
 

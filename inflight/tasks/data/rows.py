@@ -10,6 +10,7 @@ import bisect
 import glob
 import itertools
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight.config import ConfigError
-from inflight.tasks.data import fingerprint, tables
+from inflight.tasks.data import fingerprint
 
 LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet",)
@@ -113,10 +114,22 @@ def _read(file: Path, option: str, among: int) -> Any:
 
 
 def _is_empty(file: Path) -> bool:
-    """Raises what tables.is_empty does."""
+    """Raises what `footer_of` does."""
     if _kind(file) == "lines":
         return file.stat().st_size == 0
-    return tables.is_empty(file)
+    return bool(footer_of(file).num_rows == 0)
+
+
+def footer_of(file: Path) -> Any:
+    """The FileMetaData of a parquet file. Raises ValueError for one with two columns of one name, or what pyarrow does
+    for what is no parquet file: OSError or ValueError."""
+    from pyarrow import parquet  # a part of `datasets`
+
+    footer = parquet.read_metadata(file)
+    name, count = Counter(footer.schema.to_arrow_schema().names).most_common(1)[0] if footer.num_columns else ("", 0)
+    if count > 1:
+        raise ValueError(f"it has {count} columns of the name {name!r}")
+    return footer
 
 
 def _undecodable(file: Path) -> int:

@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError
-
-
-def is_empty(file: Path) -> bool:
-    """Whether it has no row. Raises ValueError for a file with two columns of one name, or what pyarrow does for what
-    is no parquet file: OSError or ValueError."""
-    from pyarrow import parquet  # a part of `datasets`
-
-    footer = parquet.read_metadata(file)
-    name, count = Counter(footer.schema.to_arrow_schema().names).most_common(1)[0] if footer.num_columns else ("", 0)
-    if count > 1:
-        raise ValueError(f"it has {count} columns of the name {name!r}")
-    return bool(footer.num_rows == 0)
+from inflight.tasks.data.rows import footer_of, one_line
 
 
 def readable_as_one(files: Sequence[Path], option: str) -> list[Path]:
@@ -29,11 +17,10 @@ def readable_as_one(files: Sequence[Path], option: str) -> list[Path]:
     types: dict[Path, Mapping[str, Any]] = {}
     for file in files:
         try:
-            if not is_empty(file):
-                types[file] = _types(file)
+            if (footer := footer_of(file)).num_rows:
+                types[file] = _types(footer)
         except (OSError, ValueError) as error:
-            why = " ".join(str(error).split())[:500]
-            raise ConfigError(f"{option}={str(file)!r} can't be read: {type(error).__name__}: {why}") from None
+            raise ConfigError(f"{option}={str(file)!r} can't be read: {one_line(error)}") from None
     if not types:
         raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
     first = next(iter(types))
@@ -43,12 +30,11 @@ def readable_as_one(files: Sequence[Path], option: str) -> list[Path]:
     return list(types)
 
 
-def _types(file: Path) -> Mapping[str, Any]:
+def _types(footer: Any) -> Mapping[str, Any]:
     """Type of each column, as `datasets` has it. Raises ValueError for a type that it does not know."""
     from datasets import Features
-    from pyarrow import parquet
 
-    return dict(Features.from_arrow_schema(parquet.read_schema(file)))
+    return dict(Features.from_arrow_schema(footer.schema.to_arrow_schema()))
 
 
 def _difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:

@@ -1,9 +1,8 @@
 """Publisher-side protocol that delivers each version to each generator: a state machine without threads or I/O.
 
 One rule drives it: a generator that is IDLE and does not hold the version in the send buffer is sent it, at once or
-when its next attempt is due (retry.py). The version
-that the trainer starts with, a new one, a late joiner, a generator that was disconnected and one whose last attempt
-failed are all the same case.
+when its next attempt is due (retry.py). The version that the trainer starts with, a new one, a late joiner, a generator
+that was disconnected and one whose last attempt failed are all the same case.
 
 Not thread-safe: the loop calls in under its lock.
 """

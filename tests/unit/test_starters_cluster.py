@@ -78,7 +78,7 @@ def taken(node_process: RayNodeProcess, ends: Callable[[bytes, int | None], obje
 
 def test_the_child_gets_parcel_and_renewals_and_its_output_and_exit_code_come_back(node_process) -> None:
     there = node_process()
-    taken(there, lambda said, _: b"renewed twice" in said)
+    taken(there, lambda said, _: b"renewed twice\n" in said)  # with its end: an unbuffered child writes that apart
     there.stop()
     said, code = taken(there, lambda _, code: code is not None)
     assert (said, code) == (b"the input has ended\n", 5)

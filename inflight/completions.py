@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import dataclasses
 import errno
 import io
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Annotated, Any
 
 import aiohttp
@@ -19,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from inflight.arrays import from_msgpack, to_msgpack
-from inflight.config import RolloutConfig
+from inflight.config import RolloutConfig, Sampling
 from inflight.http_body import bounded_body
 from inflight.packed_logprobs import MAX_BYTES, Drawn, unpack
 from inflight.types import PrefillSpan, RoutedExperts, Turn, VersionSpan, require_spans
@@ -33,6 +35,8 @@ TOO_LONG = "prompt too long"
 NOT_FINITE = "log-probability not finite"
 """Reason for a sample with a log-probability that is NaN or infinite: the weights, or the engine's computation, are
 wrong there."""
+MALFORMED = "malformed answer"
+"""Reason for an answer, or a part of one, that is not one whole sample."""
 _NO_JSON = "Out of range float values"
 """From the error of Python's json, which refuses to write NaN: vLLM then answers with status 400."""
 
@@ -78,29 +82,47 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
 _turns = msgspec.msgpack.Decoder(Turn, dec_hook=from_msgpack)
 
 
-def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[str, Any]:
-    """The part of the request that is equal for all samples; every option is set, so that no server default applies.
+def session_of(api_key: str, *, connections: int = 0) -> aiohttp.ClientSession:
+    """For requests to generators; they send `api_key` unless it is empty. `connections`: most at once; 0: any number.
 
-    If sampling truncates, log-probabilities of the most probable tokens are requested as well, one more than a kept set
-    may have: the possible ones among them are the set. At most `vocabulary` of them exist. `model`
-    names an adapter; empty: the generator's own model.
+    One connection per request: an idle one that the server closes at the wrong moment would look like a lost generator.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=connections, force_close=True), headers=headers
+    )
+
+
+def base_request(sampling: Sampling, max_tokens: int, *, logprobs: int = 0, model: str = "") -> dict[str, Any]:
+    """What any request for a sample says; every option is set, so that no server default applies.
+
+    `logprobs`: of how many of the most probable tokens, beside the sampled one. `model` names an adapter; empty: the
+    generator's own model.
     """
     return {
         "n": 1,
         "stream": False,
-        "max_tokens": config.max_tokens,
-        "temperature": config.temperature,
-        "top_p": config.top_p,
-        "top_k": config.top_k,
-        "min_p": config.min_p,
-        "repetition_penalty": config.repetition_penalty,
-        "presence_penalty": config.presence_penalty,
-        "frequency_penalty": config.frequency_penalty,
-        "logprobs": min(config.kept_tokens + 1, vocabulary) if config.cuts and config.kept_tokens else 0,
+        "max_tokens": max_tokens,
+        **dataclasses.asdict(Sampling.of(sampling)),
+        "logprobs": logprobs,
         "return_packed_logprobs": True,
         **({"model": model} if model else {}),
-        **endings(config),
     }
+
+
+def sampling(config: RolloutConfig, vocabulary: int, model: str = "") -> dict[str, Any]:
+    """The part of an actor's request that is equal for all samples; `model`: see base_request.
+
+    If sampling truncates, log-probabilities of the most probable tokens are requested as well, one more than a kept set
+    may have: the possible ones among them are the set. At most `vocabulary` of them exist.
+    """
+    logprobs = min(config.kept_tokens + 1, vocabulary) if config.cuts and config.kept_tokens else 0
+    return base_request(config, config.max_tokens, logprobs=logprobs, model=model) | endings(config)
+
+
+def seed_of(text: str) -> int:
+    """A sampling seed of 63 bits that depends on the text alone."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 
 def endings(config: RolloutConfig) -> dict[str, Any]:
@@ -113,14 +135,14 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
     """The turn of a completions answer; `asked` is the number of log-probabilities requested beside the sampled one.
 
     Raises Unpatched when it has no version tags, RetryableFailure("aborted") when the engine aborted the request and
-    RetryableFailure("malformed answer") for anything else that is not one whole sample.
+    RetryableFailure(MALFORMED) for anything else that is not one whole sample.
     """
     try:
         answer = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+        raise malformed(generator, error) from None
     if len(answer.choices) != 1:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {len(answer.choices)} choices instead of one")
+        raise malformed(generator, f"{len(answer.choices)} choices instead of one")
     choice = answer.choices[0]
     if choice.finish_reason in (None, "abort", "error"):
         raise RetryableFailure("aborted", detail=f"{generator}: finish_reason {choice.finish_reason}")
@@ -129,7 +151,7 @@ def parse_turn(body: bytes, generator: str, asked: int = 0) -> Turn:
     try:
         require_spans(choice.token_versions or [], len(drawn))
     except ValueError as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+        raise malformed(generator, error) from None
     return checked(
         generator,
         token_ids=drawn.token_ids,
@@ -154,12 +176,12 @@ def drawn_of(fields: Sequence[bytes], asked: int, generator: str) -> Drawn:
     """The tokens of packed fields; `asked` is the number of log-probabilities requested beside the sampled one.
 
     Raises Rejected for a log-probability that is no number (under these weights a retry would give the same, and the
-    sample can't be trained on), and RetryableFailure("malformed answer") for a damaged field.
+    sample can't be trained on), and RetryableFailure(MALFORMED) for a damaged field.
     """
     try:
         drawn = unpack(fields, asked)
     except ValueError as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+        raise malformed(generator, error) from None
     finite = np.isfinite(drawn.logprobs)
     if not np.logical_and.reduce(finite):
         wrong = np.count_nonzero(~finite)
@@ -170,11 +192,11 @@ def drawn_of(fields: Sequence[bytes], asked: int, generator: str) -> Drawn:
 
 def checked(generator: str, **fields: Any) -> Turn:
     """A turn of these fields, validated against the limits of the wire: the buffer cannot decode one that exceeds them,
-    and the actor would resend it forever. Raises RetryableFailure("malformed answer")."""
+    and the actor would resend it forever. Raises RetryableFailure(MALFORMED)."""
     try:
         return _turns.decode(_encoder.encode(Turn(**fields)))
     except (msgspec.ValidationError, ValueError) as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+        raise malformed(generator, error) from None
 
 
 def _experts(choice: Choice, generator: str) -> RoutedExperts | None:
@@ -191,7 +213,7 @@ def _experts(choice: Choice, generator: str) -> RoutedExperts | None:
         data = array.astype(f"<u{size}").tobytes()
         return RoutedExperts(shape=(tokens, layers, each), bytes_each=size, data=data)
     except (ValueError, EOFError, OSError, binascii.Error) as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: routed_experts: {error}") from None
+        raise malformed(generator, f"routed_experts: {error}") from None
 
 
 def _fits(array: np.ndarray) -> bool:
@@ -219,9 +241,14 @@ async def complete(
     raise refused(status, body, generator)
 
 
+def malformed(generator: str, why: object) -> RetryableFailure:
+    """What a damaged answer means: another one may be whole."""
+    return RetryableFailure(MALFORMED, detail=f"{generator}: {why}")
+
+
 def too_large(generator: str) -> RetryableFailure:
     """What an answer of more than MAX_ANSWER_BYTES means."""
-    return RetryableFailure("malformed answer", detail=f"{generator}: more than {MAX_ANSWER_BYTES} bytes")
+    return malformed(generator, f"more than {MAX_ANSWER_BYTES} bytes")
 
 
 def lost(error: aiohttp.ClientError | OSError, generator: str) -> RetryableFailure:

@@ -13,8 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-import aiohttp
-
 from inflight import config as configuration
 from inflight.actor.exported import registry_of
 from inflight.actor.foreign import foreign
@@ -23,6 +21,7 @@ from inflight.actor.pool import NoGenerator, Pool
 from inflight.actor.routing import Routing
 from inflight.actor.sampler import Sampler
 from inflight.bus import BusError, Link
+from inflight.completions import session_of
 from inflight.config import ConfigError, RunConfig
 from inflight.descendants import adopt
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
@@ -39,11 +38,8 @@ async def work(config: RunConfig, name: str) -> bool:
 
     Raises ConfigError when the task or the tokenizer can't be made, ActorError, NoGenerator or BusError."""
     routing = Routing()
-    # One connection per request: an idle one that the server closes at the wrong moment would look like a lost
-    # generator.
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
-    async with foreign(config) as code, aiohttp.ClientSession(connector=connector, headers=headers) as session:
+    api_key = config.api_key()
+    async with foreign(config) as code, session_of(api_key) as session:
         with (
             Link(config.endpoint("rollouts"), name, config.bus) as link,
             Link(config.endpoint("status"), name, config.bus) as status,

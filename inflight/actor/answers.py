@@ -17,14 +17,13 @@ from inflight.actor.pool import Generator, Pool, Together
 from inflight.actor.sequence import Sequence
 from inflight.actor.silence import Call
 from inflight.actor.streaming import chunks, unless_silent
-from inflight.completions import RetryableFailure
+from inflight.completions import MALFORMED, RetryableFailure
 from inflight.types import GeneratorSpan, Turn
 
 ATTEMPTS = 3
 """Requests in a row without a token after which a sample is given up."""
 PAUSE_S = 0.2
 """Pause before a retry after two requests without a token; the first retry is made at once, at another generator."""
-MALFORMED = "malformed answer"
 MAX_REASONS = 14
 """Most reasons of a sample's retries that are distinguished; types.Rollout holds 16."""
 

@@ -8,8 +8,9 @@ a state of its own, can't be continued through a prompt: such a sequence is rest
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from hashlib import blake2b
 from typing import Any
+
+from inflight.completions import seed_of
 
 AS_THEY_ARE = {"n", "stream", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop"}
 ENDS = {"stop_token_ids", "ignore_eos"}
@@ -50,8 +51,7 @@ def rest_of(request: dict[str, Any], produced: Sequence[int]) -> dict[str, Any]:
     if request.get("min_tokens"):
         changes["min_tokens"] = max(0, request["min_tokens"] - len(produced))
     if request.get("seed") is not None:
-        digest = blake2b(f"{request['seed']}:{len(produced)}".encode(), digest_size=8).digest()
-        changes["seed"] = int.from_bytes(digest) >> 1
+        changes["seed"] = seed_of(f"{request['seed']}:{len(produced)}")
     return request | changes
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import aiohttp
 
@@ -15,7 +14,7 @@ from inflight.actor.foreign import Foreign
 from inflight.actor.grading import Grade, Graded, Grader
 from inflight.actor.pool import NoGenerator, Pool, Together
 from inflight.arrays import Floats, Tokens
-from inflight.completions import TOO_LONG, Rejected, RetryableFailure, sampling
+from inflight.completions import TOO_LONG, Rejected, RetryableFailure, sampling, seed_of
 from inflight.config import RolloutConfig
 from inflight.groups import first_name
 from inflight.messages.reasons import NO_GENERATOR
@@ -107,9 +106,7 @@ class Sampler:
 
     def _seed_of(self, rollout_id: str) -> int | None:
         """A separate sampling seed for each sample, the same in every run with the same seed."""
-        if self._seed is None:
-            return None
-        return int.from_bytes(blake2b(f"{self._seed}:{rollout_id}".encode(), digest_size=8).digest()) >> 1
+        return None if self._seed is None else seed_of(f"{self._seed}:{rollout_id}")
 
     def _rollout(self, group_id: str, number: int, prompt_ids: list[int], sample: _Sample, grade: Grade) -> Rollout:
         answer = sample.answer

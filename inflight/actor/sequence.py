@@ -11,7 +11,15 @@ from __future__ import annotations
 import numpy as np
 
 from inflight.arrays import Tokens
-from inflight.completions import Choice, Rejected, RetryableFailure, checked, drawn_of, require_tags
+from inflight.completions import (
+    Choice,
+    Rejected,
+    RetryableFailure,
+    checked,
+    drawn_of,
+    malformed,
+    require_tags,
+)
 from inflight.packed_logprobs import Drawn, tokens_in
 from inflight.types import GeneratorSpan, PrefillSpan, Turn, VersionSpan, require_spans, versions_of_tokens
 
@@ -67,7 +75,7 @@ class Sequence:
     def add(self, choice: Choice) -> None:
         """Appends one chunk of a stream, whose spans count from the first token of the newest piece.
 
-        Raises Unpatched for a chunk without tags, and RetryableFailure("malformed answer") for one that contradicts
+        Raises Unpatched for a chunk without tags, and RetryableFailure(MALFORMED) for one that contradicts
         itself or earlier ones; nothing of it is kept. What its log-probabilities say is read later, with those of
         up to READ_AT_ONCE tokens: this, `read`, `token_ids` and `turn` raise Rejected for one that is no number, and
         RetryableFailure for a damaged field; nothing of what was read with it is kept.
@@ -81,10 +89,9 @@ class Sequence:
             length = tokens_in(field)
             require_spans(spans, length, self.length - seam)
         except ValueError as error:
-            raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+            raise malformed(generator, error) from None
         if self.length + length > self._most:
-            detail = f"{generator}: more than the requested {self._most} tokens"
-            raise RetryableFailure("malformed answer", detail=detail)
+            raise malformed(generator, f"more than the requested {self._most} tokens")
         self.finish_reason = choice.finish_reason
         for each in choice.prefill_versions or ():
             self._prefills.append(PrefillSpan(each.output_index + seam, each.position, each.version))
@@ -153,7 +160,7 @@ class Sequence:
         self.cut(0)
 
     def turn(self) -> Turn:
-        """The complete sequence, once it is finished. Raises RetryableFailure("malformed answer") when a part is out of
+        """The complete sequence, once it is finished. Raises RetryableFailure(MALFORMED) when a part is out of
         bounds."""
         whole = self._whole()
         return checked(

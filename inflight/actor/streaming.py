@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 
 from inflight.actor.silence import SILENT, Call, Calls
-from inflight.completions import MAX_ANSWER_BYTES, Choice, RetryableFailure, lost, refused, too_large
+from inflight.completions import MAX_ANSWER_BYTES, Choice, RetryableFailure, lost, malformed, refused, too_large
 from inflight.http_body import bounded_body
 
 CONNECT_S = 10.0
@@ -87,12 +87,12 @@ def _choice_of(event: bytes, generator: str) -> Choice | None:
     try:
         chunk = _decoder.decode(event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {error}") from None
+        raise malformed(generator, error) from None
     if chunk.error is not None:
         code = chunk.error.code if isinstance(chunk.error.code, int) else 500
         raise refused(code, chunk.error.message.encode(), generator)
     if len(chunk.choices) > 1:
-        raise RetryableFailure("malformed answer", detail=f"{generator}: {len(chunk.choices)} choices instead of one")
+        raise malformed(generator, f"{len(chunk.choices)} choices instead of one")
     return chunk.choices[0] if chunk.choices else None
 
 

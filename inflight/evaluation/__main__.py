@@ -10,11 +10,10 @@ import signal
 import sys
 from collections.abc import Sequence
 
-import aiohttp
-
 from inflight import config as configuration
 from inflight.actor.foreign import foreign
 from inflight.bus import BusError, Link
+from inflight.completions import session_of
 from inflight.config import ConfigError, RunConfig
 from inflight.descendants import adopt
 from inflight.evaluation.asking import Asking
@@ -34,9 +33,8 @@ async def work(config: RunConfig) -> bool:
 
     Raises ConfigError for a task or a tokenizer that can't be made, or a task that holds no question out,
     EvaluatorError or BusError."""
-    headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with foreign(config) as code, aiohttp.ClientSession(connector=connector, headers=headers) as session:
+    api_key = config.api_key()
+    async with foreign(config) as code, session_of(api_key) as session:
         if code.held_out == 0:
             raise ConfigError(f"task.name={config.task.name!r} holds no question out, and there is none to evaluate by")
         with (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import aiohttp
@@ -14,8 +13,8 @@ from inflight.actor.called import all_of
 from inflight.actor.calls import Question
 from inflight.actor.foreign import Foreign, GroupLost, ScoredAlone
 from inflight.actor.scoring import Completion
-from inflight.completions import TOO_LONG, Rejected, RetryableFailure, complete, endings
-from inflight.config import RunConfig
+from inflight.completions import TOO_LONG, Rejected, RetryableFailure, base_request, complete, endings, seed_of
+from inflight.config import RunConfig, Sampling
 from inflight.evaluation.answer import MIXED, Answered, versions_of
 from inflight.types import Turn
 
@@ -146,39 +145,21 @@ class Asking:
 
     async def _turn(self, url: str, request: dict[str, Any]) -> Turn:
         """One answer. It has no timeout of its own: the evaluation as a whole has one."""
-        for attempt in range(ATTEMPTS):
+        limit_s = self._config.eval.timeout_s
+        for _ in range(ATTEMPTS - 1):
             try:
-                return await complete(self._session, "the generator", url, request, self._config.eval.timeout_s)
+                return await complete(self._session, "the generator", url, request, limit_s)
             except RetryableFailure:
-                if attempt + 1 == ATTEMPTS:
-                    raise
-            await asyncio.sleep(PAUSE_S)
-        raise AssertionError("unreachable")
+                await asyncio.sleep(PAUSE_S)
+        return await complete(self._session, "the generator", url, request, limit_s)
 
     def _request(self, prompt_ids: list[int], key: str, sample: int) -> dict[str, Any]:
-        """Every knob is set, so that no default of the server creeps in; a seed only where something is drawn."""
+        """Its seed is the same in every evaluation, so that two of them differ by the weights alone; none where nothing
+        is drawn."""
         settings = self._config.eval.sampling
         room = self._config.generator.max_model_len - len(prompt_ids)
-        return {
-            "n": 1,
-            "stream": False,
-            "prompt": prompt_ids,
-            "max_tokens": min(settings.max_tokens or self._config.rollout.max_tokens, room),
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "logprobs": 0,
-            "return_packed_logprobs": True,
-            **({"seed": self._seed_of(key, sample)} if settings.temperature else {}),
-            **({"model": adapter} if (adapter := self._config.trainer.adapter) else {}),
-            **endings(self._config.rollout),
-        }
-
-    def _seed_of(self, key: str, sample: int) -> int:
-        """The same in every evaluation, so that two of them differ by the weights alone."""
-        text = f"{self._config.seed}:evaluation:{key}/{sample}".encode()
-        return int.from_bytes(blake2b(text, digest_size=8).digest()) >> 1
+        most = min(settings.max_tokens or self._config.rollout.max_tokens, room)
+        drawn = Sampling(temperature=settings.temperature, top_p=settings.top_p)
+        seed = {"seed": seed_of(f"{self._config.seed}:evaluation:{key}/{sample}")} if settings.temperature else {}
+        plain = base_request(drawn, most, model=self._config.trainer.adapter) | {"prompt": prompt_ids}
+        return plain | seed | endings(self._config.rollout)

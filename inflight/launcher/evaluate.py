@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
@@ -28,7 +27,7 @@ from yaml import YAMLError
 from inflight import config as configuration
 from inflight.actor.foreign import ForeignError, foreign
 from inflight.bus import BusError, Listener
-from inflight.completions import Unpatched
+from inflight.completions import Unpatched, session_of
 from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, NetworkConfig, RunConfig, run_of, schema
 from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
@@ -230,15 +229,14 @@ def _await(publisher: Publisher, processes: Processes, config: RunConfig) -> Non
 
 async def _ask(config: RunConfig, url: str, version: int) -> dict[str, Any]:
     """The figures of all answers within eval.timeout_s."""
-    headers = {"Authorization": f"Bearer {key}"} if (key := config.api_key()) else {}
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    api_key = config.api_key()
     began = time.monotonic()
     came: list[Answered] = []
     given_up = {}
     async with AsyncExitStack() as stack:
         with _phase("starting the processes of the task and its rewards"):
             code = await stack.enter_async_context(foreign(config))
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=headers))
+        session = await stack.enter_async_context(session_of(api_key))
         asking = Asking(config, code, session)
 
         def far() -> str:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import aiohttp
-
-from inflight.completions import NOT_FINITE, Rejected, RetryableFailure, Unpatched, complete
+from inflight.completions import (
+    NOT_FINITE,
+    Rejected,
+    RetryableFailure,
+    Unpatched,
+    base_request,
+    complete,
+    session_of,
+)
 from inflight.config import Sampling
 from inflight.types import Route, Turn, versions_of_tokens
 
@@ -17,6 +22,8 @@ TOKENS = 8
 """Tokens by which each prompt is continued."""
 ANSWER_S = 120.0
 """Seconds for all answers of a generator, beside its other requests: a busy CPU takes a minute."""
+CONNECTIONS = 100
+"""Most requests that are under way at a time, to all generators."""
 _POLL_S = 0.2
 
 
@@ -26,19 +33,10 @@ class NoNumber(str):
     __slots__ = ()
 
 
-def request_of(prompt: list[int], sampling: Sampling, seed: int) -> dict[str, Any]:
-    """A request like an actor's (completions.py); end-of-sequence is ignored, so that there are tokens to compare."""
-    return {
-        **dataclasses.asdict(Sampling.of(sampling)),
-        "n": 1,
-        "stream": False,
-        "prompt": prompt,
-        "seed": seed,
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "return_packed_logprobs": True,
-    }
+def request_of(prompt: list[int], sampling: Sampling, seed: int, model: str = "") -> dict[str, Any]:
+    """A request like an actor's; end-of-sequence is ignored, so that there are tokens to compare."""
+    own = {"prompt": prompt, "seed": seed, "ignore_eos": True}
+    return base_request(sampling, TOKENS, model=model) | own
 
 
 async def ask_all(
@@ -49,8 +47,7 @@ async def ask_all(
     stop: Callable[[], bool],
 ) -> dict[str, list[Turn | str]]:
     """For each generator its answers, or the reasons why they are missing, in the order of the requests."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=headers) as session:
+    async with session_of(api_key, connections=CONNECTIONS) as session:
         deadline = asyncio.get_running_loop().time() + timeout_s
 
         async def ask(name: str, url: str, request: dict[str, Any]) -> Turn | str:

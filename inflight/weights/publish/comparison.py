@@ -103,8 +103,7 @@ def compare(
         raise ValueError(f"{len(prompts)} prompts to compare by: 1 to {REQUESTS} are allowed, none of them empty")
     if sampling.cuts:
         raise ValueError("numbers are compared without top-p, top-k and min-p")
-    named = {"model": model} if model else {}
-    requests = [request_of(list(map(int, prompt)), sampling, seed) | named for seed, prompt in enumerate(prompts)]
+    requests = [request_of(list(map(int, prompt)), sampling, seed, model) for seed, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(1, "comparison") as pool:  # the caller may have an event loop of its own
         answers = pool.submit(asyncio.run, ask_all(served, requests, timeout_s, api_key, stop)).result()
     found = []

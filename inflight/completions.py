@@ -88,9 +88,7 @@ def session_of(api_key: str, *, connections: int = 0) -> aiohttp.ClientSession:
     One connection per request: an idle one that the server closes at the wrong moment would look like a lost generator.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=connections, force_close=True), headers=headers
-    )
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections, force_close=True), headers=headers)
 
 
 def base_request(sampling: Sampling, max_tokens: int, *, logprobs: int = 0, model: str = "") -> dict[str, Any]:

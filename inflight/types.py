@@ -208,6 +208,11 @@ def versions_of_tokens(spans: list[VersionSpan], length: int) -> list[int]:
     return versions
 
 
+def versions_of(turn: Turn) -> set[int]:
+    """All versions that a turn was computed under: those of its tokens and of the prefills that they rest on."""
+    return {span.version for span in turn.token_versions} | {span.version for span in turn.prefill_versions}
+
+
 Url = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]+$")]
 """HTTP address of a generator."""
 

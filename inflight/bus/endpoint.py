@@ -82,11 +82,6 @@ class Endpoint:
         self.refusals = Refusals(name)
         """Input that was refused, by reason."""
 
-    @property
-    def refused(self) -> int:
-        """Number of frames and connections that were refused."""
-        return self.refusals.total
-
     @contextlib.contextmanager
     def _opening(self, doing: str, *refusals: type[Exception]) -> Iterator[None]:
         """Around what a constructor does with the socket: when it fails, all is freed, as the caller has no object to

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -30,16 +29,14 @@ class Link(Endpoint):
         config: BusConfig,
         *,
         first_contact_s: float = FIRST_CONTACT_S,
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Connects in the background. `clock` is this host's, with Unix time in seconds. Raises BusError for an invalid
-        identity or address."""
+        """Connects in the background. Raises BusError for an invalid identity or address."""
         if not IDENTITY.fullmatch(identity):
             raise BusError(f"identity {identity!r} is not allowed: letters, digits, '.', '_' and '-', at most 64")
         super().__init__(zmq.DEALER, identity, config, endpoint)
         self._endpoint = endpoint
         self._next_beat = 0.0
-        self._trips = RoundTrips(clock)
+        self._trips = RoundTrips(time.time)
         self._leaving = False
         self.listener = ""
         """Which listener has answered last; empty: none has. It changes when another one takes the address."""

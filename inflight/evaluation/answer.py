@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight.types import Turn, versions_of_tokens
-
 MIXED = "mixed versions"
 """Reason of an answer of which a part was computed under another version than the pinned one."""
 
@@ -23,9 +21,3 @@ class Answered:
     """It was cut off by max_tokens."""
     failed: str = ""
     """The reason by which it is counted where it does not count; empty where it does."""
-
-
-def versions_of(turn: Turn) -> set[int]:
-    """All versions that a turn was computed under: those of its tokens and of the prefills that it rests on."""
-    tokens = versions_of_tokens(turn.token_versions, len(turn.token_ids))
-    return {*tokens, *(span.version for span in turn.prefill_versions)}

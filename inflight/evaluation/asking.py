@@ -15,8 +15,8 @@ from inflight.actor.foreign import Foreign, GroupLost, ScoredAlone
 from inflight.actor.scoring import Completion
 from inflight.completions import TOO_LONG, Rejected, RetryableFailure, base_request, complete, endings, seed_of
 from inflight.config import RunConfig, Sampling
-from inflight.evaluation.answer import MIXED, Answered, versions_of
-from inflight.types import Turn
+from inflight.evaluation.answer import MIXED, Answered
+from inflight.types import Turn, versions_of
 
 ATTEMPTS = 3
 """Requests for one answer."""

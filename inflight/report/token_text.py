@@ -38,7 +38,3 @@ class TokenTexts:
         except Exception:  # noqa: BLE001 - of the library, for a sequence whose text changes with what follows
             return [self._tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
         return texts
-
-    def whole(self, token_ids: Sequence[int]) -> str:
-        """The text of a sequence."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

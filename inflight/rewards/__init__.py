@@ -53,7 +53,7 @@ def make(config: RewardConfig, place: str) -> Reward:
         parameters = _parameters(found, place)
         asynchronous = inspect.iscoroutinefunction(found)
         _check_options(parameters, given, place)
-    bound = _bound(config.known_as, function, parameters, given, asynchronous)
+    bound = _bound(function, parameters, given, asynchronous)
     return dataclasses.replace(bound, files=_own_files(config.name, found))
 
 
@@ -65,9 +65,7 @@ def _own_files(name: str, found: Callable[..., Any]) -> frozenset[str]:
     return frozenset(file for each in modules if (file := getattr(each, "__file__", None)))
 
 
-def _bound(
-    label: str, function: RewardFunction, parameters: Any, given: Mapping[str, Any], asynchronous: bool
-) -> Reward:
+def _bound(function: RewardFunction, parameters: Any, given: Mapping[str, Any], asynchronous: bool) -> Reward:
     free = [each for each in parameters if each.name not in given]
     catches_all = any(each.kind is each.VAR_KEYWORD for each in free)
     named = {each.name for each in free if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
@@ -75,7 +73,6 @@ def _bound(
     column = getattr(function, "column", None)
     needs = required | ({column} if isinstance(column, str) else set()) | getattr(function, "needs", frozenset())
     return Reward(
-        label=label,
         function=(lambda **arguments: function(**{**arguments, **given})) if given else function,
         takes=None if catches_all else frozenset(named),
         needs=frozenset(needs) - set(RESERVED),

@@ -76,7 +76,6 @@ RESERVED = tuple(Samples([], [], "", []).arguments())
 class Reward:
     """A reward function with its options, ready to be called."""
 
-    label: str
     function: RewardFunction
     takes: frozenset[str] | None
     """Names of the arguments that it takes; None: whatever there is."""

@@ -63,7 +63,6 @@ class Ledger:
         self._vocabulary = vocabulary
         self._accounts = Accounts()
         self._queue = Waiting(groups, most_bytes(config))
-        self.ages = self._queue.ages
         self._groups_per_step = config.trainer.groups_per_step
         self._max_bytes = int(config.rollout.buffer_mib * (1 << 20))
         self.drought = Drought(self._groups_per_step)
@@ -80,11 +79,6 @@ class Ledger:
     def in_flight(self) -> dict[str, int]:
         """Groups granted and not settled, by actor."""
         return self._accounts.in_flight
-
-    @property
-    def buffered(self) -> int:
-        """Groups delivered and neither taken nor dropped."""
-        return len(self._queue)
 
     def books(self) -> Books:
         """The settled state. Buffered groups are not in it: they are in the run folder. Those in flight are
@@ -208,6 +202,10 @@ class Ledger:
         """Counts the groups that are still in flight as failed."""
         for actor in self._accounts.in_flight:
             self.leave(actor, UNDELIVERED)
+
+    def ages(self, version: int) -> dict[int, int]:
+        """See Waiting."""
+        return self._queue.ages(version)
 
     def counts(self) -> Counts:
         """How many groups are where now."""

@@ -11,7 +11,7 @@ from inflight.rollout.frames import CONTINUED
 from inflight.rollout.part import Part, start_of
 from inflight.rollout.stream import parts, recorded, written
 from inflight.rollout.waiting import StoredGroup
-from inflight.types import RolloutGroup
+from inflight.types import RolloutGroup, versions_of
 
 
 def restore(path: Path, books: Books, version: int) -> list[StoredGroup]:
@@ -76,9 +76,4 @@ def _rewrite(part: Part, sorting: _Sorting) -> None:
 
 def newest_version(group: RolloutGroup) -> int:
     """The newest version that took part in a group, by sampling or prefill; -1 when there is none."""
-    newest = -1
-    for rollout in group.rollouts:
-        sampled = (span.version for span in rollout.turn.token_versions)
-        prefilled = (span.version for span in rollout.turn.prefill_versions)
-        newest = max([newest, *sampled, *prefilled])
-    return newest
+    return max((version for rollout in group.rollouts for version in versions_of(rollout.turn)), default=-1)

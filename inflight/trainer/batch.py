@@ -13,7 +13,7 @@ import torch
 from inflight.rollout.gate import GatedGroup, GatedRollout
 from inflight.trainer.advantage import Advantage
 from inflight.trainer.side_data import kept_sets, routed_experts, teacher_logprobs
-from inflight.types import Turn, version_array
+from inflight.types import version_array, versions_of
 
 NO_VERSION = -1
 """In `versions` and `lags` at positions that were not sampled: prompt and padding."""
@@ -138,7 +138,7 @@ def collate(
         lags=blank(NO_VERSION, torch.int64),
         advantages=blank(0, torch.float32),
         scales=scales([int(each.mask.values.sum()) for each in gated], normalise, max_tokens),
-        one_version=torch.tensor([_is_of_one_version(each.rollout.turn) for each in gated]),
+        one_version=torch.tensor([len(versions_of(each.rollout.turn)) == 1 for each in gated]),
         teacher_logprobs=teacher_logprobs(gated, length),
         kept=kept_sets(gated, length),
         routed_experts=routed_experts(gated, length),
@@ -177,12 +177,6 @@ def _worth(groups: Sequence[GatedGroup], advantage: Advantage) -> list[list[tupl
         by_id = {rollout.rollout_id: each for rollout, each in zip(group.group.rollouts, advantages, strict=True)}
         found.append([(each, by_id[each.rollout.rollout_id]) for each in group.rollouts])
     return found
-
-
-def _is_of_one_version(turn: Turn) -> bool:
-    tokens = turn.token_versions
-    prefills = turn.prefill_versions
-    return len({span.version for span in tokens} | {span.version for span in prefills}) == 1
 
 
 def _fill(batch: Batch, row: int, gated: GatedRollout, worth: float | list[float]) -> None:

@@ -66,8 +66,6 @@ class StartComparison:
         learner: Learner,
         stop: Callable[[], bool],
         device: torch.device,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A comparison ends early when `stop()` returns True; `device` is the trainer's."""
         self._mode = config.trainer.compare_start
@@ -75,7 +73,6 @@ class StartComparison:
         self._publisher = publisher
         self._learner = learner
         self._stop = stop
-        self._clock = clock
         self._patience_s = config.publish.supersede_after_s
         self._join_s = config.publish.join_timeout_s
         self._api_key = config.api_key
@@ -96,12 +93,12 @@ class StartComparison:
         Raises NumbersDiffer when a compared one disagrees and none agrees, or when none can be compared within
         `publish.join_timeout_s`.
         """
-        deadline = self._clock() + self._join_s
+        deadline = time.monotonic() + self._join_s
         found = self.before_step(version)
         while self._mode == "refuse" and not self._stop() and not any(each.compared for each in self._starts.values()):
             if wrong := [each for each in found if each.problem]:
                 raise NumbersDiffer("; ".join(map(str, wrong)))
-            if self._clock() > deadline:
+            if time.monotonic() > deadline:
                 why = "; ".join(map(str, found)) or "none holds the trainer's version"
                 raise NumbersDiffer(f"no generator was compared with the trainer within {self._join_s:g} s: {why}")
             time.sleep(_POLL_S)
@@ -158,7 +155,7 @@ class StartComparison:
         return self._starts.setdefault((name, route.incarnation), _Start())
 
     def _due(self, version: int) -> dict[str, Route]:
-        now = self._clock()
+        now = time.monotonic()
         due = {}
         for name, route in self._publisher.served.items():
             start = self._of(name, route)
@@ -178,7 +175,7 @@ class StartComparison:
             log.log(logging.ERROR if refuse else logging.WARNING, "%s", found)
         else:
             start.failures += 1
-            start.retry_at = self._clock() + RETRY_S * 2.0 ** (start.failures - 1)
+            start.retry_at = time.monotonic() + RETRY_S * 2.0 ** (start.failures - 1)
             log.warning("%s (%d of %d tries)", found, start.failures, TRIES)
         if refuse and (found.problem or start.failures == TRIES):
             self._refused[found.generator] = str(found)

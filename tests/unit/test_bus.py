@@ -248,7 +248,7 @@ def test_garbage_is_counted_and_changes_nothing(endpoint):
             raw.send(frame)
         raw.send(good)
         assert wait_for(listener.receive, Received) == Received("stranger", Commit(version=1))
-        assert listener.refused == 7
+        assert listener.refusals.total == 7
         context.destroy(linger=0)
 
 

@@ -75,7 +75,7 @@ def test_random_bytes_and_port_scanners_are_counted_and_logged(caplog):
                 scanner.sendall(source.randbytes(size))
         with socket.create_connection(("127.0.0.1", port_of(listener))) as scanner:
             scanner.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        until(lambda: listener.refused >= 4)
+        until(lambda: listener.refusals.total >= 4)
         with Link(listener.endpoint, "g0", config()) as link:
             link.send(Commit(version=1))
             assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
@@ -119,13 +119,13 @@ def test_with_keys_a_peer_without_a_greeting_is_counted_once(folder, what):
         for number in range(1, 4):
             with socket.create_connection(("127.0.0.1", port_of(listener))) as scanner:
                 scanner.sendall(SAYS[what])
-            until(lambda number=number: listener.refused >= number)
+            until(lambda number=number: listener.refusals.total >= number)
         link.send(Commit(version=1))
         assert listener.receive(LIMIT_S) == Received("g0", Commit(version=1))
         link.close()
         assert listener.receive(LIMIT_S) == Lost("g0")
         time.sleep(0.3)  # nothing more is reported of them
-        assert listener.refused == 3
+        assert listener.refusals.total == 3
         assert len(listener.refusals.counts) == 1
 
 
@@ -136,7 +136,7 @@ def test_keys_let_in_those_that_are_allowed(folder):
             assert listener.receive(LIMIT_S) == Received("g0.r1", Commit(version=7))
             listener.send("g0.r1", GroupAck(group_id="q0"))
             assert link.receive(LIMIT_S) == GroupAck(group_id="q0")
-        assert listener.refused == 0
+        assert listener.refusals.total == 0
 
 
 def test_a_wrong_key_no_key_and_a_name_of_another_change_nothing(folder, tmp_path, caplog):

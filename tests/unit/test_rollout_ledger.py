@@ -236,12 +236,12 @@ def test_a_run_resumed_with_other_steps_requests_what_these_need(step):
         asked += told["a0"]
         for index in told["a0"]:
             assert ledger.settle("a0", GroupDone(group=make_group(group_id(index), spans=[(0, 3)])))
-        while ledger.buffered >= step:
+        while ledger.counts().buffered >= step:
             usable = []
             ledger.judge(usable, step, 3, config.gate)
             ledger.train(usable)
     assert asked == list(range(6, 6 + 3 * step))
-    assert ledger.buffered == 0
+    assert ledger.counts().buffered == 0
 
 
 def test_a_group_that_was_never_granted_changes_nothing():

@@ -56,7 +56,7 @@ def test_groups_that_wait_take_no_more_memory_than_they_may(kept):
     gc.collect()
     taken = tracemalloc.get_traced_memory()[0] / 2**20
     tracemalloc.stop()
-    assert BUFFER_MIB / ALLOWED < taken < BUFFER_MIB * ALLOWED, f"{taken:.2f} MiB for {ledger.buffered} groups"
+    assert BUFFER_MIB / ALLOWED < taken < BUFFER_MIB * ALLOWED, f"{taken:.2f} MiB for {ledger.counts().buffered} groups"
     usable = []
     ledger.judge(usable, 1, 0, config.gate)
     assert usable[0].group == from_the_wire(0, kept).group

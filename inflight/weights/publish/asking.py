@@ -16,7 +16,7 @@ from inflight.completions import (
     session_of,
 )
 from inflight.config import Sampling
-from inflight.types import Route, Turn, versions_of_tokens
+from inflight.types import Route, Turn, versions_of
 
 TOKENS = 8
 """Tokens by which each prompt is continued."""
@@ -101,15 +101,10 @@ def of_version(answers: Sequence[Turn | str], version: int) -> tuple[list[Turn |
             reasons.append(answer)
         elif not answer.token_ids:
             reasons.append("an answer of no tokens")
-        elif others := _versions(answer) - {version}:
+        elif others := versions_of(answer) - {version}:
             reasons.append(f"an answer of version {others.pop()}, not {version}")
         else:
             whole.append(answer)
             continue
         whole.append(None)
     return whole, f"{len(reasons)} of {len(answers)} requests: {reasons[0]}" if reasons else ""
-
-
-def _versions(turn: Turn) -> set[int]:
-    tokens = versions_of_tokens(turn.token_versions, len(turn.token_ids))
-    return {*tokens, *(span.version for span in turn.prefill_versions)}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 
+from inflight.types import Route
 from inflight.weights.publish.attempt import Attempt
 from inflight.weights.publish.channel import Channel
 from inflight.weights.publish.members import Members
@@ -48,14 +49,16 @@ class Presence:
         return self.members.version if self.state.certain else None
 
     @property
+    def route(self) -> Route | None:
+        """Its address, which start of it, and `committed`; None with that."""
+        if (version := self.committed) is None:
+            return None
+        return Route(url=self.members.url, version=version, incarnation=self.members.incarnation or "")
+
+    @property
     def reason(self) -> str:
         """Why it does not hold the newest version, as text; empty when no obstacle is known."""
         return self.standing.why or self.retry.trouble
-
-    @property
-    def since(self) -> float:
-        """When it entered its state, in the clock's seconds."""
-        return self.standing.since
 
     @property
     def due(self) -> float | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inflight.messages import Aborted, AnyMessage, Committed, Failed, RankSwapped, Ready
-from inflight.types import Route
 from inflight.weights.publish.attempt import Attempt
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.pin import Pin
@@ -63,14 +62,13 @@ class Replica(Presence):
 
     def keep(self, pin: Pin) -> bool:
         """Begins a pin. False when the generator does not stamp its version, or was sent the Commit of another one."""
-        if self.pin is not None or self.committed != pin.version or self.state is ReplicaState.COMMITTING:
+        route = self.route
+        if self.pin is not None or self.state is ReplicaState.COMMITTING or route is None:
             return False
-        if not self.state.routed or not self.caught_up:
+        if route.version != pin.version or not self.state.routed or not self.caught_up:
             return False
         self.pin = pin
-        pin.begin(
-            self.generator, Route(url=self.members.url, version=pin.version, incarnation=self.members.incarnation or "")
-        )
+        pin.begin(self.generator, route)
         return True
 
     def unpin(self, reason: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from inflight.types import Route, Routes
+from inflight.types import Routes
 from inflight.weights.publish.replica import Replica
 
 log = logging.getLogger(__name__)
@@ -19,12 +19,12 @@ def routes(newest: int, replicas: Iterable[Replica], max_behind: int) -> Routes:
     """The generators that are present, have held a version that was the newest at its time, and are not too far behind.
     A pinned generator does not count as behind; the pin decides whether it gets requests."""
     routed = {
-        each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
+        each.generator: route
         for each in replicas
         if each.state.routed
         and each.caught_up
-        and (version := each.committed) is not None
-        and (each.pin.routed if each.pin is not None else newest - version <= max_behind)
+        and (route := each.route) is not None
+        and (each.pin.routed if each.pin is not None else newest - route.version <= max_behind)
     }
     return Routes(version=newest, generators=routed)
 

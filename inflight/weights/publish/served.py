@@ -28,11 +28,8 @@ class Served:
         """The generators that are present: their addresses, and which version they stamp; without those for which that
         is uncertain."""
         with self._loop.changed:
-            return {
-                each.generator: Route(url=each.members.url, version=version, incarnation=each.members.incarnation or "")
-                for each in self._loop.protocol.replicas
-                if (version := each.committed) is not None
-            }
+            routes = {each.generator: each.route for each in self._loop.protocol.replicas}
+        return {name: route for name, route in routes.items() if route is not None}
 
     def routes(self) -> Routes:
         """The generators that get requests."""

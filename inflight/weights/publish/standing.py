@@ -20,8 +20,6 @@ class Standing:
         self.state = ReplicaState.ABSENT
         self.why = "no hello yet"
         """The reason for a state other than IDLE, as text."""
-        self.since = now
-        """When it entered its state, in the clock's seconds."""
         self.asked_to_end = False
         """It has left because it was asked to end, and has not come back."""
         self.due: float | None = now
@@ -40,7 +38,6 @@ class Standing:
             raise AssertionError(f"{self.generator}: {self.state.name} → {state.name}")
         self.state = state
         self.why = why
-        self.since = now
         self.due = due
         self._expected = True
 

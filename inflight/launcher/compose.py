@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -84,7 +84,7 @@ def _one_line(error: Exception, folders: Sequence[Path]) -> str:
         return f"{said}; the configurations are: {', '.join(configurations(folders))}"
     cause = error.__cause__ or error.__context__  # the latter for an error in a file
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and is_dataclass(cause.object_type):
-        groups = sorted({path.name for folder in folders for path in folder.glob("[!._]*/")})
+        groups = {file.parent.name: file.parent for folder in folders for file in sorted(folder.glob("[!._]*/*.yaml"))}
         file = lines[0].partition(":")[0] + ": " if lines[0].startswith("In ") else ""
         return file + _unknown(cause.full_key, cause.object_type, groups)
     override = lines[0].removeprefix("Error merging override ") if lines else ""
@@ -107,11 +107,14 @@ def _of_entry(override: str) -> str:
     return f"{override} is not allowed: entries of {entry[1]} can't be set singly; {instead}"
 
 
-def _unknown(full_key: str, kind: type, groups: Sequence[str]) -> str:
-    """An error for a key that `kind` has no field for, with the closest name, else all names; `groups` are top
-    level."""
+def _unknown(full_key: str, kind: type, groups: Mapping[str, Path]) -> str:
+    """An error for a key that `kind` has no field for, with the closest name, else all names; `groups`, the folders of
+    files to choose from, are top level."""
     if full_key in REFUSED:
         return f"{full_key} is not an option: {REFUSED[full_key]}"
+    if full_key in groups:
+        ways = f"name it in the file's defaults, `- {full_key}: NAME`, or on the command line, {full_key}=NAME"
+        return f"{full_key} is not set by a key: {ways}; there are: {', '.join(configurations([groups[full_key]]))}"
     section, _, key = full_key.rpartition(".")
     names = [each.name for each in fields(kind)] + ([] if section else list(groups))
     near = difflib.get_close_matches(key, names, n=1)

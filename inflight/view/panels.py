@@ -51,7 +51,7 @@ def head(progress: Progress, width: int) -> Group:
     done = whole(progress.step)
     left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
     title = Text.assemble(("inflight ", "bold"), visible(progress.config.path.name))
-    times = Text(f"{duration(progress.elapsed_s)}{left}")
+    times = Text("" if progress.over else f"{duration(progress.elapsed_s)}{left}")
     first = Table.grid(expand=True)
     first.add_column(overflow="ellipsis", no_wrap=True)
     first.add_column(justify="right", no_wrap=True)

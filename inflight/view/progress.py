@@ -116,8 +116,8 @@ class Progress:
         return min([self.config.trainer.steps, *enough])
 
     def line(self) -> str:
-        """One line of plain text."""
-        return f"{duration(self.elapsed_s)} · {self.news()}"
+        """One line of plain text; how long a run took that has ended is not known to the view."""
+        return self.news() if self.over else f"{duration(self.elapsed_s)} · {self.news()}"
 
     def news(self) -> str:
         """The line without the elapsed time."""

@@ -121,6 +121,11 @@ def test_a_folder_of_configurations_that_does_not_exist_is_named(tmp_path):
     [
         ("{stesp: 2}", r"^In 'mine': trainer\.stesp is not known; did you mean trainer\.steps\?$"),
         ("{steps: two}", "In 'mine'.*'two' .*could not be converted"),
+        (
+            "{steps: 2}\nmachine: cpu",
+            r"^In 'mine': machine is not set by a key: name it in the file's defaults, `- machine: NAME`, or on the "
+            r"command line, machine=NAME; there are: cpu, gpu$",
+        ),
     ],
 )
 def test_an_error_in_a_file_is_reported(tmp_path, given, words):

@@ -408,9 +408,15 @@ def test_watch_of_a_run_that_has_ended_needs_no_snapshot(config, progress, capsy
     busy(progress)
     assert watch.main([str(config.path)]) == 0
     out = capsys.readouterr().out
-    assert "step 4/8 · has ended · 0:16 left" not in out
-    assert "step 4/8 · has ended" in out
+    assert out.splitlines()[0] == "step 4/8 · has ended"  # no time spent, which would be that of the view
     assert "ended early, 4 of 8 steps" in out
+
+
+def test_the_screen_of_a_run_that_has_ended_has_no_time(progress):
+    busy(progress)
+    assert "0:16 left" in shown(progress, 100).text
+    progress.end()
+    assert re.search(r"\d:\d\d", shown(progress, 100).text.splitlines()[0]) is None
 
 
 def test_watch_refuses_in_one_line(config, tmp_path, capsys):

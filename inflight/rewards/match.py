@@ -10,8 +10,9 @@ from typing import Any
 
 from inflight.config import ConfigError, require
 
-_NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d*|\.\d+|(?<=\d))(?:[eE][-+]?\d+)?")
-"""A decimal number, with thousands separated by commas or not, and an exponent or none."""
+_NUMBER = re.compile(r"[-+]?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
+"""A decimal number, with thousands separated by commas or not, and an exponent or none. An exponent alone is none: in
+`1e5e1` the last number is 1."""
 FLAGS = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 
 
@@ -124,7 +125,7 @@ def last_match(pattern: str, text: str) -> str | None:
 
 def last_number(text: str) -> float | None:
     """The last decimal number of a text; None when there is none, or none that a float holds."""
-    found = [match[0] for match in _NUMBER.finditer(text) if any(each.isdigit() for each in match[0])]
+    found = _NUMBER.findall(text)
     if not found:
         return None
     value = float(found[-1].replace(",", ""))

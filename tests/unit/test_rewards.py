@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
 from rollout_samples import make_config
 
 from inflight.config import ConfigError, RewardConfig
@@ -215,12 +217,22 @@ def test_exact_match():
         ("$1,000", 1000.0),
         ("2.5%", 2.5),
         ("1e999", None),
+        ("1e5e1", 1.0),
+        ("2e3.e4", 4.0),
+        ("1e2e2.1", 2.1),
         ("none, - . ,", None),
         ("", None),
     ],
 )
 def test_the_last_number_of_a_text(text, number):
     assert last_number(text) == number
+
+
+@given(st.text("01,.eE+- x"))
+def test_a_text_that_a_model_wrote_has_a_last_number_or_none(text):
+    """A completion can hold anything: an exception in the search for its number would cost the whole group."""
+    found = last_number(text)
+    assert found is None or math.isfinite(found)
 
 
 def test_numeric_match():

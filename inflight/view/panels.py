@@ -47,7 +47,7 @@ def labelled(rows: Iterable[tuple[str, Text]]) -> Table:
 
 def head(progress: Progress, width: int) -> Group:
     """The name of the run, time spent and left, and the progress bar."""
-    steps = progress.config.trainer.steps
+    last = progress.last_step
     done = whole(progress.step)
     left = "" if progress.left_s is None else f", {duration(progress.left_s)} left"
     title = Text.assemble(("inflight ", "bold"), visible(progress.config.path.name))
@@ -56,9 +56,9 @@ def head(progress: Progress, width: int) -> Group:
     first.add_column(overflow="ellipsis", no_wrap=True)
     first.add_column(justify="right", no_wrap=True)
     first.add_row(title, times)
-    said = f"{progress.step}/{steps}"
+    said = progress.step_of
     room = max(width - LABEL - len(said) - 3, LEAST_CURVE)
-    filled = round(room * min(done or 0, steps) / steps)
+    filled = round(room * min(done or 0, last) / max(last, 1))
     bar = Text.assemble((("━" * filled), "green"), ("─" * (room - filled), "dim"), f" {said}")
     return Group(first, labelled([("step", bar)]))
 

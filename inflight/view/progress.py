@@ -99,21 +99,27 @@ class Progress:
     @property
     def left_s(self) -> float | None:
         """Seconds until all steps are done, or the data end, if steps take as long as the last ones; None before the
-        second step."""
+        second step, and until this start of the trainer has done one."""
         times = [finite(each.get("time_s")) for each in list(self.record.steps)[-PACE_STEPS - 1 :]]
         took = [b - a for a, b in itertools.pairwise(times) if a is not None and b is not None and b > a]
         done = whole(self.step)
-        if not took or done is None or self.over:
+        if not took or done is None or "step" not in self.of("trainer"):
             return None
-        return statistics.median(took) * max(self._last_step - done, 0)
+        return statistics.median(took) * max(self.last_step - done, 0)
 
     @property
-    def _last_step(self) -> int:
+    def last_step(self) -> int:
         """The last one that is configured, or for which there are enough questions as far as their number is known:
         fewer are made where groups are lost or left out."""
         known = [whole(values.get("questions")) for values in self._latest.values()]
         enough = [count // self.config.trainer.groups_per_step for count in known if count is not None]
         return min([self.config.trainer.steps, *enough])
+
+    @property
+    def step_of(self) -> str:
+        """The step, of how many, and how many the data are enough for where that is fewer."""
+        steps = self.config.trainer.steps
+        return f"{self.step}/{steps}" + (f" (data for {self.last_step})" if self.last_step < steps else "")
 
     def line(self) -> str:
         """One line of plain text; how long a run took that has ended is not known to the view."""
@@ -122,7 +128,7 @@ class Progress:
     def news(self) -> str:
         """The line without the elapsed time."""
         trainer = self.of("trainer")
-        parts = [f"step {self.step}/{self.config.trainer.steps}"]
+        parts = [f"step {self.step_of}"]
         parts += self._trainer_parts(trainer)
         if not self.over:
             parts += [f"{name} {self._generator_text(name)}" for name in self.generators()]

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.text import Text
 
-from inflight.view.figures import duration
-
 QUIET_S = 2.0
 """What takes less is not mentioned where there is no terminal."""
 EVERY_S = 8.0
@@ -52,5 +50,5 @@ def _tell(text: Callable[[], str], console: Console, over: threading.Event) -> N
     began = time.monotonic()
     pause = QUIET_S
     while not over.wait(pause):
-        print(f"{duration(time.monotonic() - began)} · {text()} …", file=console.file, flush=True)
+        print(f"{text()} … {time.monotonic() - began:.0f} s", file=console.file, flush=True)
         pause = EVERY_S

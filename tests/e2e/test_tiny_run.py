@@ -25,7 +25,7 @@ pytestmark = pytest.mark.vllm
 STEPS = 8
 START_TIMEOUT_S = 420.0
 RUN_TIMEOUT_S = 900.0
-STOP_TIMEOUT_S = 15.0
+STOP_TIMEOUT_S = 90.0
 SLOW_MACHINE = ("publish.join_timeout_s=400", "generator.start_timeout_s=400")
 AUDIT_TOLERANCE = 1e-4
 """Nats; float32 on both sides."""

@@ -9,13 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from fake_generator import eventually
 from run_folders import written_run
 
 from inflight.bus import Link
 from inflight.bus.keys import derive_keys
 from inflight.config import BusConfig, RunConfig
 from inflight.launcher.compose import compose
-from inflight.messages import Join, Placed
+from inflight.messages import AnyMessage, Join, Placed
 from inflight.starters.joining import NAME, VARIABLE, JoinStarter
 from inflight.starters.parcel import Parcel, unpacked
 
@@ -24,9 +25,9 @@ KEY = "j" * 43
 
 
 def free_ports() -> int:
-    """The first of six in a row that nobody listens on."""
+    """The first of six in a row that nobody listens on; the system gives none of them to a socket without a port."""
     while True:
-        first = random.randrange(20000, 60000)
+        first = random.randrange(20000, 32000)
         with suppress(OSError):
             for port in range(first, first + 6):
                 socket.create_server(("127.0.0.1", port)).close()
@@ -67,3 +68,18 @@ def placed(link: Link, number: int = 0, slot: int = 0, kind: str = "generator") 
     assert isinstance(message, Placed)
     assert message.number == number
     return unpacked(message.parcel)
+
+
+def answer(link: Link, number: int) -> AnyMessage:
+    """To an offer, which is repeated as a host does it; not what answers a repetition of an earlier one."""
+    found: list[AnyMessage] = []
+
+    def answered() -> bool:
+        link.send(Join(number=number, kind="generator", slot=0, host="node"))
+        message = link.receive(0.2)
+        if message is not None and not (isinstance(message, Placed) and message.number != number):
+            found.append(message)
+        return bool(found)
+
+    eventually(answered, "an answer", timeout_s=LIMIT_S)
+    return found[0]

@@ -111,8 +111,7 @@ def do(how, folder):
         case "nan":
             return float("nan")
         case "family":  # a child, a grandchild in a session of its own, then a hang
-            code = "import os, time; os.fork() or os.setsid(); time.sleep(3600)"
-            child = subprocess.Popen([sys.executable, "-c", code])
+            child = subprocess.Popen(["sh", "-c", "setsid sleep 3600 & wait"])
             Path(folder, "child").write_text(str(child.pid))
             time.sleep(3600)
         case "orphan":

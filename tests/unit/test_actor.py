@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import pytest
+from fake_generator import eventually
 from in_process import in_process
 from openai_server import Server, Tokens, choice
 from packed_samples import framed, packed
@@ -33,7 +34,7 @@ from inflight.rollout.buffer import Buffer
 from inflight.tasks.addition import Addition
 from inflight.types import Route, Routes
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ class Room:
                     concurrency=self.config.rollout.concurrency,
                     give_up_after_s=self.config.rollout.give_up_after_s,
                 )
-                await self.pool.wait_any(LIMIT_S)
+                await self.until(lambda: all(generator.up for generator in self.pool.generators.values()))
                 self.running = asyncio.create_task(self.actor.run())
                 try:
                     yield self
@@ -759,12 +760,12 @@ def test_the_process_reports_works_and_ends(tmp_path, monkeypatch, without_child
                 Buffer(listener, config, routes=listed) as buffer,
             ):
                 working = asyncio.create_task(entry.work(config, "a0"))
-                await asyncio.sleep(0.1)
+                seen = [await asyncio.to_thread(status.receive, LIMIT_S)]
                 listed.add(server.url)
                 await asyncio.to_thread(buffer.take, 2, 0, LIMIT_S)
                 assert await asyncio.to_thread(buffer.finish, "enough", LIMIT_S)
                 await asyncio.wait_for(working, LIMIT_S)
-                seen = list(iter(lambda: status.receive(0.2), None))
+                seen += iter(lambda: status.receive(0.2), None)
                 buffer.counts().check()
                 return [event.message for event in seen if hasattr(event, "message")]
 
@@ -800,7 +801,7 @@ def test_sigterm_ends_the_process_clean(tmp_path, monkeypatch, without_children,
                     break
             os.kill(os.getpid(), signal.SIGTERM)
             process_ended.wait(LIMIT_S)
-            time.sleep(0.2)
+            eventually(lambda: buffer.counts().in_flight == 0, "what it says of its groups")
             counts.append(buffer.counts())
 
     process_ended = threading.Event()

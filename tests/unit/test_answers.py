@@ -61,7 +61,7 @@ async def room(*scripts, silence_s=20.0, most=64, **config):
         urls = {f"g{number}": server.url for number, server in enumerate(servers)}
         session = await stack.enter_async_context(aiohttp.ClientSession())
         pool = await stack.enter_async_context(Pool(session, list(urls), urls.__getitem__, most=most))
-        request = sampling(RolloutConfig(max_tokens=8, **config), Tokens.size)
+        request = sampling(RolloutConfig(**{"max_tokens": 8} | config), Tokens.size)
         answers = Answers(session, pool, request, silence_s=silence_s, decode=decoded)
         async with asyncio.timeout(LIMIT_S):
             while not all(generator.up for generator in pool.generators.values()):  # noqa: ASYNC110
@@ -183,7 +183,7 @@ def test_no_answer_is_too_long_while_tokens_come():
             await ended.wait()
             return choice("9")
 
-        slow = [step for start in range(8) for step in (chunk("0", start), lambda: asyncio.sleep(0.4))]
+        slow = [step for start in range(8) for step in (chunk("0", start), lambda: asyncio.sleep(0.3))]
         slow[-2] = chunk("0", 7, finish="length")
 
         async def end():
@@ -211,9 +211,9 @@ def test_a_stream_that_stalls_while_others_are_served_is_continued():
         for each in served:
             each.cancel()
 
-    busy = [step for start in range(8) for step in (chunk("0", start), lambda: asyncio.sleep(0.3))]
+    busy = [step for start in range(100) for step in (chunk("0", start), lambda: asyncio.sleep(0.1))]
     stalls = [chunk("01"), lambda: asyncio.sleep(3600)]
-    play(scene, [busy, stalls], [busy, [chunk("5", finish="stop"), DONE]], silence_s=1.0)
+    play(scene, [busy, stalls], [busy, [chunk("5", finish="stop"), DONE]], silence_s=1.0, max_tokens=100)
 
 
 def test_a_generator_that_is_silent_to_all_is_left_alone_and_its_sequences_are_continued():
@@ -251,11 +251,23 @@ def test_the_first_event_of_a_long_prompt():
 
 
 def test_no_more_connections_are_open_than_may_be():
+    gate = asyncio.Event()
+
+    async def held():
+        await gate.wait()
+        return choice("9")
+
     async def scene(there):
-        await asyncio.gather(*(there.ask(seed) for seed in range(20)))
+        asked = asyncio.gather(*(there.ask(seed) for seed in range(20)))
+        async with asyncio.timeout(LIMIT_S):
+            while there.servers[0].active < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        gate.set()
+        await asked
         assert there.servers[0].most_active == 3
 
-    play(scene, [lambda: asyncio.sleep(0.05, choice("9"))] * 20, most=3)
+    play(scene, [held] * 20, most=3)
 
 
 def test_too_many_open_files_are_no_fault_of_the_generator():

@@ -87,7 +87,7 @@ def test_a_group_from_grant_to_batch(party, tmp_path):
     actor.send(done("q1"))
     assert expect(actor, GroupAck) == GroupAck(group_id="q1")
     assert expect(actor, Grant) == Grant(questions=[3])
-    batch = room.buffer.take(2, version=0, timeout_s=5)
+    batch = room.buffer.take(2, version=0, timeout_s=20)
     assert [gated.group.group_id for gated in batch] == ["q0", "q1"]
     assert batch[0].version == 0
     assert batch[0].rollouts[0].mask == [True] * 6
@@ -104,7 +104,7 @@ def test_taking_frees_slots_when_the_buffer_is_full(party):
     actor.send(done("q0"))
     expect(actor, GroupAck)
     assert actor.receive(0.3) is None, "no slot is free"
-    room.buffer.take(1, version=0, timeout_s=5)
+    room.buffer.take(1, version=0, timeout_s=20)
     assert expect(actor, Grant) == Grant(questions=[1])
 
 
@@ -113,12 +113,12 @@ def test_take_waits_and_continues_past_groups_that_the_gate_drops(party):
     actor = room.actor()
     expect(actor, Grant)
     got = []
-    taker = threading.Thread(target=lambda: got.extend(room.buffer.take(2, version=3, timeout_s=10)))
+    taker = threading.Thread(target=lambda: got.extend(room.buffer.take(2, version=3, timeout_s=20)))
     taker.start()
     for name, version in (("q0", 2), ("q1", 3), ("q2", 4), ("q3", 3)):
         actor.send(done(name, spans=[(0, version)]))
         until(lambda name=name: _acked(actor, name))
-    taker.join(timeout=5)
+    taker.join(timeout=20)
     assert [gated.group.group_id for gated in got] == ["q1", "q3"]
     counts = room.buffer.counts()
     assert counts.dropped == {"fewer than 2 usable rollouts": 1, "version not published": 1}
@@ -135,7 +135,10 @@ def test_repeats_are_acknowledged_but_count_once(party, tmp_path):
     expect(actor, Grant)
     for message in (done("q0"), done("q0"), GroupFailed(group_id="q0", reason="late", again=True), done("q0")):
         actor.send(message)
-    acks = [message for message in iter(lambda: actor.receive(0.5), None) if isinstance(message, GroupAck)]
+    acks = []
+    while len(acks) < 4:
+        if not isinstance(message := actor.receive(20), Grant):
+            acks.append(message)
     assert acks == [GroupAck(group_id="q0")] * 4
     counts = room.buffer.counts()
     assert (counts.produced, counts.failed, counts.ignored) == (1, {}, {"repeat": 3})
@@ -170,7 +173,7 @@ def test_a_timeout_says_what_is_missing_and_loses_nothing(party):
     with pytest.raises(TimeoutError, match=r"1 of 2 groups buffered, 2 in flight.*a0 \(2 in flight.*'http': 1"):
         room.buffer.take(2, version=0, timeout_s=0.05)
     actor.send(done("q2"))
-    assert [gated.group.group_id for gated in room.buffer.take(2, version=0, timeout_s=5)] == ["q0", "q2"]
+    assert [gated.group.group_id for gated in room.buffer.take(2, version=0, timeout_s=20)] == ["q0", "q2"]
 
 
 def test_a_lost_actors_slots_go_to_the_living(party):
@@ -244,20 +247,20 @@ def test_finish_reaches_everybody_and_waits_for_the_last_group(party):
     actor = room.actor()
     expect(actor, Grant)
     answers = []
-    finisher = threading.Thread(target=lambda: answers.append(room.buffer.finish("done", timeout_s=10)))
+    finisher = threading.Thread(target=lambda: answers.append(room.buffer.finish("done", timeout_s=20)))
     finisher.start()
     assert expect(actor, Finish) == Finish(reason="done")
     actor.send(done("q0"))
     expect(actor, GroupAck)
     assert answers == []
     actor.send(ActorBye(reason="run finished"))
-    finisher.join(timeout=5)
+    finisher.join(timeout=20)
     assert answers == [True]
     late = room.actor("a1")
     assert expect(late, Finish) == Finish(reason="done")
     assert late.receive(0.3) is None, "nothing is granted after the end"
     with pytest.raises(BufferClosed):
-        room.buffer.take(2, version=0, timeout_s=5)
+        room.buffer.take(2, version=0, timeout_s=20)
     room.buffer.counts().check()
 
 
@@ -283,7 +286,7 @@ def test_closing_wakes_a_waiting_trainer(party):
     taker = threading.Thread(target=take)
     taker.start()
     room.buffer.close()
-    taker.join(timeout=5)
+    taker.join(timeout=20)
     assert len(caught) == 1
 
 
@@ -298,7 +301,7 @@ def test_a_broken_disk_stops_the_run_instead_of_losing_rollouts(party, monkeypat
     monkeypatch.setattr(room.buffer._writer, "append_frame", full)
     actor.send(done("q0"))
     with pytest.raises(BufferClosed, match="no space left"):
-        room.buffer.take(2, version=0, timeout_s=10)
+        room.buffer.take(2, version=0, timeout_s=20)
     assert actor.receive(0.3) is None, "what was not written is not acknowledged"
 
 

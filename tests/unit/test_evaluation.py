@@ -251,13 +251,21 @@ def test_questions_and_scores_that_fail_cost_their_answers(tmp_path):
 
 
 def test_no_more_requests_are_under_way_than_configured(tmp_path):
-    async def slowly():
-        await asyncio.sleep(0.02)
+    gate = asyncio.Event()
+
+    async def held():
+        await gate.wait()
         return choice("07", 4)
 
     async def scene():
-        async with Server(slowly) as server:
-            await Arena(tmp_path, server, concurrency=2).ask()
+        async with Server(held) as server:
+            asked = asyncio.create_task(Arena(tmp_path, server, concurrency=2).ask())
+            async with asyncio.timeout(LIMIT_S):
+                while server.active < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+            gate.set()
+            await asked
             return server.most_active
 
     assert asyncio.run(scene()) == 2

@@ -27,7 +27,7 @@ from inflight.trainer.evaluations import GRACE_S, REPEAT_S, Evaluations
 from inflight.types import Route
 from inflight.weights.publish.pin import Pin
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 FIGURES = {"questions": 3.0, "answers": 3.0, "mixed": 0.0, "failed": 0.0, "reward": 0.5, "pass@1": 0.25}
 
 

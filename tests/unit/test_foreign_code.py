@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from fake_generator import eventually
 from rollout_samples import make_config
 
 from inflight.actor import calls
@@ -19,6 +20,7 @@ from inflight.actor.crew import Crew
 from inflight.actor.foreign import Foreign, GroupLost, foreign
 from inflight.actor.worker_process import Bounds
 from inflight.config import ConfigError, TaskConfig
+from inflight.processes import living_of
 from inflight.types import PrefillSpan, Turn, VersionSpan
 
 LIMIT_S = 30.0
@@ -172,13 +174,14 @@ def test_a_child_is_killed_with_all_that_it_has_started(tmp_path):
         async with open_task(texts=["family", "fine"], folder=str(tmp_path)) as code:
             scoring = asyncio.create_task(score(code, "family"))
             family = []
-            while len(family) < 2:
+            while len(family) < 2 and not scoring.done():
                 await asyncio.sleep(0.02)
                 with contextlib.suppress(FileNotFoundError, ValueError, psutil.NoSuchProcess):
                     child = psutil.Process(int((tmp_path / "child").read_text()))
                     family = [child, *child.children()]
             assert await scoring == "reward timeout"
-            assert not [process for process in family if process.is_running() and process.status() != "zombie"]
+            assert len(family) == 2
+            await asyncio.to_thread(eventually, lambda: not living_of(family), "their end")
             assert await score(code, "fine") == 1.0
 
     asyncio.run(main())
@@ -198,7 +201,8 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "reward crash: code 139 1.0\n", done.stderr
-    assert not psutil.pid_exists(int((tmp_path / "orphan").read_text()))
+    orphan = int((tmp_path / "orphan").read_text())
+    eventually(lambda: not living_of(each for each in psutil.process_iter() if each.pid == orphan), "its end")
 
 
 def test_asynchronous_scores_wait_together_and_are_late_alone():

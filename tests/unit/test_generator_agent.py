@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,10 @@ from inflight.generator.agent import Commits, EngineAgent, GeneratorEnded
 from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Ready, Refused
 
 FINISH = Finish(reason="done")
-BUS = BusConfig(heartbeat_s=0.05, dead_after_s=0.5)
+LIMIT_S = 20.0
+BUS = BusConfig(heartbeat_s=0.05, dead_after_s=LIMIT_S)
+QUICK = BusConfig(heartbeat_s=0.05, dead_after_s=0.5)
+"""For silence that is waited for."""
 HELLO = EngineHello(generator="g0", world_size=2, version=3, url="http://127.0.0.1:1")
 
 
@@ -52,13 +55,13 @@ def converse(
 
     async def talk(link: Link) -> str:
         run = asyncio.create_task(agent.run())
-        got = await asyncio.to_thread(listener.receive, 5)
+        got = await asyncio.to_thread(listener.receive, LIMIT_S)
         assert isinstance(got, Received)
         assert (got.peer, got.message) == ("g0.engine", HELLO)
         for message in sent:
             listener.send("g0.engine", message)
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(LIMIT_S):
                 await run
         except GeneratorEnded as ended:
             return str(ended)
@@ -68,7 +71,7 @@ def converse(
         agent = EngineAgent(link, FakeEngine(answer), HELLO, commit_timeout_s=0.3, adapter=adapter)
         why = asyncio.run(talk(link))
     replies = []
-    while isinstance(got := listener.receive(0.2), Received):
+    while isinstance(got := listener.receive(LIMIT_S), Received):  # until its goodbye
         replies.append(got.message)
     return replies, why, agent
 
@@ -177,29 +180,35 @@ def test_a_message_that_is_not_for_engines_ends_the_generator(listener: Listener
     assert why == "the trainer sent Ready to an engine"
 
 
+async def until(condition: Callable[[], object]) -> None:
+    """Nothing tells of a heartbeat."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 def test_a_trainer_that_comes_back_finds_the_generator_serving(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/w"
-    listener = Listener(endpoint, BUS)
+    listener = Listener(endpoint, QUICK)
 
     async def talk(link: Link) -> None:
         agent = EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1, alone_timeout_s=60)
         run = asyncio.create_task(agent.run())
-        assert await asyncio.to_thread(listener.receive, 5) is not None
-        await asyncio.sleep(0.2)  # a heartbeat has returned
+        assert await asyncio.to_thread(listener.receive, LIMIT_S) is not None
+        await until(lambda: link.listener)
         listener.close()
         await asyncio.sleep(1.0)
         assert not run.done()
         with Listener(endpoint, BUS) as again:
-            while "g0.engine" not in again.peers():  # noqa: ASYNC110 - nothing tells of a heartbeat
-                await asyncio.sleep(0.02)
+            await until(lambda: "g0.engine" in again.peers())
             again.send("g0.engine", Enquire())
-            got = await asyncio.to_thread(again.receive, 5)
+            got = await asyncio.to_thread(again.receive, LIMIT_S)
             assert isinstance(got, Received)
             assert got.message == HELLO
             again.send("g0.engine", Finish(reason="done"))
-            await asyncio.wait_for(run, 10)
+            await asyncio.wait_for(run, LIMIT_S)
 
-    with Link(endpoint, "g0.engine", BUS) as link:
+    with Link(endpoint, "g0.engine", QUICK) as link:
         asyncio.run(talk(link))
 
 
@@ -219,16 +228,16 @@ def test_a_trainer_that_is_heard_again_is_not_held_to_an_earlier_silence() -> No
 
 
 def test_silence_ends_the_generator(tmp_path: Path) -> None:
-    listener = Listener(f"ipc://{tmp_path}/w", BUS)
+    listener = Listener(f"ipc://{tmp_path}/w", QUICK)
 
     async def talk(link: Link) -> None:
         agent = EngineAgent(link, FakeEngine([]), HELLO, commit_timeout_s=1)
         run = asyncio.create_task(agent.run())
-        assert await asyncio.to_thread(listener.receive, 5) is not None
-        await asyncio.sleep(0.2)  # a heartbeat has returned
+        assert await asyncio.to_thread(listener.receive, LIMIT_S) is not None
+        await until(lambda: link.listener)
         listener.close()
         with pytest.raises(GeneratorEnded, match="the trainer is gone: "):
             await run
 
-    with Link(listener.endpoint, "g0.engine", BUS) as link:
+    with Link(listener.endpoint, "g0.engine", QUICK) as link:
         asyncio.run(talk(link))

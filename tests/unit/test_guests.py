@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from fake_generator import eventually
 from fleet import Fleet
-from joining_hosts import KEY, LIMIT_S, accepting, composed, connected, free_ports, joined_run, placed
+from joining_hosts import KEY, LIMIT_S, accepting, answer, composed, connected, free_ports, joined_run, placed
 
 from inflight.actor import pool as pool_module
 from inflight.actor.pool import Pool
@@ -29,10 +30,11 @@ from inflight.launcher.compose import compose
 from inflight.launcher.exported import LauncherMetrics
 from inflight.launcher.guests import Guests
 from inflight.launcher.launch import launch
-from inflight.messages import Commit, Join, Refused, Vacated
+from inflight.messages import Commit, Join, Placed, Refused, Vacated
 from inflight.processes import Ended
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.joining import VARIABLE, JoinStarter
+from inflight.starters.parcel import unpacked
 from inflight.view.progress import Progress
 from inflight.weights.publish.events import Failure
 from inflight.weights.publish.routes import routes
@@ -168,14 +170,14 @@ def test_a_guest_that_fails_ends_nothing(
     link = connected(run, tmp_path, "join.0")
 
     def host() -> None:
-        with link:
-            for number in range(2):
-                link.send(Join(number=number, kind="generator", slot=0, host="node"))
-                until(lambda number=number: [f"g{each + 1}" for each in range(number + 1)] == guests_of(run))
-                names.append(placed(link, number).name)
-                link.send(Vacated(number=number, code=1, output="no room"))
-            until(lambda: guests_of(run) == ["g1", "g2"] and not (run.path / "keys" / "g2.key_secret").exists())
-        over.touch()
+        try:
+            with link:
+                for number in range(2):
+                    names.append(unpacked(cast("Placed", answer(link, number)).parcel).name)
+                    link.send(Vacated(number=number, code=1, output="no room"))
+                until(lambda: guests_of(run) == ["g1", "g2"] and not (run.path / "keys" / "g2.key_secret").exists())
+        finally:
+            over.touch()
 
     joining = threading.Thread(target=host, daemon=True)
     joining.start()

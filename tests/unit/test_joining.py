@@ -18,7 +18,7 @@ from typing import cast
 
 import pytest
 from fake_generator import eventually
-from joining_hosts import KEY, LIMIT_S, accepting, composed, connected, free_ports, joined_run, placed
+from joining_hosts import KEY, LIMIT_S, accepting, answer, composed, connected, free_ports, joined_run, placed
 
 from inflight.bus import BusError, Link
 from inflight.config import BusConfig, ConfigError, RunConfig
@@ -31,7 +31,7 @@ from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.launch import launch
 from inflight.launcher.restarts import Restarts
-from inflight.messages import AnyMessage, Finish, Join, Placed, Refused, Status, Vacated
+from inflight.messages import Finish, Join, Placed, Refused, Status, Vacated
 from inflight.processes import Ended
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.joining import VARIABLE, JoinStarter
@@ -375,21 +375,6 @@ def test_a_run_outlives_a_host_on_which_a_generator_never_works_and_not_the_last
         joining_is_over.set()
         joining.join(LIMIT_S)
     assert answers == ["g0", "g1", "g1", "g1", "g1 has failed there again and again, and others work elsewhere"]
-
-
-def answer(link: Link, number: int) -> AnyMessage:
-    """To an offer, which is repeated as a host does it; not what answers a repetition of an earlier one."""
-    found: list[AnyMessage] = []
-
-    def answered() -> bool:
-        link.send(Join(number=number, kind="generator", slot=0, host="node"))
-        message = link.receive(0.2)
-        if message is not None and not (isinstance(message, Placed) and message.number != number):
-            found.append(message)
-        return bool(found)
-
-    until(answered)
-    return found[0]
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_generator import eventually
+from joining_hosts import free_ports
 
 from inflight import processes
 from inflight.bus import BusError, Link, Listener, Received
@@ -36,14 +37,16 @@ from inflight.view.progress import Progress
 from inflight.view.view import View
 
 LIVE_FOREVER = "import time; time.sleep(600)"
+TELLS_ITS_PID = "import os; os.write(1, f'pid {os.getpid()}\\n'.encode())"
+# What these say is one call each: of `print`, a process of a run makes several, and others write to the same log.
 IGNORES_TERM = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'deaf\\n'); time.sleep(600)"
 )
 # A generator whose engine is a grandchild in a session of its own, deaf to SIGTERM.
 WITH_GRANDCHILD = f"""
-import subprocess, sys, time
+import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", {IGNORES_TERM!r}], start_new_session=True)
-print("grandchild", child.pid, flush=True)
+os.write(1, f"grandchild {{child.pid}}\\n".encode())
 time.sleep(600)
 """
 
@@ -78,13 +81,20 @@ def gone(pid: int) -> bool:
 
 def test_the_run_ends_with_the_trainer(config, capfd):
     """Others are stopped, their children too, and the end is a success."""
+    log = config.path / "logs" / "g0.log"
+    begun = f"""
+import pathlib, time
+log, deadline = pathlib.Path({str(log)!r}), time.monotonic() + 30
+while not (log.exists() and "grandchild" in log.read_text()) and time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
     commands = [
-        command(config, "trainer", "import time; time.sleep(1.0)"),
+        command(config, "trainer", begun),
         command(config, "g0", WITH_GRANDCHILD, "generator"),
         command(config, "a0", "pass", "actor"),
     ]
     assert launch(config, commands) == 0
-    (grandchild,) = pids_in(config.path / "logs" / "g0.log")
+    (grandchild,) = pids_in(log)
     assert gone(grandchild)
     assert capfd.readouterr().err == ""
 
@@ -93,7 +103,7 @@ def test_a_failure_stops_the_run_and_shows_its_log(config, capfd):
     lines = "\n".join(f"print('line {number}')" for number in range(30))
     failing = f"{lines}\nimport sys; print('out of memory', file=sys.stderr); sys.exit(3)"
     commands = [
-        command(config, "trainer", f"import os; print('pid', os.getpid(), flush=True); {LIVE_FOREVER}"),
+        command(config, "trainer", f"{TELLS_ITS_PID}; {LIVE_FOREVER}"),
         command(config, "g0", f"import time; time.sleep(0.5)\n{failing}", "generator"),
     ]
     assert launch(config, commands) == 1
@@ -160,9 +170,6 @@ sys.exit(launch(config, [command("trainer", "trainer", trainer), command("g0", "
 """
 
 
-TELLS_ITS_PID = "import os; print('pid', os.getpid(), flush=True)"
-
-
 def start_launcher(
     run_dir: Path, trainer: str = LIVE_FOREVER, count: int = 3
 ) -> tuple[subprocess.Popen[str], list[int]]:
@@ -201,10 +208,10 @@ def test_processes_follow_a_killed_launcher(tmp_path):
     launcher, (trainer, generator, grandchild) = start_launcher(tmp_path / "run")
     launcher.kill()
     launcher.communicate(timeout=30)
-    psutil.wait_procs([psutil.Process(pid) for pid in (trainer, generator) if not gone(pid)], timeout=30)
-    assert gone(trainer)
-    assert gone(generator)
-    os.kill(grandchild, signal.SIGKILL)
+    try:
+        eventually(lambda: gone(trainer) and gone(generator), "their end", timeout_s=30)
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
 
 
 def test_status_messages_reach_the_view(config, capfd):
@@ -771,11 +778,20 @@ def holding_the_lock(config, code):
         survivor.wait()
 
 
-def test_a_run_is_resumed_when_the_last_process_is_gone(config, capfd):
+def test_a_run_is_resumed_when_the_last_process_is_gone(config, capfd, monkeypatch, tmp_path):
     """The lock is inherited: a trainer that outlives its launcher still holds it, and gets its time to end."""
-    with holding_the_lock(config, "import time; time.sleep(0.5)") as survivor:
-        assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
-        assert survivor.wait() == 0
+    over = tmp_path / "over"
+
+    def told(text, **how):
+        print(text, **how)
+        over.touch()
+
+    monkeypatch.setattr(run_folder, "print", told, raising=False)
+    patient = dataclasses.replace(config.launch, stop_grace_s=8.0)
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(over)!r}).exists(): time.sleep(0.01)"
+    with holding_the_lock(config, waits) as survivor:
+        assert launch(resumed(config, launch=patient), [command(config, "trainer", "pass")]) == 0
+        assert survivor.wait(30) == 0
     out, err = capfd.readouterr()
     assert "waiting for the processes of the last start to end" in out
     assert err == ""
@@ -952,7 +968,7 @@ def test_secrets_are_made_for_each_start_and_for_their_owner_alone(config):
         path = pathlib.Path(os.environ["RUN_DIR"]) / name
         print(oct(path.stat().st_mode & 0o777), len(path.read_text()) > 40, flush=True)
     """
-    config = dataclasses.replace(config, bus=dataclasses.replace(config.bus, address="127.0.0.1", port=43700))
+    config = dataclasses.replace(config, bus=dataclasses.replace(config.bus, address="127.0.0.1", port=free_ports()))
     assert launch(config, [command(config, "trainer", look)]) == 0
     assert last_lines(config.path / "logs" / "trainer.log", 2) == ["0o600 True", "0o600 True"]
     assert not (config.path / "bus").exists()

@@ -30,14 +30,21 @@ def test_lost_samples_count_as_far_as_they_came(tmp_path):
 
 
 def test_the_actor_tells_how_far_a_lost_group_had_come(play):  # noqa: F811
+    rooms = []
+
+    async def refused():
+        await rooms[0].until(lambda: rooms[0].sampler.answers.tokens == 3)
+        return 400
+
     async def scene(room):
+        rooms.append(room)
         await room.failed("http 400")
         assert room.buffer.lengths()["length_asked"] == pytest.approx(3 / 2)
 
     slow = [chunk("012"), lambda: asyncio.sleep(3600)]
     play(
         scene,
-        answers=[slow, lambda: asyncio.sleep(0.3, 400)],
+        answers=[slow, refused],
         default=lambda: asyncio.sleep(3600),
         concurrency=1,
         max_lag=0,

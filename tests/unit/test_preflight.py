@@ -80,18 +80,23 @@ def test_an_option_that_a_users_task_does_not_have_is_refused(mine, tmp_path, ca
 HANGS = """
 import os, re, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-with open("pid", "w") as file:
+with open("pid.partial", "w") as file:
     file.write(str(child.pid))
+os.rename("pid.partial", "pid")
 re.match(r"(a+)+$", "a" * 40 + "!")
 """
 
 
 def test_one_that_hangs_is_refused_and_leaves_nothing_behind(mine, tmp_path, monkeypatch):
     """It holds the GIL, and has started a process of its own."""
-    monkeypatch.setattr(preflight, "CHECK_S", 8.0)
     mine.write_text(HANGS)
-    with pytest.raises(ConfigError, match=r"task\.name='mine:T' can't be imported: it takes longer than 8 s"):
-        preflight._require_task(compose("tiny", ["task.name=mine:T"]))
+    for limit_s in (8.0, 90.0):  # the second is for a machine on which the imports before it take so long
+        monkeypatch.setattr(preflight, "CHECK_S", limit_s)
+        says = rf"task\.name='mine:T' can't be imported: it takes longer than {limit_s:.0f} s"
+        with pytest.raises(ConfigError, match=says):
+            preflight._require_task(compose("tiny", ["task.name=mine:T"]))
+        if (tmp_path / "pid").exists():
+            break
     child = int((tmp_path / "pid").read_text())
     eventually(lambda: not living_of([each for each in psutil.process_iter() if each.pid == child]), "its child's end")
 

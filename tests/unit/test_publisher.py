@@ -616,6 +616,7 @@ def test_a_hello_that_does_not_fit_is_refused_with_the_reason(run, identity, hel
 
 def test_joining_names_the_missing_generators(run):
     with run(g0=2) as r, peer(r, "g0.r1", rank_hello(rank=1, world_size=2)):
+        eventually(lambda: r.publisher.states["g0"][1] == "no hello from g0.r0, g0.engine", "its hello")
         with pytest.raises(PublishError, match=r"not all .* 0\.5 s \(g0 ABSENT: no hello from g0\.r0, g0\.engine\)"):
             r.publisher.wait_joined(0.5)
 
@@ -719,7 +720,7 @@ def test_a_failed_generator_is_sent_the_newest_version_again(run):
         g0.shadows[0].fail["build"] = RuntimeError("no room")
         r.publish(1)
         eventually(lambda: g0.shadows[0].events.count("build") >= 2, "trying again")
-        assert r.publisher.committed == {"g0": 0, "g1": 1}
+        eventually(lambda: r.publisher.committed == {"g0": 0, "g1": 1}, "the other one's commit")
         g0.shadows[0].fail.clear()
         eventually(lambda: r.publisher.committed == {"g0": 1, "g1": 1}, "catching up")
         assert values(g0.shadows[0]) == {1}
@@ -756,12 +757,16 @@ def test_what_was_summed_of_a_version_is_forgotten_when_the_next_one_is_packed(r
 
 
 def test_a_version_that_no_generator_has_yet_is_not_superseded(run):
-    with run(EAGER) as r:
+    with run(dataclasses.replace(EAGER, transfer_timeout_s=20)) as r:
         (g0,) = r.joined("g0")
         g0.shadows[0].hold["begin"] = threading.Event()
-        threading.Timer(1.0, g0.shadows[0].hold["begin"].set).start()
         r.publish(1)
-        assert r.publish(2).wait_s > EAGER.supersede_after_s
+        second = threading.Thread(target=r.publish, args=(2,))
+        second.start()
+        second.join(2 * EAGER.supersede_after_s)
+        assert second.is_alive(), "it waits, and longer than for one that another generator has"
+        g0.shadows[0].hold["begin"].set()
+        second.join(20)
         r.publisher.flush(20)
         assert [(type(e), e.version) for e in r.events] == [(Swap, 1), (Swap, 2)]
 

@@ -119,7 +119,7 @@ def test_a_reader_that_has_what_it_wants_is_no_fault(tmp_path, steps):
     report = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     report.stdout.close()
     assert report.stderr.read() == ""
-    assert report.wait(20) == 128 + signal.SIGPIPE
+    assert report.wait(60) == 128 + signal.SIGPIPE
 
 
 WITHOUT_VERSION = {name: value for name, value in LINES[0].items() if name != "version"}

@@ -256,8 +256,7 @@ def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
 
     sending = threading.Thread(target=send, daemon=True)
     sending.start()
-    while not FakeGroup.made or not FakeGroup.made[0].broadcasts:
-        pass
+    eventually(lambda: FakeGroup.made and FakeGroup.made[0].broadcasts, "the first broadcast")
     closing = threading.Thread(target=group.abort, daemon=True)
     closing.start()
     closing.join(10)
@@ -270,23 +269,32 @@ def test_closing_while_a_broadcast_waits_for_a_rank_ends_it(group):
 
 def test_a_communicator_that_nccl_does_not_end_is_abandoned(communicator, group, monkeypatch, caplog):
     """Who closes it is the publisher's thread, which serves all generators."""
-    let_go, ended = threading.Event(), threading.Event()
+    let_go, ended, looked = threading.Event(), threading.Event(), threading.Event()
+    within = communicator.within
 
     def held_up(self):
         assert let_go.wait(20)
         ended.set()
 
+    def returning_late(*call):
+        try:
+            return within(*call)
+        finally:
+            assert threading.current_thread() is not closing or looked.wait(20)
+
     monkeypatch.setattr(communicator, "_END_S", 0.3)
+    monkeypatch.setattr(communicator, "within", returning_late)
     monkeypatch.setattr(FakeGroup, "abort", held_up)
+    closing = threading.Thread(target=group.abort, daemon=True)
     group.broadcast(torch.zeros(4))
     assert group.ended
-    closing = threading.Thread(target=group.abort, daemon=True)
     closing.start()
     eventually(lambda: group._closed and not group.ended, "the end's beginning")
     with pytest.raises(TransportError, match="send: closed"):
         group.broadcast(torch.zeros(4))
     group.abort()
     assert closing.is_alive(), "no other thread waits"
+    looked.set()
     closing.join(10)
     assert not ended.is_set()
     assert not group.ended

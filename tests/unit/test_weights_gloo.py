@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fake_generator import eventually
 from transports import stop
 
 from inflight.config.network import NetworkConfig, parted
@@ -123,7 +124,9 @@ def test_the_store_listens_only_while_a_group_is_to_be_formed():
 
 def test_a_receiver_that_never_comes_is_named():
     sender = GlooSender(3, 0.5)
-    present = Side(GlooReceiver(sender.rendezvous, 1, 3, 0.5).receive, torch.zeros_like(BYTES))
+    present = Side(GlooReceiver(sender.rendezvous, 1, 3, 20).receive, torch.zeros_like(BYTES))
+    store = sender._group._store()
+    eventually(lambda: store.check(["here/1"]), "the first receiver's coming")
     with pytest.raises(TransportError, match=r"send, connecting: transport ranks 2 did not come within 0\.5 s"):
         sender.send(BYTES, BUCKETS)
     assert "receive, connecting" in str(present.done())

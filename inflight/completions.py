@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from inflight.arrays import from_msgpack, to_msgpack
 from inflight.config import RolloutConfig, Sampling
+from inflight.error_line import one_line, with_kind
 from inflight.http_body import bounded_body
 from inflight.packed_logprobs import MAX_BYTES, Drawn, unpack
 from inflight.types import PrefillSpan, RoutedExperts, Turn, VersionSpan, require_spans
@@ -251,7 +252,7 @@ def too_large(generator: str) -> RetryableFailure:
 
 def lost(error: aiohttp.ClientError | OSError, generator: str) -> RetryableFailure:
     """What a failed connection means: a generator that is down, unless this process has reached its file limit."""
-    detail = f"{generator}: {type(error).__name__}: {error}"
+    detail = f"{generator}: {with_kind(error)}"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return RetryableFailure("too many open files", detail=f"{detail} (raise the limit: ulimit -n)")
     return RetryableFailure("connection lost", down=True, detail=detail)
@@ -260,7 +261,7 @@ def lost(error: aiohttp.ClientError | OSError, generator: str) -> RetryableFailu
 def refused(status: int, body: bytes, generator: str) -> RetryableFailure | Rejected:
     """What an HTTP status other than 200 means, or an error of that code within a stream."""
     text = body[:300].decode("utf-8", "replace")
-    detail = f"{generator}: http {status}: {text}"
+    detail = f"{generator}: http {status}: {one_line(text)}"
     if status not in REJECTING:
         return RetryableFailure(f"http {status}", down=status == 503, detail=detail)
     known = {"context length": TOO_LONG, _NO_JSON: NOT_FINITE}

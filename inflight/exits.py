@@ -8,6 +8,8 @@ from __future__ import annotations
 import signal
 import sys
 
+from inflight.error_line import one_line
+
 DONE = 0
 """All steps are done; for other processes than the trainer: the trainer reported that the run is over."""
 GIVEN_UP = 1
@@ -30,6 +32,6 @@ def heeded_signals() -> list[signal.Signals]:
 def say_why(who: str, error: object, code: int) -> int:
     """Prints one line on stderr: why a process or command ends, with the notes of an exception (an error of vLLM's may
     have many lines); returns its exit `code`."""
-    said = [str(error).strip() or repr(error), *getattr(error, "__notes__", ())]
-    print(f"inflight {who}: {' '.join(' '.join(said).split())[:1000]}", file=sys.stderr)
+    said = [one_line(error, 1000), *getattr(error, "__notes__", ())]
+    print(f"inflight {who}: {one_line(' '.join(said), 1000)}", file=sys.stderr)
     return code

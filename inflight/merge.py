@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from inflight.base_digest import base_digest, require_base
+from inflight.error_line import one_line, with_kind
 from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype) -> None:
         _require_all_placed(adapted, checkpoint / ADAPTER_WEIGHTS)
         merged = adapted.merge_and_unload()
     except (OSError, ValueError, TypeError, RuntimeError, KeyError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = one_line(error)
         raise MergeError(f"{checkpoint} can't be merged into its base {base}: {reason}") from None
     merged.to(dtype).save_pretrained(out)
 
@@ -53,8 +54,7 @@ def _base_of(description: Path) -> str:
     try:
         return str(json.loads(description.read_bytes())[BASE_KEY])
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise MergeError(f"the base of the adapter can't be read from {description}: {reason}") from None
+        raise MergeError(f"the base of the adapter can't be read from {description}: {with_kind(error)}") from None
 
 
 def _require_all_placed(adapted: PeftModel, weights: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight.config import ConfigError
+from inflight.error_line import one_line
 
 
 def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., Any]:
@@ -23,7 +24,7 @@ def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., An
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{place}={name!r} can't be imported: {error}") from None
+        raise ConfigError(f"{place}={name!r} can't be imported: {one_line(error)}") from None
     if not callable(found):
         raise ConfigError(f"{place}={name!r} is not a function")
     return found  # type: ignore[no-any-return]

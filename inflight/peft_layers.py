@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from inflight.config import ConfigError
 from inflight.config.lora import UNSUPPORTED
+from inflight.error_line import one_line
 
 _PREFIX = "base_model.model."
 """Of every name in a PEFT checkpoint."""
@@ -35,7 +36,7 @@ def with_adapter(model: PreTrainedModel, rank: int, targets: list[str], device: 
     try:
         inject_adapter_in_model(described, model, _ADAPTER)
     except ValueError as error:
-        text = str(error).split(". ")[0]
+        text = one_line(str(error).split(". ")[0])
         raise ConfigError(f"trainer.lora.target_modules={targets} does not fit the model: {text}") from None
     for name, twin in matrices_of(model):
         module = name.removeprefix(_PREFIX).rpartition(".lora_")[0]

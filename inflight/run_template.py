@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from inflight.config import CONFIG_FILE, run_of
+from inflight.error_line import one_line
 from inflight.tasks.data.chat_template import text_of
 from inflight.tasks.data.fingerprint import CHAT_TEMPLATE, of_text
 
@@ -72,7 +73,7 @@ def _task_of(source: Path) -> dict[str, Any]:
     try:
         found = yaml.safe_load(path.read_text())
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        raise TemplateError(f"{path} can't be read: {' '.join(str(error).split())[:300]}") from None
+        raise TemplateError(f"{path} can't be read: {one_line(error)}") from None
     return _mapping(_mapping(found).get("task"))
 
 

@@ -24,6 +24,7 @@ from inflight.bus import BusError, Link
 from inflight.completions import session_of
 from inflight.config import ConfigError, RunConfig
 from inflight.descendants import adopt
+from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
@@ -172,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end(name: str, error: object, code: int) -> int:
-    print(f"inflight actor {name}: {' '.join(str(error).split())[:1000]}", file=sys.stderr)
+    print(f"inflight actor {name}: {one_line(error, 1000)}", file=sys.stderr)
     return code
 
 

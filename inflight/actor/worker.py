@@ -26,6 +26,7 @@ from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTokenizer,
 from inflight.actor.services import Service, UnusableResult, service_of
 from inflight.config import ConfigError
 from inflight.descendants import adopt
+from inflight.error_line import one_line, with_kind
 from inflight.lifeline import end_with
 from inflight.models import ModelError
 
@@ -58,9 +59,9 @@ def _make(message: Make) -> Service | Unusable:
     try:
         return service_of(message)
     except (ConfigError, ModelError) as error:
-        return Unusable(_text(error), bad_input=True)
+        return Unusable(one_line(error, MAX_TEXT), bad_input=True)
     except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
-        return Unusable(f"{_clean(type(error).__name__)}: {_text(error)}", bad_input=False)
+        return Unusable(with_kind(error, MAX_TEXT), bad_input=False)
 
 
 async def _work(made: Service, ask: Ask, writer: asyncio.StreamWriter, limit_s: float | None) -> None:
@@ -80,13 +81,15 @@ async def answered(made: Service, ask: Ask, limit_s: float | None) -> bytes:
             answer: FromChild = await made.answer(ask)
         return calls.encode(answer)
     except UnusableResult as error:
-        raised = Raised(call=ask.call, kind=error.kind, text=_text(error))
+        raised = Raised(call=ask.call, kind=error.kind, text=one_line(error, MAX_TEXT))
     except MemoryError as error:
-        raised = Raised(call=ask.call, kind="MemoryError" + _place(made.files), text=_text(error), spent=True)
+        raised = Raised(
+            call=ask.call, kind="MemoryError" + _place(made.files), text=one_line(error, MAX_TEXT), spent=True
+        )
     except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
         late = scope.expired()
-        kind = _clean(type(error).__name__) + _place(made.files)
-        raised = Raised(call=ask.call, kind=kind, text=_text(error), late=late, spent=late)
+        kind = one_line(type(error).__name__) + _place(made.files)
+        raised = Raised(call=ask.call, kind=kind, text=one_line(error, MAX_TEXT), late=late, spent=late)
     return calls.encode(raised)
 
 
@@ -96,21 +99,8 @@ def _place(files: frozenset[str]) -> str:
     place = ""
     for frame, line in traceback.walk_tb(sys.exc_info()[2]):
         if frame.f_code.co_filename in files:
-            place = f" at {_clean(Path(frame.f_code.co_filename).name)}:{line}"
+            place = f" at {one_line(Path(frame.f_code.co_filename).name)}:{line}"
     return place
-
-
-def _text(error: BaseException) -> str:
-    """An exception's text; its `__str__` is foreign code too."""
-    try:
-        return _clean(str(error) or repr(error))
-    except BaseException:  # noqa: BLE001
-        return f"{_clean(type(error).__name__)}, whose text can't be read"
-
-
-def _clean(text: str) -> str:
-    """In one line, without what a terminal would obey."""
-    return " ".join("".join(each if each.isprintable() else " " for each in text[:MAX_TEXT]).split())
 
 
 def _bound(memory_mib: int) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from inflight.agreement import STEP
 from inflight.audit.kept import plausible
 from inflight.audit.segments import Segment
+from inflight.error_line import first_line, one_line
 from inflight.sampling import Recorded, Sampling, processed_logprobs
 
 EDGE_ALIKE = 1e-5
@@ -186,7 +187,7 @@ class Replayer(ABC):
         try:
             self._use(state)
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:500]
+            reason = one_line(error)
             raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None
 
     def _compare(self, version: int, state: dict[str, torch.Tensor]) -> None:
@@ -263,7 +264,7 @@ def _usable(device: str) -> torch.device:
         found = torch.device(device)
         torch.zeros(1, device=found).item()
     except (RuntimeError, AssertionError) as error:  # torch without CUDA raises the latter
-        raise AuditError(f"device {device!r} can't be used: {str(error).splitlines()[0]}") from None
+        raise AuditError(f"device {device!r} can't be used: {first_line(error)}") from None
     return found
 
 

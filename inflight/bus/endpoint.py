@@ -16,6 +16,7 @@ import zmq
 
 from inflight.bus.refusals import Refusals
 from inflight.config import BusConfig
+from inflight.error_line import one_line
 from inflight.messages import MAX_FRAME_BYTES, AnyMessage, WireError, decode
 
 MAX_QUEUED = 4096
@@ -165,7 +166,7 @@ class Endpoint:
         try:
             return decode(frame)
         except WireError as error:
-            self.refusals.add(peer, "no valid message", str(error))
+            self.refusals.add(peer, "no valid message", one_line(error))
             return None
 
     def _put(self, item: Any, nbytes: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from inflight.error_line import with_kind
+
 LARGEST = 1_000_000_000
 """Upper limit of numbers without a limit of their own: it fits into the 32 bits in which torch and vLLM store some."""
 LARGEST_REAL = 1e38
@@ -31,7 +33,7 @@ def raised(error: BaseException) -> str:
     """An exception of foreign code in one line, with the file and line that raised it, for a ConfigError."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"
+    return f"{with_kind(error)}{where}"
 
 
 def require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -16,6 +16,7 @@ from inflight.config.folder import CONFIG_FILE
 from inflight.config.model import ModelConfig
 from inflight.config.rollout import TaskConfig
 from inflight.config.run import RunConfig
+from inflight.error_line import one_line
 
 
 def schema() -> DictConfig:
@@ -57,7 +58,7 @@ def load(run_dir: str | Path) -> RunConfig:
         raise
     except (OmegaConfBaseException, yaml.YAMLError, ValueError, OSError, RecursionError) as error:
         field_name = getattr(error, "full_key", None)
-        reason = " ".join(str(error).split("full_key:")[0].split()) + release.remark(Path(run_dir))
+        reason = one_line(str(error).split("full_key:")[0]) + release.remark(Path(run_dir))
         raise ConfigError(f"{path}: {field_name + ': ' if field_name else ''}{reason}") from None
 
 

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from inflight.error_line import one_line
+
 KILL_WAIT_S = 3.0
 """How long a killed process may take to end: one that hangs in a driver does not end at all."""
 MAX_ANSWER_BYTES = 1 << 20
@@ -57,7 +59,7 @@ def ask(
             with answer.open("rb") as file:
                 found = json.loads(file.read(MAX_ANSWER_BYTES))
         except (OSError, ValueError) as error:
-            raise ProbeError(f"no answer: {error}") from None
+            raise ProbeError(f"no answer: {one_line(error)}") from None
     if not isinstance(found, dict):
         raise ProbeError(f"answered {type(found).__name__}, not an object")
     return found
@@ -82,4 +84,4 @@ def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(log.stat().st_size - 4096, 0))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return f": {lines[-1][:300]}" if lines else ""
+    return f": {one_line(lines[-1], 300)}" if lines else ""

@@ -11,6 +11,7 @@ from inflight.actor.foreign import ForeignError
 from inflight.bus import BusError, Link, pumped
 from inflight.completions import Unpatched
 from inflight.config import EvalConfig
+from inflight.error_line import one_line
 from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
@@ -83,7 +84,7 @@ class Evaluator:
             case BusError():
                 raise EvaluatorError(f"the trainer is gone: {event}")
             case BaseException():
-                raise EvaluatorError(" ".join(str(event).split()) or repr(event)) from event
+                raise EvaluatorError(one_line(event)) from event
 
     async def _order(self, order: Evaluate) -> None:
         if self._result is not None and self._result.number == order.number:

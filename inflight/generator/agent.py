@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 import msgspec
 
 from inflight.bus import Arrivals, Link, PeerLost
+from inflight.error_line import first_line, one_line
 from inflight.messages import AnyMessage, Commit, Committed, EngineHello, Enquire, Failed, Finish, Refused
 from inflight.messages.base import MAX_REASON
 
@@ -141,8 +142,8 @@ class EngineAgent:
             async with asyncio.timeout(self.commit_timeout_s):
                 ranks = await (self._swap_again(version) if version == live else self._swap(version))
         except Exception as error:  # noqa: BLE001 - vLLM may raise anything here
-            text = f"{type(error).__name__}: {error}" if str(error) else f"no answer in {self.commit_timeout_s:.0f} s"
-            self._poisoned(version, text)
+            text = f"{type(error).__name__}: {first_line(error)}"
+            self._poisoned(version, text if str(error) else f"no answer in {self.commit_timeout_s:.0f} s")
         # A rank answers with its error instead of raising, which would leave the other ranks' answers in vLLM's queues.
         if errors := [f"rank {number}: {rank['error']}" for number, rank in enumerate(ranks) if "error" in rank]:
             self._poisoned(version, "; ".join(errors))
@@ -175,7 +176,7 @@ class EngineAgent:
 
     def _poisoned(self, version: int, text: str) -> NoReturn:
         """The engine stamps the version before the ranks answer, so its tags can't be trusted from here on."""
-        reason = text.splitlines()[0][:MAX_REASON]
+        reason = one_line(text, MAX_REASON)
         self.link.send(Failed(version=version, phase="commit", reason=reason, poisoned=True))
         raise GeneratorEnded(f"version {version} could not be committed: {reason}")
 

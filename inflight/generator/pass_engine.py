@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from inflight.config import RunConfig
+from inflight.error_line import one_line
 from inflight.generator import hooks
 from inflight.generator.engine_args import CPU_WORKER, engine_values, environment
 from inflight.surroundings import forget_foreign
@@ -180,7 +181,7 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
         from vllm.platforms import current_platform
         from vllm.v1.engine.llm_engine import LLMEngine
     except ImportError as error:
-        raise EngineMissing(f"vLLM can't be imported: {error}") from None
+        raise EngineMissing(f"vLLM can't be imported: {one_line(error)}") from None
     if not current_platform.is_cpu():
         raise EngineMissing("vLLM here is not for CPUs; a GPU's kernels round by the size of the batch")
     arguments = {

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError
+from inflight.error_line import one_line
 from inflight.generator import hooks
 
 _CLASSES = ("BaseFrontendArgs", "FrontendArgs")
@@ -175,4 +176,4 @@ def check_parsers(arguments: argparse.Namespace, module: str) -> None:
         if check is not None:
             check(arguments)
     except Exception as error:  # noqa: BLE001 - it has several classes of its own for bad values
-        raise ConfigError(f"generator.server: {' '.join(str(error).split())[:500]}") from None
+        raise ConfigError(f"generator.server: {one_line(error)}") from None

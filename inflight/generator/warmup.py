@@ -16,6 +16,7 @@ import aiohttp
 
 from inflight.completions import sampling
 from inflight.config import RunConfig
+from inflight.error_line import one_line, with_kind
 
 logger = logging.getLogger(__name__)
 
@@ -62,8 +63,9 @@ async def _ask(session: aiohttp.ClientSession, url: str, request: dict[str, Any]
     try:
         async with session.post(f"{url}/v1/completions", json=request) as response:
             body = await response.read()
-            return "" if response.status == 200 else f"http {response.status}: {body[:300].decode('utf-8', 'replace')}"
+            said = one_line(body[:300].decode("utf-8", "replace"))
+            return "" if response.status == 200 else f"http {response.status}: {said}"
     except TimeoutError:
         return f"no answer within {WARM_UP_S:.0f} s"
     except (aiohttp.ClientError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+        return with_kind(error)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from inflight.config import ConfigError, RunConfig
+from inflight.error_line import one_line
 from inflight.launcher import devices
 from inflight.starters.base import Command, Starter
 from inflight.starters.joining import JoinStarter
@@ -83,6 +84,6 @@ def _ray_starter(config: RunConfig) -> Starter:
     try:
         from inflight.starters.ray import RayStarter  # not installed everywhere, and slow to import
     except ImportError as error:
-        raise ConfigError(f"hosts.starter=ray needs Ray (pip install 'inflight[ray]'): {error}") from None
+        raise ConfigError(f"hosts.starter=ray needs Ray (pip install 'inflight[ray]'): {one_line(error)}") from None
     there = devices.assign(config, devices.available())
     return RayStarter(config, [there[name] for name in config.rank_names() if name in there])

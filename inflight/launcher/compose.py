@@ -20,6 +20,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.config.refused import REFUSED
+from inflight.error_line import one_line
 from inflight.launcher.chosen import chosen
 from inflight.resources import folder
 
@@ -50,14 +51,15 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     except ConfigError:
         raise
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_one_line(error, [own] if directory is None else [own, directory])) from None
+        raise ConfigError(one_line(_said(error, [own] if directory is None else [own, directory]), 1000)) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}.yaml, or a file it includes, is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{name}.yaml, or a file it includes, is not YAML: {one_line(error)}") from None
     except FrozenInstanceError as error:  # Hydra lets a + add any key
-        raise ConfigError(f"a + can't add a key that is not known: {error}, in {' '.join(overrides)}") from None
+        unknown = f"a + can't add a key that is not known: {one_line(error)}"
+        raise ConfigError(f"{unknown}, in {' '.join(overrides)}") from None
     except (ValueError, TypeError) as error:  # Hydra's own, for an override without a key, and ~ with a list's entry
         entry = next(filter(None, map(_of_entry, overrides)), "")
-        raise ConfigError(entry or f"can't read {' '.join(overrides)}: {error}") from None
+        raise ConfigError(entry or f"can't read {' '.join(overrides)}: {one_line(error)}") from None
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{name}.yaml does not start from the schema: begin its defaults with `- schema`")
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
@@ -71,8 +73,8 @@ def configurations(folders: Sequence[Path]) -> list[str]:
     return sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
 
 
-def _one_line(error: Exception, folders: Sequence[Path]) -> str:
-    """Messages of Hydra and OmegaConf in one line, without their explanations, and with the available names."""
+def _said(error: Exception, folders: Sequence[Path]) -> str:
+    """Messages of Hydra and OmegaConf without their explanations, and with the available names."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, OverrideParseException):
         wrong = lines[0] if "=" in error.override else "it takes KEY=VALUE"

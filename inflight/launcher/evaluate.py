@@ -29,6 +29,7 @@ from inflight.actor.foreign import ForeignError, foreign
 from inflight.bus import BusError, Listener
 from inflight.completions import Unpatched, session_of
 from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, NetworkConfig, RunConfig, run_of, schema
+from inflight.error_line import one_line
 from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
@@ -117,7 +118,7 @@ def overridden(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         merged = OmegaConf.merge(schema(), OmegaConf.to_container(OmegaConf.structured(config)))
         return cast(RunConfig, OmegaConf.to_object(OmegaConf.merge(merged, OmegaConf.from_dotlist(list(overrides)))))
     except (OmegaConfBaseException, YAMLError) as error:
-        why = " ".join(str(error).split("full_key:")[0].split())
+        why = one_line(str(error).split("full_key:")[0])
         raise ConfigError(f"{' '.join(map(ascii, overrides))} can't be set: {why}") from None
 
 

@@ -22,6 +22,7 @@ from inflight import config as configuration
 from inflight.bus import BusError, Listener, Received
 from inflight.clocks import ClockLog
 from inflight.config import ConfigError, RunConfig
+from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher import environment
 from inflight.launcher.commands import starter_of, usual_commands
@@ -78,10 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return DONE
         return launch(config)
     except (ConfigError, LaunchError, CheckpointError, BusError) as error:
-        print(f"inflight launch: {error}", file=sys.stderr)
+        print(f"inflight launch: {one_line(error, 2000)}", file=sys.stderr)
         return BAD_INPUT
     except OSError as error:  # for example a full disk
-        print(f"inflight launch: the run can't be started or watched: {error}", file=sys.stderr)
+        print(f"inflight launch: the run can't be started or watched: {one_line(error)}", file=sys.stderr)
         return GIVEN_UP
     except KeyboardInterrupt:  # before anything was started; afterwards Interrupt handles it
         print("inflight launch: stopped by SIGINT", file=sys.stderr)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inflight.config import RunConfig
+from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher.last_words import last_words
 from inflight.processes import Ended
@@ -102,7 +103,7 @@ def _summarize(progress: Progress) -> None:
         summary.write(path, result)
         print(summary_text.table(result), flush=True)
     except (ValueError, OSError) as error:
-        print(f"inflight launch: no summary: {error}", file=sys.stderr)
+        print(f"inflight launch: no summary: {one_line(error)}", file=sys.stderr)
 
 
 def _write_page(config: RunConfig, outcome: RunOutcome) -> None:
@@ -114,4 +115,4 @@ def _write_page(config: RunConfig, outcome: RunOutcome) -> None:
         page.write([config.path], target, outcome.text)
         print(f"report      {target}", flush=True)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
-        print(f"inflight launch: no report: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"inflight launch: no report: {one_line(error)}", file=sys.stderr)

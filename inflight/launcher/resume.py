@@ -9,6 +9,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from inflight import config as configuration
 from inflight.config import ConfigError, RunConfig, require, schema
+from inflight.error_line import one_line
 from inflight.metrics import SUMMARY_FILE
 from inflight.models import is_of_hub
 
@@ -72,4 +73,4 @@ def _merged(before: RunConfig, asked: RunConfig, names: list[str]) -> RunConfig:
     try:
         return cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{asked.path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{asked.path}: {one_line(error)}") from None

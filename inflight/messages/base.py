@@ -7,6 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from inflight.error_line import with_kind
+
 Text = Annotated[str, Meta(max_length=4096)]
 MAX_REASON = 1000
 """Most characters of an error's reason."""
@@ -18,7 +20,7 @@ MAX_BUCKETS = 1 << 18
 
 def reason_of(error: BaseException) -> str:
     """The reason in a message about a failure: the error's type and text, cut to MAX_REASON."""
-    return f"{type(error).__name__}: {error}"[:MAX_REASON]
+    return with_kind(error, MAX_REASON)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

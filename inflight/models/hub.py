@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from inflight.error_line import one_line, with_kind
 from inflight.models.weight_files import INDEX, WHOLE
 
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -98,14 +99,14 @@ def _snapshot(model_id: str, revision: str, **settings: Any) -> Path:
         raise NotCached(f"{what} {_not_cached(model_id, revision, error, settings)}") from None
     except errors.HfHubHTTPError as error:
         raise HubError(
-            f"{what} can't be downloaded: {_endpoint()} answers {error.response.status_code}: {_line(error)}"
+            f"{what} can't be downloaded: {_endpoint()} answers {error.response.status_code}: {one_line(error)}"
         ) from None
     except (errors.HFValidationError, OSError, ValueError, RuntimeError) as error:
-        raise HubError(f"{what} can't be downloaded: {_line(error)}") from None
+        raise HubError(f"{what} can't be downloaded: {one_line(error)}") from None
     except Exception as error:
         if not type(error).__module__.startswith("httpx"):  # which of its versions the hub's client uses is its own
             raise
-        reason = f"{type(error).__name__} {_line(error)}"
+        reason = with_kind(error)
         raise HubError(f"{what} can't be downloaded from {_endpoint()}: {reason}") from None
 
 
@@ -122,7 +123,7 @@ def _not_cached(model_id: str, revision: str, error: Exception, settings: dict[s
             " reached and copy the cache (HF_HOME), or give a directory as model.name"
         )
     cause = error.__cause__
-    return f"{state}, and {_endpoint()} can't be reached: {_line(cause or error)}; or give a directory as model.name"
+    return f"{state}, and {_endpoint()} can't be reached: {one_line(cause or error)}; or give a directory as model.name"
 
 
 def _require_whole(model_id: str, folder: Path) -> None:
@@ -139,7 +140,7 @@ def _require_whole(model_id: str, folder: Path) -> None:
     try:
         files = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise HubError(f"model {model_id!r}: its {INDEX} can't be read: {_line(error)}") from None
+        raise HubError(f"model {model_id!r}: its {INDEX} can't be read: {one_line(error)}") from None
     missing = sorted(str(name) for name in files if not (folder / str(name)).is_file())
     if missing:
         count = f"{len(missing)} of {len(files)}"
@@ -157,8 +158,3 @@ def _endpoint() -> str:
     from huggingface_hub import constants
 
     return str(constants.ENDPOINT)
-
-
-def _line(error: BaseException) -> str:
-    """An error's text in one line of bounded length."""
-    return (" ".join(str(error).split()) or type(error).__name__)[:300]

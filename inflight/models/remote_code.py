@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from inflight.error_line import one_line
+
 CONFIG = "config.json"
 TOKENIZER = "tokenizer_config.json"
 
@@ -74,5 +76,5 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise RemoteCodeError(f"{path} can't be read: {' '.join(str(error).split())}") from None
+        raise RemoteCodeError(f"{path} can't be read: {one_line(error)}") from None
     return values if isinstance(values, dict) else {}

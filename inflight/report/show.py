@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from inflight.config import ConfigError, load
+from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, say_why
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import show_json, show_text
@@ -125,7 +126,7 @@ def _texts(run_dir: Path) -> Texts | None:
     try:
         return TokenTexts(Path(load(run_dir).model.name)).of
     except (ConfigError, ValueError, OSError) as error:
-        print(f"inflight show: token ids instead of text: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"inflight show: token ids instead of text: {one_line(error)}", file=sys.stderr)
         return None
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import release
+from inflight.error_line import with_kind
 from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -126,8 +127,7 @@ def damage_named(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        damage = f"a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {reason}"
+        damage = f"a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {with_kind(error)}"
         raise ValueError(f"{run_dir}: {damage}{release.remark(run_dir)}") from None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from inflight.config import ConfigError, RewardConfig
 from inflight.config.checks import raised, require_takes
+from inflight.error_line import one_line
 from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Samples
 
 __all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Samples", "make", "make_all"]
@@ -103,7 +104,7 @@ def _find(name: str, place: str) -> Callable[..., Any]:
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(f"{place}.name={name!r} can't be imported: {error}") from None
+        raise ConfigError(f"{place}.name={name!r} can't be imported: {one_line(error)}") from None
     except (Exception, SystemExit) as error:  # foreign code
         raise ConfigError(f"{place}.name={name!r} can't be imported: {raised(error)}") from error
     found = getattr(loaded, attribute, None)

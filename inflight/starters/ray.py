@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from inflight.config import ConfigError, RunConfig
 from inflight.config.hosts import HERE
 from inflight.config.network import parted
+from inflight.error_line import one_line
 from inflight.starters.base import Command
 from inflight.starters.parcel import packed, parcel_of
 from inflight.starters.ray_handle import NodeGone, RayHandle, RayLeases
@@ -60,9 +61,9 @@ class RayCalls:
             output, code = ray.get(self._asked, timeout=CONNECT_S)
             return output, code
         except ActorUnavailableError as error:
-            raise ConnectionError(_line(error)) from None
+            raise ConnectionError(one_line(error)) from None
         except RayError as error:
-            raise NodeGone(_line(error)) from None
+            raise NodeGone(one_line(error)) from None
 
     def stop(self) -> None:
         """See NodeCalls."""
@@ -186,7 +187,7 @@ def _reserve(trainer_gpus: Sequence[str]) -> object:
     try:
         require_reserved(ray.get(holder.devices.remote(), timeout=CONNECT_S * 3), trainer_gpus)
     except (GetTimeoutError, RayError) as error:
-        raise ConfigError(f"Ray can't reserve {len(trainer_gpus)} GPUs of this host: {_line(error)}") from None
+        raise ConfigError(f"Ray can't reserve {len(trainer_gpus)} GPUs of this host: {one_line(error)}") from None
     return holder
 
 
@@ -196,14 +197,11 @@ def _connect(address: str) -> None:
         try:
             socket.create_connection(parted(address), CONNECT_S).close()
         except (OSError, ValueError) as error:
-            raise ConfigError(f"hosts.ray={address!r} is not allowed: nothing answers there ({error})") from None
+            why = f"nothing answers there ({one_line(error)})"
+            raise ConfigError(f"hosts.ray={address!r} is not allowed: {why}") from None
     logging.getLogger("ray").setLevel(logging.ERROR)  # its lines would be in the middle of the view
     try:
         ray.init(address=address, log_to_driver=False, configure_logging=False)
     except (ConnectionError, RuntimeError, ValueError) as error:
         allowed = f"a cluster of Ray {ray.__version__} with Python {sys.version.split()[0]}"
-        raise ConfigError(f"hosts.ray={address!r} is not allowed: {allowed} ({_line(error)})") from None
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or repr(error)
+        raise ConfigError(f"hosts.ray={address!r} is not allowed: {allowed} ({one_line(error)})") from None

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from inflight.config import ConfigError, TaskConfig
 from inflight.config.checks import raised, require_takes
+from inflight.error_line import one_line
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 
 __all__ = ["Item", "Score", "Task", "TurnScorer", "make"]
@@ -34,7 +35,7 @@ def make(config: TaskConfig, seed: int) -> Task:
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"task.name={config.name!r} can't be imported: {error}") from None
+        raise ConfigError(f"task.name={config.name!r} can't be imported: {one_line(error)}") from None
     except (Exception, SystemExit) as error:  # foreign code
         raise ConfigError(f"task.name={config.name!r} can't be imported: {raised(error)}") from error
     _check_options(config, kind)

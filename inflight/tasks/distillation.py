@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from inflight.config import ConfigError, TaskConfig
+from inflight.error_line import one_line, with_kind
 from inflight.http_body import bounded_body
 from inflight.models import ModelError, prepare
 from inflight.tasks.base import Item, Score, Task, TurnScorer, plain_score, turn_score
@@ -90,7 +91,7 @@ class Distillation:
                 if answer.status != 200:
                     raise TeacherError(f"{self.teacher}: http {answer.status}: {text[:200]!r}")
         except (aiohttp.ClientError, OSError) as error:
-            raise TeacherError(f"{self.teacher}: {type(error).__name__}: {error}") from None
+            raise TeacherError(f"{self.teacher}: {with_kind(error)}") from None
         return _parse(text, ids, start)
 
 
@@ -112,7 +113,7 @@ def _parse(body: bytes, ids: list[int], start: int) -> list[float]:
         given = msgspec.json.decode(body, type=_TeacherBody).choices[0].prompt_logprobs
         return [cast(dict[str, _Logprob], given[at])[str(ids[at])].logprob for at in range(start, len(ids))]
     except (msgspec.DecodeError, UnicodeDecodeError, IndexError, KeyError, TypeError) as error:
-        raise TeacherError(f"no prompt_logprobs for the tokens: {type(error).__name__}: {error}") from None
+        raise TeacherError(f"no prompt_logprobs for the tokens: {with_kind(error)}") from None
 
 
 class _Local:
@@ -125,7 +126,7 @@ class _Local:
         try:
             self._model = AutoModelForCausalLM.from_pretrained(prepare(name)).eval()
         except (ModelError, OSError, ValueError) as error:
-            raise ConfigError(f"task.options.teacher={name!r} can't be loaded: {error}") from None
+            raise ConfigError(f"task.options.teacher={name!r} can't be loaded: {one_line(error)}") from None
         self._busy = threading.Lock()
 
     def logprobs(self, ids: list[int], start: int) -> list[float]:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, RunConfig
+from inflight.error_line import with_kind
 from inflight.models import ModelError, prepare
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
@@ -52,7 +53,7 @@ def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lamb
         directory = prepare(model.name, revision=model.revision)
         tokens = ModelTokens(str(directory), trust_remote_code=model.trust_remote_code)
     except (ModelError, OSError, ValueError) as error:
-        raise ConfigError(f"model.name={model.name!r}: its tokenizer can't be loaded: {_one_line(error)}") from None
+        raise ConfigError(f"model.name={model.name!r}: its tokenizer can't be loaded: {with_kind(error)}") from None
     longest = config.longest_prompt
     lengths = PromptLengths(tokens, config.rollout.reward_timeout_s, asked)
     first = [_askable("", task.item, lengths, longest)]
@@ -90,7 +91,7 @@ def read(folder: Path) -> Examined | None:
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, OSError) as error:
-        raise ConfigError(f"what the task's files hold can't be read: {_one_line(error)}") from None
+        raise ConfigError(f"what the task's files hold can't be read: {with_kind(error)}") from None
 
 
 @contextmanager
@@ -120,14 +121,10 @@ def _askable(what: str, item: Callable[[int], Item], lengths: PromptLengths, lon
         except ConfigError:
             raise
         except Exception as error:  # noqa: BLE001 - of the data, of a template
-            why.append(_one_line(error))
+            why.append(with_kind(error))
             continue
         if length <= longest:
             return found
         why.append(f"{length} tokens, and generator.max_model_len and rollout.max_prompt_tokens allow 1 to {longest}")
     first = f"the first {len(why)} {what}questions" if len(why) > 1 else f"the only {what}question"
     raise ConfigError(f"task.name=dataset: {first} can't be asked; the first: {why[0] if why else 'there is none'}")
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:1000]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.config import ConfigError
+from inflight.error_line import one_line
 from inflight.tasks.base import Item
 
 
@@ -33,7 +34,7 @@ class Gym:
         try:
             entries = reasoning_gym.create_dataset(self.dataset, seed=self.seed, **self.options)
         except (ValueError, TypeError, AssertionError) as error:
-            raise ConfigError(f"task.options.dataset={self.dataset!r} can't be made: {error}") from None
+            raise ConfigError(f"task.options.dataset={self.dataset!r} can't be made: {one_line(error)}") from None
         if "{question}" not in self.prompt:
             raise ConfigError(f"task.options.prompt={self.prompt!r} is not allowed: it must contain {{question}}")
         object.__setattr__(self, "_entries", entries)

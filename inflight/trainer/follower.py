@@ -14,6 +14,7 @@ from accelerate.utils import set_seed
 
 from inflight.bus import Link
 from inflight.config import RunConfig
+from inflight.error_line import one_line
 from inflight.messages import AnyMessage, Finish
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, Piece, RankFailed, Scored, Took, TrainerHello
 from inflight.models import prepare
@@ -50,7 +51,7 @@ def follow(config: RunConfig, rank: int) -> None:
         try:
             _take_part(config, rank, link)
         except Exception as error:
-            link.send(RankFailed(reason=(" ".join(str(error).split()) or repr(error))[:REASON_CHARACTERS]))
+            link.send(RankFailed(reason=one_line(error, REASON_CHARACTERS)))
             raise
 
 

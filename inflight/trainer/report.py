@@ -12,6 +12,7 @@ from pathlib import Path
 
 from inflight.bus import BusError, Link
 from inflight.config import RunConfig
+from inflight.error_line import one_line
 from inflight.messages import Status
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, JsonLines
 from inflight.rollout.buffer import Buffer
@@ -73,7 +74,7 @@ class Reporter:
         """Shows a line to the user at once: in the log, and on the launcher's screen."""
         log.warning("%s", text)
         with self._lock:
-            self._warnings.append(" ".join(text.split()))
+            self._warnings.append(one_line(text, 1000))
             self._values["warnings"] = "\n".join(self._warnings)
 
     def line(self, values: dict[str, object]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 from inflight.config import RunConfig
+from inflight.error_line import one_line
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ class Trackers:
             self._accelerator.end_training()
         except Exception as error:  # foreign services, and the libraries that speak with them
             log.exception("the trackers have failed")
-            said = " ".join(str(error).split()) or repr(error)
-            self._warn(f"trackers={','.join(config.trackers)}: {said[:300]}; the run continues without")
+            self._warn(f"trackers={','.join(config.trackers)}: {one_line(error)}; the run continues without")
 
 
 def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float | int]]:

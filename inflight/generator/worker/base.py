@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inflight.error_line import with_kind
 from inflight.generator.plugin import INCARNATION
 from inflight.generator.settings import Settings
 from inflight.generator.worker.staging import Staging
@@ -100,7 +101,7 @@ class InflightWorkerMixin:
             swap()
         except Exception as error:
             logger.exception("inflight: version %d is not committed on rank %d", version, self.rank)
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": with_kind(error)}
         return {"gap_s": time.perf_counter() - started}
 
     def _swap(self, version: int) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from omegaconf import OmegaConf
 
 from inflight.config import CONFIG_FILE
+from inflight.error_line import one_line
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import staleness, summary, summary_text
 from inflight.report.answers import Texts, Training
@@ -38,7 +39,7 @@ class _Problems:
         try:
             return read()
         except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, OSError) as error:
-            self.lines.append(f"{what}: {' '.join(str(error).split()) or type(error).__name__}")
+            self.lines.append(f"{what}: {one_line(error)}")
             return otherwise
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError
+from inflight.error_line import with_kind
 from inflight.tasks.base import Chat, Item, Prompt
-from inflight.tasks.data.rows import BadRow, one_line
+from inflight.tasks.data.rows import BadRow
 
 
 class NoColumn(BadRow):
@@ -125,7 +126,7 @@ def _tools(value: Any, name: str, place: str) -> list[dict[str, Any]] | None:
         try:
             value = msgspec.json.decode(value)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise BadPrompt(f"{place}: column {name!r} is no JSON: {one_line(error)}") from None
+            raise BadPrompt(f"{place}: column {name!r} is no JSON: {with_kind(error)}") from None
     if not value:
         return None
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from inflight.config import ConfigError
-from inflight.tasks.data.rows import one_line, own_fields, quiet, within
+from inflight.error_line import with_kind
+from inflight.tasks.data.rows import own_fields, quiet, within
 
 
 class HubRows:
@@ -23,7 +24,7 @@ class HubRows:
         except Exception as error:  # noqa: BLE001 - of many libraries
             where = f"task.options.path={name!r}, split={split!r}" + (f", revision={revision!r}" if revision else "")
             offline = "; the hub is not asked, for HF_HUB_OFFLINE is set" if datasets.config.HF_HUB_OFFLINE else ""
-            raise ConfigError(f"{where} can't be had: {one_line(error)}{offline}") from None
+            raise ConfigError(f"{where} can't be had: {with_kind(error)}{offline}") from None
         self._parts = _parts(split, {each: info.num_examples for each, info in builder.info.splits.items()})
         self._name = name
         self._split = split

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import msgspec
 
 from inflight.config import ConfigError
+from inflight.error_line import with_kind
 from inflight.tasks.data import fingerprint
 
 LINES = (".jsonl", ".ndjson", ".json")
@@ -85,7 +86,7 @@ def open_files(files: Sequence[Path], option: str) -> Rows:
     try:
         table = datasets.concatenate_datasets(list(read.values()))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{option}: the files do not have the same columns: {one_line(error)}") from None
+        raise ConfigError(f"{option}: the files do not have the same columns: {with_kind(error)}") from None
     kind = LineRows if _kind(files[0]) == "lines" else TableRows
     return kind(table, Places(list(read), [len(each) for each in read.values()]))
 
@@ -110,7 +111,7 @@ def _read(file: Path, option: str, among: int) -> Any:
         cause = error.__cause__ or error
         if isinstance(cause, UnicodeDecodeError):
             raise ConfigError(f"{option}={str(file)!r}, line {_undecodable(file)}: it is not UTF-8") from None
-        raise ConfigError(f"{option}={str(file)!r} can't be read: {one_line(cause)}") from None
+        raise ConfigError(f"{option}={str(file)!r} can't be read: {with_kind(cause)}") from None
 
 
 def _is_empty(file: Path) -> bool:
@@ -207,7 +208,7 @@ def parse(line: str, place: str) -> Mapping[str, Any]:
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise NotJson(f"{place}: it is not JSON: {one_line(error)}") from None
+        raise NotJson(f"{place}: it is not JSON: {with_kind(error)}") from None
     if not isinstance(row, dict):
         raise NotJson(f"{place}: it is {type(row).__name__}, not a JSON object")
     return row
@@ -234,8 +235,3 @@ def quiet() -> Any:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
     return datasets
-
-
-def one_line(error: BaseException) -> str:
-    """An exception in a line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError
-from inflight.tasks.data.rows import LINE_COLUMN, LINES, BadRow, one_line, own_fields, parse, quiet
+from inflight.error_line import with_kind
+from inflight.tasks.data.rows import LINE_COLUMN, LINES, BadRow, own_fields, parse, quiet
 from inflight.tasks.data.tables import readable_as_one
 
 KEPT = 4096
@@ -85,7 +86,7 @@ class StreamRows:
         except Exception as error:  # noqa: BLE001 - of many libraries
             self._left = None  # an iterator that has raised is at its end, which is not that of the files
             self._kept.clear()
-            read = error if isinstance(error, Unreadable) else one_line(error)
+            read = error if isinstance(error, Unreadable) else with_kind(error)
             raise Unreadable(f"{self.place(min(index, self._next))} and what follows can't be read: {read}") from None
         if index not in self._kept:
             raise IndexError(index)

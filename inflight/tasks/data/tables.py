@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError
-from inflight.tasks.data.rows import footer_of, one_line
+from inflight.error_line import with_kind
+from inflight.tasks.data.rows import footer_of
 
 
 def readable_as_one(files: Sequence[Path], option: str) -> list[Path]:
@@ -20,7 +21,7 @@ def readable_as_one(files: Sequence[Path], option: str) -> list[Path]:
             if (footer := footer_of(file)).num_rows:
                 types[file] = _types(footer)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{option}={str(file)!r} can't be read: {one_line(error)}") from None
+            raise ConfigError(f"{option}={str(file)!r} can't be read: {with_kind(error)}") from None
     if not types:
         raise ConfigError(f"{option}={str(files[0])!r} is empty: it has no row")
     first = next(iter(types))

@@ -8,6 +8,7 @@ import time
 from typing import Protocol
 
 from inflight.config.network import NetworkConfig
+from inflight.error_line import with_kind
 from inflight.weights.publish.offer import Offer
 from inflight.weights.transport import make_sender
 from inflight.weights.transport.base import Sender, TransportError
@@ -62,7 +63,7 @@ class Channel:
                     self._sender.send(attempt.offer.buffer, attempt.offer.manifest.buckets)
             except Exception as error:  # noqa: BLE001 - any error of a transport ends this channel, not the trainer
                 if not isinstance(error, TransportError):
-                    error = TransportError(f"send: {type(error).__name__}: {error}")
+                    error = TransportError(f"send: {with_kind(error)}")
                 if not self._closed.is_set():
                     self.error = error
                 break

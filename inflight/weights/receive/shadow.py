@@ -11,6 +11,7 @@ from typing import Protocol, Self
 
 import torch
 
+from inflight.error_line import one_line
 from inflight.messages import Manifest
 
 MAX_SAID = 300
@@ -36,7 +37,7 @@ class ManifestMismatch(ValueError):
     def by_loader(cls, what: str, error: Exception) -> Self:
         """For an error of vLLM's own loader with `what`. Loaders may raise anything, and some list all parameters after
         the first sentence: that list is omitted."""
-        said = _SENTENCE_ENDS.split(str(error).strip(), maxsplit=1)[0][:MAX_SAID] or type(error).__name__
+        said = one_line(_SENTENCE_ENDS.split(str(error).strip(), maxsplit=1)[0], MAX_SAID) or type(error).__name__
         return cls(f"{what} does not fit the engine: {said}")
 
 

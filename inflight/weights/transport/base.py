@@ -20,11 +20,6 @@ class TransportError(RuntimeError):
     """A transfer failed or timed out; the text names the phase and the peer that did not answer."""
 
 
-def first_line(error: Exception) -> str:
-    """The first line of an error, without what libraries print below it."""
-    return (str(error) or type(error).__name__).splitlines()[0]
-
-
 def from_trainer() -> Any:
     """torch's options of an asynchronous broadcast from rank 0."""
     how = dist.BroadcastOptions()

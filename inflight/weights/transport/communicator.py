@@ -26,8 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from inflight.error_line import first_line
 from inflight.weights.transport import cuda
-from inflight.weights.transport.base import TransportError, first_line, from_trainer
+from inflight.weights.transport.base import TransportError, from_trainer
 from inflight.weights.transport.rendezvous import KeyValueStore
 from inflight.weights.transport.timeout import within
 

@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from inflight.config.network import NetworkConfig
+from inflight.error_line import first_line
 from inflight.messages import BucketMeta
-from inflight.weights.transport.base import TransportError, first_line, from_trainer
+from inflight.weights.transport.base import TransportError, from_trainer
 from inflight.weights.transport.meeting import MeetingStore
 from inflight.weights.transport.rendezvous import HERE, connected, split
 from inflight.weights.transport.timeout import within

@@ -7,7 +7,8 @@ import secrets
 import threading
 
 from inflight.config.network import NetworkConfig
-from inflight.weights.transport.base import TransportError, first_line
+from inflight.error_line import first_line
+from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import HostedStore
 
 

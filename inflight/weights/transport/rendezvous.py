@@ -20,8 +20,9 @@ from typing import TypeVar
 from torch.distributed import PrefixStore, TCPStore
 
 from inflight.config.network import NetworkConfig, joined, parted
+from inflight.error_line import first_line
 from inflight.listening import listen
-from inflight.weights.transport.base import TransportError, first_line
+from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.timeout import within
 
 T = TypeVar("T")

@@ -24,8 +24,9 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from inflight.error_line import first_line
 from inflight.weights.pack import ChecksumError
-from inflight.weights.transport.base import TransportError, first_line
+from inflight.weights.transport.base import TransportError
 from inflight.weights.transport.rendezvous import KeyValueStore
 from inflight.weights.transport.scatter import CopyRegion, split
 

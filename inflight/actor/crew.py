@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from inflight.actor import calls
 from inflight.actor.calls import Answer, Ask, Constructed, Make
+from inflight.actor.output import Allowance
 from inflight.actor.pending import CallFailed, ChildLost, NotMade
 from inflight.actor.worker_process import Bounds, WorkerProcess
 
@@ -38,6 +39,8 @@ class Crew:
         self._bounds = bounds
         self._size = size
         self._members: list[WorkerProcess] = []
+        self._allowances: list[Allowance] = []
+        """Those for the output of children that have ended, for the next ones."""
         self._waiting: collections.deque[_Waiting] = collections.deque()
         self._not_made: list[NotMade] = []
         self._retry: asyncio.TimerHandle | None = None
@@ -49,7 +52,12 @@ class Crew:
 
     def start(self) -> None:
         """Starts the first child. Raises OSError when no process can be started."""
-        self._members.append(WorkerProcess(self._make, self._bounds, self._move))
+        allowance = self._allowances.pop() if self._allowances else Allowance()
+        try:
+            self._members.append(WorkerProcess(self._make, self._bounds, allowance, self._move))
+        except OSError:
+            self._allowances.append(allowance)
+            raise
 
     async def made(self) -> None:
         """Returns when a child has constructed its task or tokenizer. Raises NotMade when the first one could not."""
@@ -95,6 +103,7 @@ class Crew:
         self._news.set()
         for member in [member for member in self._members if member.over]:
             self._members.remove(member)
+            self._allowances.append(member.allowance)
             if member.not_made is not None:
                 self._not_made.append(member.not_made)
                 # `made` raises the error of the first child, and `close` kills those that are being made.

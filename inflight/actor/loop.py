@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 REPEAT_AFTER_S = 5.0
+MAX_LOGGED = 64
+"""Most reasons of failed groups that are logged and remembered: as many as the trainer counts by name."""
 END_TIMEOUT_S = 5.0
 """Seconds for which the end waits for the last acknowledgements."""
 
@@ -209,10 +211,11 @@ class Actor:
     def _lost(self, name: str, lost: GroupLost) -> None:
         """Counts a failed group. Failures without a success slow the actor down, and finally end it."""
         self.failed += 1
-        if lost.reason not in self._logged:
-            self._logged.add(lost.reason)
-            log.warning("group %s failed: %s (logged once per reason)", name, lost)
         reason = lost.reason[:128]
+        if reason not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(reason)
+            more = "; no further reason is logged" if len(self._logged) == MAX_LOGGED else ""
+            log.warning("group %s failed: %s (logged once per reason%s)", name, lost, more)
         lengths = lost.lengths
         self._deliveries.add(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths))
         pause = self._streak.failed(time.monotonic(), outage=lost.again)

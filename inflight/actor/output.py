@@ -10,7 +10,7 @@ import os
 import time
 
 BURST_BYTES = 1 << 20
-"""Most bytes of a child that are copied at once."""
+"""Most bytes that are copied at once."""
 BYTES_PER_S = 4096
 """What is added to that per second."""
 _READ_BYTES = 1 << 16
@@ -18,17 +18,35 @@ _LAST_READS = 64
 """Most reads of what a child has left in the pipe: as much as a pipe holds."""
 
 
+class Allowance:
+    """How much output may be copied: of one child at a time, and then of the one that replaces it, so that a child
+    that crashes and is replaced again and again can't print more than one that lives on."""
+
+    def __init__(self) -> None:
+        self._left = float(BURST_BYTES)
+        self._at: float | None = None
+
+    def take(self, nbytes: int, now: float) -> bool:
+        """Whether so many bytes may be copied at the time `now`, in seconds; if so, they are taken off."""
+        since = 0.0 if self._at is None else now - self._at
+        self._at = now
+        self._left = min(self._left + since * BYTES_PER_S, BURST_BYTES)
+        if nbytes > self._left:
+            return False
+        self._left -= nbytes
+        return True
+
+
 class ChildOutput:
     """A pipe for a child's stdout and stderr; to be used in an event loop. Give `write_end` to the child, then call
     `started`; `close` in any case."""
 
-    def __init__(self, target: int = 2) -> None:
+    def __init__(self, allowance: Allowance, target: int = 2) -> None:
         """`target`: the file descriptor that the output is copied to. Raises OSError."""
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_end, False)
         self._target = target
-        self._left = float(BURST_BYTES)
-        self._at = time.monotonic()
+        self._allowance = allowance
         self._dropped = 0
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._read_end, self._copy)
@@ -61,13 +79,9 @@ class ChildOutput:
         if not text:
             self._loop.remove_reader(self._read_end)
             return False
-        now = time.monotonic()
-        self._left = min(self._left + (now - self._at) * BYTES_PER_S, BURST_BYTES)
-        self._at = now
-        if len(text) > self._left:
+        if not self._allowance.take(len(text), time.monotonic()):
             self._dropped += len(text)
             return True
-        self._left -= len(text)
         self._say_dropped()
         self._write(text)
         return True

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from inflight.actor import calls
 from inflight.actor.calls import Answer, Begun, CallError, Constructed, FromChild, Make, Raised, Unusable
-from inflight.actor.output import ChildOutput
+from inflight.actor.output import Allowance, ChildOutput
 from inflight.actor.pending import ChildLost, NotMade, PendingCall
 from inflight.descendants import kill_tree, orphans
 
@@ -54,10 +54,12 @@ class WorkerProcess:
     """A child process; to be used from one event loop. `changed` is called when it is ready, has a free slot, or has
     ended."""
 
-    def __init__(self, make: Make, bounds: Bounds, changed: Callable[[], None]) -> None:
-        """Starts the child. Raises OSError when no process can be started."""
+    def __init__(self, make: Make, bounds: Bounds, allowance: Allowance, changed: Callable[[], None]) -> None:
+        """Starts the child, whose output is copied within the allowance. Raises OSError when no process can be
+        started."""
         self._make = make
         self._bounds = bounds
+        self.allowance = allowance
         self._changed = changed
         self.ready: Constructed | None = None
         self.ended = self.over = False
@@ -71,7 +73,7 @@ class WorkerProcess:
         self._stop = asyncio.Event()
         here, there = socket.socketpair()
         with there:
-            self._output = ChildOutput()
+            self._output = ChildOutput(allowance)
             try:
                 self._process = _start(there, bounds.memory_mib, self._output.write_end)
             except OSError:

@@ -142,6 +142,9 @@ def do(how, folder):
         case "write":
             for _ in range(64):
                 os.write(1, b"x" * (1 << 20))
+        case "write and die":
+            os.write(1, b"y" * (3 << 19))
+            os._exit(139)
         case "die later":
             threading.Timer(0.3, os._exit, (139,)).start()
         case "print":

@@ -23,12 +23,13 @@ from inflight.actor import __main__ as entry
 from inflight.actor import loop as actor_module
 from inflight.actor import pool as pool_module
 from inflight.actor import streak as streak_module
+from inflight.actor.foreign import GroupLost
 from inflight.actor.loop import Actor, ActorError
 from inflight.actor.pool import NoGenerator, Pool
 from inflight.actor.sampler import Sampler
 from inflight.bus import Link, Listener, PeerLost
 from inflight.config import TaskConfig
-from inflight.messages import ActorBye, ActorHello, Finish, Grant, GroupAck, GroupDone, Refused, Status
+from inflight.messages import ActorBye, ActorHello, Finish, Grant, GroupAck, GroupDone, GroupFailed, Refused, Status
 from inflight.rollout import ledger as ledger_module
 from inflight.rollout.buffer import Buffer
 from inflight.tasks.addition import Addition
@@ -581,6 +582,23 @@ def test_a_group_too_large_for_a_message_is_counted(play, monkeypatch):
         await room.take(2)
 
     play(scene, answers=[choice("0" * 50)] * 2)
+
+
+def test_reasons_without_end_are_logged_up_to_a_bound(scripted, caplog):
+    """As of a reward that makes a class of exceptions anew for each failure."""
+
+    async def scene(room, link):
+        for number in range(100):
+            room.actor._lost(f"q{number}", GroupLost(f"reward error: Odd{number}", "oh"))
+        room.actor._lost("q0.1", GroupLost("reward error: Odd0", "oh"))
+        assert room.actor.failed == 101
+        assert len([message for message in link.sent if isinstance(message, GroupFailed)]) == 101
+
+    scripted(scene)
+    lines = [record.getMessage() for record in caplog.records if "group q" in record.getMessage()]
+    assert len(lines) == 64
+    assert lines[0] == "group q0 failed: reward error: Odd0: oh (logged once per reason)"
+    assert lines[-1].endswith("Odd63: oh (logged once per reason; no further reason is logged)")
 
 
 @pytest.mark.parametrize(

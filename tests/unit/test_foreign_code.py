@@ -6,6 +6,7 @@ import errno
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from inflight.actor import calls
 from inflight.actor.calls import MakeTask, Question
 from inflight.actor.crew import Crew
 from inflight.actor.foreign import Foreign, GroupLost, foreign
+from inflight.actor.output import Allowance
 from inflight.actor.worker_process import Bounds
 from inflight.config import ConfigError, TaskConfig
 from inflight.processes import living_of
@@ -362,3 +364,27 @@ def test_output_is_copied_up_to_a_bound(capfd):
     assert len(text) < 2 << 20
     assert re.search(r"\d{7,8} bytes of a child's output were left out", text)
     assert text.count("x") >= 1 << 16
+
+
+def test_children_that_replace_each_other_share_what_they_may_print(capfd):
+    """Each of three children prints 1.5 MiB and ends its process: together no more is copied than of one."""
+    began = time.monotonic()
+
+    async def main():
+        async with open_task(texts=["write and die", "print"], limit_s=20.0) as code:
+            for _ in range(3):
+                assert await score(code, "write and die") == "reward crash: code 139"
+
+    asyncio.run(main())
+    text = capfd.readouterr().err
+    assert 1 << 19 <= text.count("y") <= (1 << 20) + 4096 * (time.monotonic() - began)
+
+
+def test_an_allowance_grows_with_time_up_to_its_first_size():
+    allowance = Allowance()
+    assert allowance.take(1 << 20, 100.0)
+    assert not allowance.take(1, 100.0)
+    assert not allowance.take(4097, 101.0)
+    assert allowance.take(4096, 101.0)
+    assert not allowance.take((1 << 20) + 1, 1e9)
+    assert allowance.take(1 << 20, 1e9)

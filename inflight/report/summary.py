@@ -1,6 +1,7 @@
 """The results of a run, computed from its folder alone: the figures of summary.json.
 
-It reads metrics.jsonl (one line per step), swaps.jsonl (one line per version and generator) and the rollout stream.
+It reads metrics.jsonl (one line per step), swaps.jsonl (one line per version and generator), eval.jsonl (one line per
+evaluation) and the rollout stream.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import msgspec
 
 from inflight.config import release
 from inflight.error_line import with_kind
-from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
+from inflight.report.held_out import HeldOut, held_out
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, recorded
@@ -92,6 +94,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reward_all_first: float | None = None
     reward_all_last: float | None = None
     """Mean reward of all groups that finished; None for a run that did not report it."""
+    rewards_last: dict[str, float] = {}
+    """Mean of each named reward, without its weight, over the last steps."""
+    held_out: HeldOut | None = None
     by_lag: list[Row]
     """Figures of the tokens by lag (staleness.py)."""
     torn_tail: str | None
@@ -106,11 +111,13 @@ def summarize(run_dir: Path, counted: Mapping[str, Mapping[str, int]] | None = N
     """
     steps = read_lines(run_dir / METRICS_FILE)
     swaps = read_lines(run_dir / SWAPS_FILE)
+    evaluations = read_lines(run_dir / EVAL_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE)
     if not steps:
         counted = _counted_before(run_dir) if counted is None else counted
     with damage_named(run_dir):
-        return _computed(steps, swaps, tally, torn, steps[-1] if steps else counted or {})
+        figures = _computed(steps, swaps, tally, torn, steps[-1] if steps else counted or {})
+        return msgspec.structs.replace(figures, held_out=held_out(evaluations))
 
 
 def _counted_before(run_dir: Path) -> dict[str, dict[str, int]]:
@@ -127,7 +134,7 @@ def damage_named(run_dir: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
-        damage = f"a line of {METRICS_FILE} or {SWAPS_FILE} is damaged: {with_kind(error)}"
+        damage = f"a line of {METRICS_FILE}, {SWAPS_FILE} or {EVAL_FILE} is damaged: {with_kind(error)}"
         raise ValueError(f"{run_dir}: {damage}{release.remark(run_dir)}") from None
 
 
@@ -162,6 +169,7 @@ def _computed(
         reward_last=_mean(rewards[-EDGE_STEPS:]),
         reward_all_first=_mean(of_all[:EDGE_STEPS]),
         reward_all_last=_mean(of_all[-EDGE_STEPS:]),
+        rewards_last=_by_name(steps[-EDGE_STEPS:]),
         by_lag=by_lag(steps),
         torn_tail=torn,
         tokens_per_s=None if tally is None else tally.per_s(_paused_s(steps)),
@@ -262,6 +270,12 @@ def _paused_s(steps: Sequence[Mapping[str, Any]]) -> float:
 
 def _figures(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [float(step[name]) for step in steps if step.get(name) is not None]
+
+
+def _by_name(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    each = [step.get("rewards", {}) for step in steps]
+    found = {name: _mean(_figures(each, name)) for name in sorted({name for values in each for name in values})}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _lags(steps: Iterable[Mapping[str, Any]]) -> dict[int, int]:

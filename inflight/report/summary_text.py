@@ -31,6 +31,7 @@ def labelled(summary: Summary) -> list[tuple[str, str]]:
         ("steps", f"{summary.steps} in {_text(summary.seconds, 's')}, version {summary.version}"),
         ("reward", reward),
         *_of_all(summary),
+        *_learned(summary),
         ("swaps", swaps),
         ("gap of a swap", _spread_text(summary.gap_ms)),
         ("trainer delayed", f"{_spread_text(summary.publish_wait_ms)} per publish"),
@@ -52,6 +53,17 @@ def _of_all(summary: Summary) -> list[tuple[str, str]]:
     if (first, last) in ((None, None), (summary.reward_first, summary.reward_last)):
         return []
     return [("of all groups", f"{_text(first)} to {_text(last)}, including those that the gate dropped")]
+
+
+def _learned(summary: Summary) -> list[tuple[str, str]]:
+    """Each named reward, and the evaluations, where the run has them."""
+    rows = []
+    if summary.rewards_last:
+        each = ", ".join(f"{name} {_text(value)}" for name, value in summary.rewards_last.items())
+        rows.append(("each reward", f"{each} (last {EDGE_STEPS} steps, without its weight)"))
+    if summary.held_out is not None:
+        rows.append(("held-out", str(summary.held_out)))
+    return rows
 
 
 def _recorded(summary: Summary) -> list[tuple[str, str]]:

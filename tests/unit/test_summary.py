@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
-from inflight.metrics import METRICS_FILE, SWAPS_FILE, JsonLines, read_lines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, JsonLines, read_lines
 from inflight.report import summary, summary_text
 from inflight.report.summary import Spread, summarize
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
 from inflight.types import Rollout, RolloutGroup, Turn, VersionSpan
+
+NO_TIME = dict.fromkeys(("wait_s", "train_s", "publish_wait_s", "pack_s"), 0.0)
 
 
 def rollout(
@@ -144,6 +147,32 @@ def test_the_reward_of_all_groups_stands_beside_that_of_the_trained_ones(run):
     assert (got.reward_all_first, got.reward_all_last) == (pytest.approx(0.15), pytest.approx(0.25))
     assert "of all groups" in summary_text.table(got)
     assert "0.15 to 0.25, including those that the gate dropped" in summary_text.table(got)
+
+
+def test_each_reward_and_the_evaluations_are_rows_of_their_own(run):
+    assert "held-out" not in summary_text.table(summarize(run))
+    assert "each reward" not in summary_text.table(summarize(run))
+    with JsonLines(run / METRICS_FILE) as metrics:
+        for step, rewards in enumerate(({"short": 0.5, "math": 0.0}, {"short": 0.25}), 8):
+            metrics.write({"step": step, "version": step, "time_s": 100 + step * 2.0, "rewards": rewards, **NO_TIME})
+    with JsonLines(run / EVAL_FILE) as evaluations:
+        evaluations.write({"step": 2, "version": 2, "eval/reward": 0.5, "eval/best": True})
+        evaluations.write({"step": 4, "version": 4, "eval/reward": 0.75, "eval/best": True})
+        evaluations.write({"step": 6, "version": 6, "eval/reward": 0.25, "eval/best": False})
+        evaluations.write({"step": 8, "version": 8, "eval/given_up": "the evaluator has died"})
+    got = summarize(run)
+    assert got.rewards_last == {"math": 0.0, "short": 0.375}
+    text = summary_text.table(got)
+    assert re.search(r"^each reward +math 0, short 0\.375 \(last 5 steps, without its weight\)$", text, re.M)
+    assert re.search(r"^held-out +0\.25 \(version 6\), best 0\.75 \(version 4\)$", text, re.M)
+    summary.write(run, got)
+    assert summary.read(run) == got
+
+
+def test_without_a_best_checkpoint_the_newest_evaluation_stands_alone(run):
+    with JsonLines(run / EVAL_FILE) as evaluations:
+        evaluations.write({"step": 2, "version": 2, "eval/reward": 0.5})
+    assert re.search(r"^held-out +0\.5 \(version 2\)$", summary_text.table(summarize(run)), re.M)
 
 
 def test_the_table_shows_the_figures(run):

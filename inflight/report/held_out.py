@@ -1,0 +1,36 @@
+"""The results of a run's evaluations in a line: the newest one, and the best checkpoint's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+
+class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+    """Mean reward of the held-out questions, each with the version that answered them."""
+
+    version: int
+    reward: float
+    best_version: int | None = None
+    """None where no best checkpoint is kept (`eval.keep_best=false`)."""
+    best_reward: float | None = None
+
+    def __str__(self) -> str:
+        best = "" if self.best_reward is None else f", best {self.best_reward:.3g} (version {self.best_version})"
+        return f"{self.reward:.3g} (version {self.version}){best}"
+
+
+def held_out(lines: Sequence[Mapping[str, Any]]) -> HeldOut | None:
+    """Of the lines of eval.jsonl, oldest first; None when no evaluation has a result."""
+    done = [line for line in lines if line.get("eval/reward") is not None]
+    if not done:
+        return None
+    best: Mapping[str, Any] = next((line for line in reversed(done) if line.get("eval/best")), {})
+    return HeldOut(
+        version=int(done[-1]["version"]),
+        reward=float(done[-1]["eval/reward"]),
+        best_version=best.get("version"),
+        best_reward=best.get("eval/reward"),
+    )

@@ -99,7 +99,9 @@ class Dataset:
         of_files = is_of_files(self.path)
         given = [name for name in ("held_out", "held_out_path", "held_out_split") if getattr(self, name)]
         if len(given) > 1:
-            raise ConfigError(f"task.options.{given[0]} and {given[1]} are set: questions are held out one way")
+            raise ConfigError(
+                f"task.options.{given[0]} and {given[1]} are set: questions are held out one way; leave one of them out"
+            )
         if self.streaming and self.held_out:
             raise ConfigError("task.options.held_out is not allowed with streaming: name a file by held_out_path")
         wrong = ("held_out_split", "subset", "revision") if of_files else ("streaming",)

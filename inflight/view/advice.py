@@ -14,11 +14,20 @@ WAITS = 0.5
 """Share of its time for which a trainer waits for rollouts from which on the buffer is called empty."""
 BEHIND = 3
 """Versions that a generator is behind from which on it is named: one is on its way, and the next may wait for it."""
+SLOW_START_S = 60.0
+"""Since the launcher began, from which on the start of the generators is explained."""
 
 
 def advice(progress: Progress) -> list[str]:
     """One sentence or two for each thing that is wrong, the most harmful first."""
-    return [*_numbers(progress), *_rewards(progress), *_gate(progress), *_generators(progress), *_buffer(progress)]
+    return [
+        *_numbers(progress),
+        *_rewards(progress),
+        *_gate(progress),
+        *_generators(progress),
+        *_start(progress),
+        *_buffer(progress),
+    ]
 
 
 def _numbers(progress: Progress) -> Iterator[str]:
@@ -66,6 +75,16 @@ def _generators(progress: Progress) -> Iterator[str]:
                 f"{name} is {behind} versions behind: its transfers take longer than steps, or fail. Its log says "
                 "which; longer steps or fewer generators on its link help."
             )
+
+
+def _start(progress: Progress) -> Iterator[str]:
+    if progress.elapsed_s > SLOW_START_S and progress.of("trainer").get("phase") == "waiting for generators":
+        log = "logs/g0.log" if len(progress.generators()) == 1 else "logs/g*.log"
+        yield (
+            f"vLLM is still starting: {log} has its progress. When no generator is ready "
+            f"{progress.config.publish.join_timeout_s:g} s after the trainer (publish.join_timeout_s), the run ends: "
+            "raise that on a slow machine."
+        )
 
 
 def _buffer(progress: Progress) -> Iterator[str]:

@@ -360,6 +360,18 @@ def test_of_a_full_buffer_is_said_only_what_can_be_changed(config, generators, p
     assert found == ([says] if says else [])
 
 
+@pytest.mark.parametrize(
+    ("elapsed_s", "phase", "said"),
+    [(61, "waiting for generators", True), (61, "loading", False), (0, "waiting for generators", False)],
+)
+def test_a_start_of_vllm_that_takes_long_is_explained(progress, elapsed_s, phase, said):
+    progress.began(elapsed_s)
+    progress.update("trainer", {"phase": phase})
+    found = "\n".join(advice(progress))
+    assert ("vLLM is still starting: logs/g*.log has its progress." in found) == said
+    assert ("300 s after the trainer (publish.join_timeout_s)" in found) == said
+
+
 def test_advice_is_a_line_without_a_terminal(progress, capsys):
     lines(progress.config.path / "metrics.jsonl", *(step(at, **EMPTY) for at in range(1, 6)))
     with View(progress, line_every_s=1, console=Console(file=io.StringIO())) as plain:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 
-class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
+class HeldOutReward(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of the held-out questions, each with the version that answered them."""
 
     version: int
@@ -22,13 +22,13 @@ class HeldOut(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.reward:.3g} (version {self.version}){best}"
 
 
-def held_out(lines: Sequence[Mapping[str, Any]]) -> HeldOut | None:
+def held_out(lines: Sequence[Mapping[str, Any]]) -> HeldOutReward | None:
     """Of the lines of eval.jsonl, oldest first; None when no evaluation has a result."""
     done = [line for line in lines if line.get("eval/reward") is not None]
     if not done:
         return None
     best: Mapping[str, Any] = next((line for line in reversed(done) if line.get("eval/best")), {})
-    return HeldOut(
+    return HeldOutReward(
         version=int(done[-1]["version"]),
         reward=float(done[-1]["eval/reward"]),
         best_version=best.get("version"),

@@ -21,7 +21,7 @@ import msgspec
 from inflight.config import release
 from inflight.error_line import with_kind
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
-from inflight.report.held_out import HeldOut, held_out
+from inflight.report.held_out import HeldOutReward, held_out
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, recorded
@@ -96,7 +96,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Mean reward of all groups that finished; None for a run that did not report it."""
     rewards_last: dict[str, float] = {}
     """Mean of each named reward, without its weight, over the last steps."""
-    held_out: HeldOut | None = None
+    held_out: HeldOutReward | None = None
     by_lag: list[Row]
     """Figures of the tokens by lag (staleness.py)."""
     torn_tail: str | None

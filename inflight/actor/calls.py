@@ -33,7 +33,8 @@ class _CallMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Question(_CallMessage):
-    """An item of the task: `answer` and `columns` are any values of msgpack, for the task and its rewards."""
+    """An item of the task: `answer` and `columns` are any values of msgpack, for the task and its rewards, as
+    `to_wire` of `inflight/tasks/column_values.py` makes them."""
 
     key: str
     prompt: str | list[int] | Chat

@@ -35,6 +35,7 @@ from inflight.rewards import Reward, RewardError, Samples, make_all
 from inflight.rewards.base import is_number
 from inflight.tasks import make
 from inflight.tasks.base import HeldOut, Item, Score, Task, TurnScorer, columns_of, plain_score, turn_score
+from inflight.tasks.column_values import from_wire, to_wire
 from inflight.tasks.course import Course, NoMoreQuestions
 from inflight.tasks.examine import require_same
 
@@ -99,7 +100,7 @@ class RewardsService:
             completion_ids=ask.completion_ids,
             prompt=prompt.messages if isinstance(prompt, Chat) else prompt,
             finish_reasons=ask.finish_reasons,
-            columns=columns_of(Item(question.key, prompt, question.answer, question.columns)),
+            columns=columns_of(_item(question)),
         )
         try:
             return RewardsAre(ask.call, await self._rewards[ask.which].values(samples))
@@ -157,7 +158,7 @@ class TaskService:
 
     async def _score(self, ask: AskScore) -> Any:
         question = ask.question
-        item = Item(question.key, question.prompt, question.answer, question.columns)
+        item = _item(question)
         if ask.turn is None or not isinstance(self._task, TurnScorer):
             return Score(_number(await plain_score(self._task, item, ask.completion)))
         return await turn_score(self._task, item, ask.prompt_ids, ask.turn, ask.completion)
@@ -207,7 +208,14 @@ def _question(item: Any) -> Question:
             raise UnusableResult("item", f"an item has key, prompt and answer, {type(item).__name__} has no {name}")
     if not isinstance(item.key, str) or not 1 <= len(item.key) <= MAX_KEY:  # the buffer could not decode such a group
         raise UnusableResult("key", f"a key is text of 1 to {MAX_KEY} characters")
-    return Question(item.key, _prompt(item.prompt), item.answer, dict(getattr(item, "columns", {})))
+    columns = to_wire(dict(getattr(item, "columns", {})))
+    return Question(item.key, _prompt(item.prompt), to_wire({"answer": item.answer})["answer"], columns)
+
+
+def _item(question: Question) -> Item:
+    """The item that a message was made of."""
+    answer = from_wire({"answer": question.answer})["answer"]
+    return Item(question.key, question.prompt, answer, from_wire(question.columns))
 
 
 def _prompt(prompt: Any) -> str | list[int] | Chat:

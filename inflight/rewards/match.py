@@ -6,6 +6,8 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from inflight.config import ConfigError, require
@@ -20,8 +22,8 @@ FLAGS = {"i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
 class ExactMatch:
     """1 where the completion is the column's text, 0 elsewhere; where the column holds a list, any of its texts.
 
-    None where the column holds None. A whole number that the column holds as a float is both of its texts, `12` and
-    `12.0`: tables hold integers as floats where a row has none.
+    None where the column holds None. A whole number that the column holds as a float or a decimal is both of its texts,
+    `12` and `12.0`: tables hold integers as floats where a row has none. A date or time is its text of ISO 8601.
     """
 
     column: str = "answer"
@@ -53,7 +55,9 @@ class ExactMatch:
 
 def _texts(value: Any) -> list[str]:
     """How a value may be written."""
-    whole = isinstance(value, float) and value.is_integer()
+    if isinstance(value, date | time):
+        return [value.isoformat()]
+    whole = isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value)
     return [str(value), str(int(value))] if whole else [str(value)]
 
 

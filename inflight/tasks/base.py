@@ -33,7 +33,8 @@ class Item:
     key: str
     prompt: Prompt
     answer: Any = None
-    """For the task's own use. It is sent to another process: text, numbers, booleans, None, lists, dicts."""
+    """For the task's own use. It is sent to another process: text, bytes, numbers (Decimal, too), dates and times of
+    Python's, booleans, None, lists, dicts."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further data of the question by name, for rewards; of the same types as `answer`."""
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import cast
 
-import msgspec
-
 from inflight.prompts import Chat, ModelTokens
-from inflight.tasks.base import Item, Task
+from inflight.tasks.base import Item, Task, columns_of
+from inflight.tasks.column_values import to_wire
 from inflight.tasks.row_limit import within
 
 COUNT_S = 30.0
@@ -50,7 +49,7 @@ def length_of(item: Item, tokens: ModelTokens) -> int:
     """Number of tokens of a question's prompt, at least one.
 
     Raises what keeps the question from being asked: what the tokenizer or the chat template does, NotATokenId, or
-    msgspec's errors for a column that can't be sent to another process (a whole number of more than 64 bits).
+    NotCarried.
     """
     prompt = item.prompt
     ids = prompt if not isinstance(prompt, str | Chat) else list(tokens.encode(prompt))
@@ -58,7 +57,7 @@ def length_of(item: Item, tokens: ModelTokens) -> int:
         raise ValueError("the prompt has no tokens")
     if wrong := [each for each in (min(ids), max(ids)) if not 0 <= each < tokens.embedded]:
         raise NotATokenId(f"token id {wrong[0]} is not one of the model's: 0 to {tokens.embedded - 1}")
-    msgspec.msgpack.encode((item.answer, item.columns))
+    to_wire(columns_of(item))
     return len(ids)
 
 

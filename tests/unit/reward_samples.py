@@ -138,3 +138,12 @@ def place_of(code):
 
 
 NO_FUNCTION = 7
+
+
+KEPT = []
+
+
+def keep(completions, **columns):
+    """Keeps what it was given, for a test in the same process."""
+    KEPT.append(columns)
+    return [0.0] * len(completions)

@@ -6,6 +6,8 @@ import asyncio
 import dataclasses
 import json
 import math
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -184,6 +186,16 @@ def test_a_key_in_place_of_its_variables_name_is_not_repeated():
 
 
 # --- the built-in ones -----------------------------------------------------------------------------------------------
+
+
+def test_dates_and_decimals_of_a_table_are_compared_as_their_texts():
+    plain = reward("exact_match")
+    assert values(plain, "2026-03-01", "2026-3-1", answer=date(2026, 3, 1)) == [1.0, 0.0]
+    assert value(plain, "2026-03-01T12:30:00", answer=datetime(2026, 3, 1, 12, 30)) == 1.0
+    assert values(plain, "12.50", "12.5", answer=Decimal("12.50")) == [1.0, 0.0]
+    assert values(plain, "12", "12.00", answer=Decimal("12.00")) == [1.0, 1.0]
+    assert value(plain, "NaN", answer=Decimal("NaN")) == 1.0
+    assert values(reward("numeric_match"), "so 12.5", "1", answer=Decimal("12.50")) == [1.0, 0.0]
 
 
 def test_exact_match():

@@ -43,7 +43,8 @@ class Terminal:
         """A console of rich's on this terminal."""
         self._file = os.fdopen(os.dup(self.slave), "w", encoding="utf-8")
         size = {"width": self.screen.columns, "height": self.screen.lines}  # rich asks stdin's terminal, not this one
-        return Console(file=self._file, force_terminal=True, color_system="256", **size)
+        kind = {"TERM": "xterm-256color"}  # not that of the terminal in which the tests run, which may be none or dumb
+        return Console(file=self._file, force_terminal=True, color_system="256", _environ=kind, **size)
 
     @property
     def text(self) -> str:

@@ -75,6 +75,9 @@ class Endpoint:
         self._bytes_out = self._bytes_in = 0
         """Total bytes of the messages in each queue."""
         self._lock = threading.Lock()
+        self._listened_s = 0.0
+        """The time by which silence is measured: seconds for which the thread has read what came. Time in which it
+        could not is no peer's silence: this process was suspended, native code held the GIL, or the queue was full."""
         self._closing = threading.Event()
         self._broken: BaseException | None = None
         self.arrived: Callable[[], None] = _nothing
@@ -118,11 +121,16 @@ class Endpoint:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wake_out, zmq.POLLIN)
+        before = time.monotonic()
         try:
             while not self._closing.is_set():
                 reading = zmq.POLLIN if self._has_room() else 0
                 poller.register(self._socket, reading)
                 poller.poll(max(1, round(self._config.heartbeat_s * 250)))
+                now = time.monotonic()
+                if reading:
+                    self._listened_s += min(now - before, self._config.heartbeat_s)
+                before = now
                 with contextlib.suppress(BlockingIOError):
                     self._wake_out.recv(4096)
                 self._send_queued()

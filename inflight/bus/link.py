@@ -40,7 +40,8 @@ class Link(Endpoint):
         self._leaving = False
         self.listener = ""
         """Which listener has answered last; empty: none has. It changes when another one takes the address."""
-        self._deadline = time.monotonic() + first_contact_s
+        self._deadline = first_contact_s
+        """Of the listener's silence, in `_listened_s`."""
         with self._opening(f"connect to {endpoint}", zmq.ZMQError, keys.KeysError):
             self._socket.setsockopt(zmq.IDENTITY, identity.encode() + TAIL + secrets.token_hex(16).encode())
             if keys.needed(endpoint) and not config.keys:
@@ -57,7 +58,7 @@ class Link(Endpoint):
     def receive(self, timeout_s: float) -> AnyMessage | None:
         """The next message, or None when nothing came within `timeout_s`. Raises PeerLost when the listener is gone."""
         message: AnyMessage | None = self._take(timeout_s)
-        if message is None and time.monotonic() > self._deadline:
+        if message is None and self._listened_s > self._deadline:
             raise PeerLost(f"nothing heard from {self._endpoint} for too long")
         return message
 
@@ -87,7 +88,7 @@ class Link(Endpoint):
             message = self._decode("the listener", frame)
             if message is None:
                 continue
-            self._deadline = time.monotonic() + self._config.dead_after_s
+            self._deadline = self._listened_s + self._config.dead_after_s
             if not isinstance(message, Heartbeat):
                 self._put(message, len(frame))
             elif message.answers:

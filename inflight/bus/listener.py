@@ -41,6 +41,7 @@ class _Peer:
     address: bytes
     """Its routing id in zmq: the peer's name and the suffix that its Link has added."""
     seen: float
+    """When, in the listener's `_listened_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +169,7 @@ class Listener(Endpoint):
         if self._is_replaced(peer, address):
             self._refuse(peer, address)
             return
-        self._peers[peer] = _Peer(address, time.monotonic())
+        self._peers[peer] = _Peer(address, self._listened_s)
         if isinstance(message, Heartbeat):
             # A full queue proves life without a heartbeat; a closed peer may have sent more, and its goodbye, before.
             answer = Heartbeat(sent=self._clock(), answers=message.sent, listener=self._id)
@@ -212,5 +213,6 @@ class Listener(Endpoint):
         self._handshakes.read()
         if not self._has_room():
             return  # heartbeats may be unread behind our own slow reader
-        for peer in [name for name, each in self._peers.items() if now - each.seen > self._config.dead_after_s]:
+        silent_since = self._listened_s - self._config.dead_after_s
+        for peer in [name for name, each in self._peers.items() if each.seen < silent_since]:
             self._lose(peer)

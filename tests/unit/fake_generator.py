@@ -16,7 +16,7 @@ from inflight.weights.transport import make_receiver
 BUS = BusConfig(heartbeat_s=0.05, dead_after_s=3.0)
 
 
-def eventually(condition, what="it", timeout_s=20.0):
+def eventually(condition, what="it", timeout_s=60.0):
     """Polls until `condition()` holds; a bound against hanging, not a measure of speed."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -60,13 +60,13 @@ def party(tmp_path):
         each.close()
 
 
-def expect(link, kind, timeout_s=20.0):
+def expect(link, kind, timeout_s=60.0):
     message = link.receive(timeout_s)
     assert isinstance(message, kind), message
     return message
 
 
-def until(condition, timeout_s=20.0):
+def until(condition, timeout_s=60.0):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition never came true"

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from fake_generator import eventually
 
 from inflight.bus import Arrivals, BusError, Link, Listener, Lost, PeerLost, Received
 from inflight.bus.endpoint import HIGH_WATER, _Context
@@ -186,6 +188,22 @@ def test_a_link_tells_when_its_listener_dies(endpoint):
                 link.receive(0.1)
 
 
+def test_time_in_which_a_process_did_not_run_is_no_silence_of_others(endpoint):
+    """As when it is suspended, or a native library holds the GIL. Once it runs, silence counts as ever."""
+    with Listener(endpoint, QUICK) as listener, Link(endpoint, "a0", QUICK) as link:
+        link.send(Commit(version=1))
+        wait_for(listener.receive, Received)
+        eventually(lambda: link.listener, "the answer to a heartbeat")
+        ctypes.PyDLL(None).usleep(round(2 * QUICK.dead_after_s * 1e6))  # with the GIL
+        assert link.receive(0) is None
+        assert listener.receive(QUICK.dead_after_s / 2) is None
+        assert listener.peers() == {"a0"}
+        listener.close()
+        with pytest.raises(PeerLost):
+            for _ in range(200):
+                link.receive(0.1)
+
+
 LISTEN = """
 import os, sys, time
 from inflight.bus import BusError, Listener
@@ -343,7 +361,7 @@ def test_a_coroutine_reads_a_link_in_order_and_without_a_further_thread(endpoint
         arrivals = Arrivals(link)
         for version in range(3):
             listener.send("a0", Commit(version=version))
-        wait_for_queued(link, 3)
+        eventually(lambda: link._inbox.qsize() == 3, "their coming")
         found = [await arrivals.receive(20) for _ in range(3)]
         waiting = asyncio.ensure_future(arrivals.receive(60))
         await asyncio.sleep(0.05)
@@ -362,13 +380,6 @@ def test_a_coroutine_reads_a_link_in_order_and_without_a_further_thread(endpoint
         link.send(Commit(version=0))
         wait_for(listener.receive, Received)
         asyncio.run(read(listener, link))
-
-
-def wait_for_queued(link, count):
-    deadline = time.monotonic() + 20
-    while link._inbox.qsize() < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_link_that_outlives_its_event_loop_receives_on(endpoint):

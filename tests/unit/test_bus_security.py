@@ -19,7 +19,7 @@ from inflight.bus.refusals import Refusals
 from inflight.config import BusConfig, ConfigError
 from inflight.messages import Commit, GroupAck, Heartbeat, encode
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 def config(**changes):

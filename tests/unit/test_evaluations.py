@@ -369,7 +369,7 @@ def test_the_best_is_kept_alone_and_a_worse_or_equal_one_is_removed(tmp_path):
     assert best.path is None
     assert best.consider(nominee(best, 3), {"reward": 0.5})
     assert not best.consider(nominee(best, 6), {"reward": 0.5})
-    assert names(tmp_path) == ["nominee", "step-000003"]
+    assert names(tmp_path) == ["step-000003"], "an empty folder would look like an evaluation that was not completed"
     assert best.consider(nominee(best, 9), {"reward": 0.6})
     assert names(tmp_path) == ["step-000009"]
     assert json.loads((best.path / "trainer" / "evaluation.json").read_text()) == {"reward": 0.6}

@@ -6,6 +6,7 @@ in its place whole, by being renamed, with the figures by which it got there.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -48,6 +49,8 @@ class Best:
         best = self.path
         if best is not None and figures[self._by] <= self._worth(best):
             shutil.rmtree(nominee)
+            with contextlib.suppress(OSError):  # not empty: it holds one that was rejected
+                self.nominees.rmdir()
             return False
         _write(nominee / FIGURES_FILE, msgspec.json.encode(dict(figures)))
         target = self._folder / nominee.name

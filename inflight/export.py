@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from inflight.config import CONFIG_FILE
 from inflight.exits import BAD_INPUT, heeded_signals, say_why
+from inflight.file_path import file_path
 from inflight.locked_folder import locked_folder
 from inflight.merge import MergeError
 from inflight.merge import merge as merge_adapter
@@ -51,13 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("source", type=Path, metavar="RUN|CHECKPOINT", help="of a run: its newest checkpoint")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the directory to make; it must not exist")
+    parser.add_argument("source", type=file_path, metavar="RUN|CHECKPOINT", help="of a run: its newest checkpoint")
+    parser.add_argument("out", type=file_path, metavar="OUT", help="the directory to make; it must not exist")
     parser.add_argument("--dtype", choices=sorted(DTYPES), help="of the weights (default: as in the checkpoint)")
     parser.add_argument("--merge", action="store_true", help="of an adapter: the base with the adapter in its weights")
-    parser.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="(default: the one that the run has rendered its chats with)"
-    )
+    template = "(default: the one that the run has rendered its chats with)"
+    parser.add_argument("--chat-template", type=file_path, metavar="FILE", help=template)
     given = parser.parse_args(argv)
     try:
         with _stopped_by_signals():

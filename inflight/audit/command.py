@@ -23,6 +23,7 @@ from inflight.audit.report import AuditOutcome, AuditReport, Completeness
 from inflight.audit.text import text
 from inflight.config import ConfigError, RunConfig, load
 from inflight.exits import BAD_INPUT, say_why
+from inflight.file_path import file_path
 from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE
 from inflight.models import ModelError, prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -92,7 +93,7 @@ class ReplayProgress:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `main`."""
     parser.add_argument(
-        "run_dir", type=Path, metavar="RUN", help="one that kept its versions: audit.keep_versions=true"
+        "run_dir", type=file_path, metavar="RUN", help="one that kept its versions: audit.keep_versions=true"
     )
     parser.add_argument(
         "--tolerance",

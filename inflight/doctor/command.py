@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -14,6 +13,7 @@ from inflight.config import ConfigError, RunConfig
 from inflight.doctor import environment, gpus, machine, memory, software
 from inflight.doctor.finding import Finding, Severity
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
+from inflight.file_path import file_path
 from inflight.launcher.compose import compose
 
 EPILOG = """examples:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config-name", metavar="NAME", help="also check for this configuration")
-    parser.add_argument("--config-dir", type=Path, help="your own configuration folder (default: the one shipped)")
+    parser.add_argument("--config-dir", type=file_path, help="your own configuration folder (default: the one shipped)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as generator.count=2")
     given = parser.parse_args(argv)
     if given.overrides and not given.config_name:

@@ -24,6 +24,7 @@ from inflight.config import BusConfig, ConfigError
 from inflight.config.network import is_address, joined, parted
 from inflight.config.run import SERVICES
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, heeded_signals, say_why
+from inflight.file_path import file_path
 from inflight.hosted.folder import private_folder
 from inflight.hosted.output import KeptOutput
 from inflight.hosted.running import run
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="inflight join", description=__doc__.split("\n")[0])
     parser.add_argument("address", help="IP address of the launcher, or ADDRESS:PORT of its socket (bus.port + 5)")
     parser.add_argument("--kind", choices=KINDS, default="generator")
-    parser.add_argument("--key-file", type=Path, help=f"file with the join key (default: the variable {VARIABLE})")
+    parser.add_argument("--key-file", type=file_path, help=f"file with the join key (default: the variable {VARIABLE})")
     parser.add_argument("--slot", type=int, help="which generator of this host it is (default: the task's number)")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="seconds to wait for the launcher")
     arguments = parser.parse_args(argv)

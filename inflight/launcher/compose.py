@@ -21,6 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.config.refused import REFUSED
 from inflight.error_line import one_line
+from inflight.file_path import why_impossible
 from inflight.launcher.chosen import chosen
 from inflight.resources import folder
 
@@ -65,6 +66,8 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
     require(not config.chosen, "chosen", config.chosen, "the launcher determines it")
     require(not config.task.contents, "task.contents", config.task.contents, "the launcher determines it")
+    allowed = why_impossible(config.run_dir)
+    require(not allowed, "run_dir", config.run_dir, allowed)
     return replace(config, run_dir=str(config.path.expanduser().resolve()), chosen=names)
 
 

@@ -34,6 +34,7 @@ from inflight.evaluation.answer import Answered
 from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
 from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, say_why
+from inflight.file_path import file_path
 from inflight.launcher.last_words import last_words
 from inflight.launcher.log_files import BoundedLogs
 from inflight.launcher.run_folder import LaunchError, RunFolder
@@ -67,10 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 when all questions were answered, 1 when not, 2 for bad input."""
     parser = argparse.ArgumentParser(prog="inflight eval", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "target", type=Path, metavar="CHECKPOINT|RUN", help="of a run: its best checkpoint, or its last"
+        "target", type=file_path, metavar="CHECKPOINT|RUN", help="of a run: its best checkpoint, or its last"
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as eval.sampling.samples=8")
-    parser.add_argument("--run", type=Path, help="the run whose configuration applies, for a checkpoint elsewhere")
+    parser.add_argument("--run", type=file_path, help="the run whose configuration applies, for a checkpoint elsewhere")
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     arguments = parser.parse_intermixed_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -24,6 +23,7 @@ from inflight.clocks import ClockLog
 from inflight.config import ConfigError, RunConfig
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
+from inflight.file_path import file_path
 from inflight.launcher import environment
 from inflight.launcher.commands import starter_of, usual_commands
 from inflight.launcher.compose import compose, configurations
@@ -99,7 +99,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     names = ", ".join(configurations([shipped("configs")]))
     parser.add_argument("--config-name", metavar="NAME", help=f"{names}, or a file of --config-dir")
-    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="with configurations of your own")
+    parser.add_argument("--config-dir", type=file_path, metavar="FOLDER", help="with configurations of your own")
     parser.add_argument("--print", action="store_true", help="print the resolved configuration and stop")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as trainer.steps=10 or machine=gpu")
     arguments, unknown = parser.parse_known_intermixed_args(argv)

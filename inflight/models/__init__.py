@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from inflight.file_path import why_impossible
 from inflight.models import hub
 from inflight.models.remote_code import RemoteCodeError, require_code
 
@@ -121,6 +122,8 @@ def cache_dir() -> Path:
 
 
 def _existing(name: str) -> Path:
+    if allowed := why_impossible(name):
+        raise ModelError(f"model {name!r} is not allowed: {allowed}")
     path = Path(name).expanduser()
     if (path / "config.json").is_file():
         return path.resolve()

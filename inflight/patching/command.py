@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from inflight.exits import BAD_INPUT, say_why
+from inflight.file_path import file_path
 from inflight.patching.diff import PatchError
 from inflight.patching.sources import PatchState, apply, check, find, revert
 
@@ -15,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: done, or for `check` patched; 1: not patched; 2: refused."""
     parser = argparse.ArgumentParser(prog="inflight patch", description="Patch vLLM, or take the patch back.")
     parser.add_argument("action", choices=["check", "apply", "revert"])
-    parser.add_argument("--path", type=Path, help="a fork or site-packages; by default the installed vLLM")
+    parser.add_argument("--path", type=file_path, help="a fork or site-packages; by default the installed vLLM")
     parser.add_argument("--vllm-version", help="by default what the sources say")
     arguments = parser.parse_args(argv)
     action = {"check": check, "apply": apply, "revert": revert}[arguments.action]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from inflight.exits import BAD_INPUT, say_why
+from inflight.file_path import file_path
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import staleness, summary, summary_text
 from inflight.report.html import page
@@ -17,8 +18,8 @@ EXAMPLES = """examples:
   inflight report runs/a runs/b --html both.html     two runs side by side, in one file
 
 The HTML file needs no network and shows prompts and answers; secrets in the configuration are redacted."""
-HERE = "\0"
-"""What `--html` without a file stands for."""
+HERE = Path("\0")
+"""What `--html` without a file stands for: no path that can be given."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,8 +30,10 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="a run folder; of a running run, too")
-    parser.add_argument("--html", nargs="?", const=HERE, metavar="OUT", help="write a page, by default into the run")
+    of_run = "a run folder; of a running run, too"
+    to_file = "write a page, by default into the run"
+    parser.add_argument("run_dirs", type=file_path, nargs="+", metavar="RUN", help=of_run)
+    parser.add_argument("--html", type=file_path, nargs="?", const=HERE, metavar="OUT", help=to_file)
     given = parser.parse_args(argv)
     try:
         if given.html is None:
@@ -47,12 +50,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _target(run_dirs: Sequence[Path], out: str) -> Path:
+def _target(run_dirs: Sequence[Path], out: Path) -> Path:
     if out != HERE:
-        target = Path(out)
-        if target.is_dir():
+        if out.is_dir():
             raise ValueError(f"--html {out} is a folder: a file is written")
-        return target
+        return out
     if len(run_dirs) > 1:
         raise ValueError("--html needs a file for several runs: --html OUT")
     return run_dirs[0] / page.REPORT_FILE

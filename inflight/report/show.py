@@ -15,6 +15,7 @@ from rich.console import Console
 from inflight.config import ConfigError, load
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, say_why
+from inflight.file_path import file_path
 from inflight.metrics import METRICS_FILE, read_lines
 from inflight.report import show_json, show_text
 from inflight.report.answers import ShownGroup, Texts, Training, asked
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN")
     parser.add_argument("name", nargs="?", metavar="GROUP", help="such as q5, its second attempt q5.1, or rollout q5/0")
     parser.add_argument("--reward", type=_range, metavar="RANGE", help="rollouts with such a reward")
     parser.add_argument("--version", type=_range, metavar="RANGE", help="rollouts with a token of such a version")

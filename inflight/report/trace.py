@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from inflight.exits import BAD_INPUT, say_why
+from inflight.file_path import file_path
 from inflight.report.timeline import Timeline
 
 MOST_SEQUENCES = 20_000
@@ -28,8 +28,8 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder; of a running run, too")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to write (default: RUN/trace.json)")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN", help="a run folder; of a running run, too")
+    parser.add_argument("--out", type=file_path, metavar="FILE", help="where to write (default: RUN/trace.json)")
     text = f"how many of the last sequences it shows (default: {MOST_SEQUENCES})"
     parser.add_argument("--sequences", type=int, default=MOST_SEQUENCES, metavar="N", help=text)
     given = parser.parse_args(argv)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inflight.config import CONFIG_FILE, load
 from inflight.exits import BAD_INPUT, say_why
+from inflight.file_path import file_path
 from inflight.report.html.state import is_running, state
 from inflight.view.progress import Progress
 from inflight.view.snapshot import StatusSnapshot, read
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("run_dir", type=file_path, metavar="RUN", help="a run folder")
     parser.add_argument("--once", action="store_true", help="show it once and stop")
     given = parser.parse_args(argv)
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from inflight import __version__, cli
+from inflight.file_path import file_path, why_impossible
 
 
 def test_version(capsys):
@@ -36,6 +38,65 @@ def test_options_of_a_launch_stand_in_any_order(capsys):
     assert cli.main(["launch", *given]) == 0
     text = capsys.readouterr().out
     assert all(each in text for each in ("steps: 3", "max_tokens: 7", "seed: 5"))
+
+
+NAMES_OF_PATHS = [
+    (["export", "PATH", "out"], "argument RUN|CHECKPOINT"),
+    (["export", "run", "PATH"], "argument OUT"),
+    (["export", "run", "out", "--chat-template", "PATH"], "argument --chat-template"),
+    (["eval", "PATH"], "argument CHECKPOINT|RUN"),
+    (["eval", "run", "--run", "PATH"], "argument --run"),
+    (["report", "PATH"], "argument RUN"),
+    (["report", "run", "--html", "PATH"], "argument --html"),
+    (["trace", "PATH"], "argument RUN"),
+    (["trace", "run", "--out", "PATH"], "argument --out"),
+    (["show", "PATH"], "argument RUN"),
+    (["watch", "PATH"], "argument RUN"),
+    (["audit", "PATH"], "argument RUN"),
+    (["doctor", "--config-dir", "PATH"], "argument --config-dir"),
+    (["launch", "--config-dir", "PATH"], "argument --config-dir"),
+    (["patch", "check", "--path", "PATH"], "argument --path"),
+    (["join", "127.0.0.1", "--key-file", "PATH"], "argument --key-file"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "where"), NAMES_OF_PATHS, ids=[" ".join(each) for each, _ in NAMES_OF_PATHS])
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("a\0b", r"'a\x00b' is not allowed: a path without the character NUL"),
+        ("/tmp/" + "n" * 256, "nnn…' is not allowed: a path of at most 4095 bytes, with names of at most 255"),
+        ("\ud800", r"'\ud800' is not allowed: a path that utf-8 can write"),
+    ],
+)
+def test_a_path_that_no_file_can_have_is_refused_by_name(arguments, where, path, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([path if each == "PATH" else each for each in arguments])
+    assert ended.value.code == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"error: {where}: '" in line
+    assert line.endswith(says)
+
+
+@pytest.mark.parametrize("path", ["n" * 255, "/".join(["d" * 200] * 20), "Übung\udc80", ""])
+def test_a_path_that_a_file_can_have_is_taken(path):
+    assert file_path(path) == Path(path)
+    assert why_impossible("ü" * 128) == "a path of at most 4095 bytes, with names of at most 255"
+    assert why_impossible("/".join(["d" * 200] * 21)) == "a path of at most 4095 bytes, with names of at most 255"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["launch", "--config-name", "mine"], "run_dir='a\\x00b' is not allowed: a path without the character NUL"),
+        (["model", "n" * 300], "is not allowed: a path of at most 4095 bytes, with names of at most 255"),
+    ],
+)
+def test_an_impossible_path_of_a_configuration_is_one_line(tmp_path, capsys, given, says):
+    (tmp_path / "mine.yaml").write_text('defaults: [demo, _self_]\nrun_dir: "a\\0b"\n')
+    assert cli.main([*given, *(["--config-dir", str(tmp_path)] if given[0] == "launch" else [])]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
 
 
 def test_an_interrupted_command_is_one_line(monkeypatch, capsys):

@@ -22,9 +22,9 @@ from safetensors.torch import save_file
 
 import bench.in_process  # noqa: F401 - before anything of vLLM
 from inflight.audit import AuditReport, run
-from inflight.audit.command import AUDIT_FILE
 from inflight.audit.report import read
 from inflight.config import RunConfig, save
+from inflight.config.folder import AUDIT_FILE
 from inflight.metrics import METRICS_FILE
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer

@@ -7,16 +7,13 @@ it while it lives, and pass to the next such process above it when it ends.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 from collections.abc import Collection
 
 import psutil
 
-from inflight.processes import KILL_WAIT_S, kill_all, living_of
+from inflight.processes import KILL_WAIT_S, adopt_orphans, kill_all, living_of
 
-_PR_SET_CHILD_SUBREAPER = 36
-_libc = ctypes.CDLL(None, use_errno=True)
 _others: set[int] | None = None
 """Children that this process had before it called `adopt`; None: it has not called it."""
 
@@ -25,8 +22,7 @@ def adopt() -> None:
     """Makes this process the parent of its descendants' orphans. Raises OSError."""
     global _others
     _others = {child.pid for child in psutil.Process().children()}
-    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "can't adopt orphans (PR_SET_CHILD_SUBREAPER)")
+    adopt_orphans()
 
 
 def kill_tree(pid: int, *, reap: bool = True) -> None:

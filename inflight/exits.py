@@ -29,6 +29,16 @@ def heeded_signals() -> list[signal.Signals]:
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+def in_words(code: int) -> str:
+    """An exit code of a process: the signal's name where it is negative, else `code N`."""
+    if code >= 0:
+        return f"code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
 def say_why(who: str, error: object, code: int) -> int:
     """Prints one line on stderr: why a process or command ends, with the notes of an exception (an error of vLLM's may
     have many lines); returns its exit `code`."""

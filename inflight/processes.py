@@ -11,7 +11,6 @@ import ctypes
 import logging
 import os
 import select
-import signal
 import sys
 import textwrap
 import time
@@ -22,6 +21,7 @@ from typing import NoReturn
 
 import psutil
 
+from inflight.exits import in_words
 from inflight.starters.base import Command, Handle, Starter
 from inflight.starters.local import LocalStarter
 
@@ -42,8 +42,7 @@ class Ended:
     code: int
 
     def __str__(self) -> str:
-        how = f"was ended by {_signal_name(-self.code)}" if self.code < 0 else f"ended with code {self.code}"
-        return f"{self.command.name} {how}"
+        return f"{self.command.name} {'was ended by' if self.code < 0 else 'ended with'} {in_words(self.code)}"
 
 
 class Processes:
@@ -58,8 +57,7 @@ class Processes:
         self._running: dict[str, tuple[Command, Handle]] = {}
         self._others = set(psutil.Process().children(recursive=True))
         """Children of this process from before; they are not stopped."""
-        if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "can't adopt the processes of a run (PR_SET_CHILD_SUBREAPER)")
+        adopt_orphans()
 
     def start(self, command: Command) -> None:
         """Starts a process on its host. Raises OSError when that fails, ValueError when nothing starts processes on
@@ -213,6 +211,12 @@ def kill_all(living: Callable[[], list[psutil.Process]]) -> list[psutil.Process]
     return left
 
 
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants' orphans. Raises OSError."""
+    if _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "can't adopt orphans (PR_SET_CHILD_SUBREAPER)")
+
+
 def is_tracker(process: psutil.Process) -> bool:
     """Whether it is Python's own process that frees the shared memory of killed ones; it ends by itself after them."""
     try:
@@ -226,10 +230,3 @@ def _kill(processes: Sequence[psutil.Process]) -> None:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             process.kill()
     psutil.wait_procs(processes, timeout=0.5)
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -9,18 +9,17 @@ import resource
 from collections.abc import Iterable, Mapping, MutableMapping
 
 _FOREIGN = {
-    # Ranks and rendezvous addresses that torchrun, MPI or Slurm gave to the caller. Accelerate, torch and vLLM would
-    # use
-    # them, and wait for the other ranks of a program that has none.
+    # Ranks and rendezvous addresses that torchrun, MPI or Slurm gave to the caller: Accelerate, torch and vLLM would
+    # use them, and wait for the other ranks of a program that has none. The last one is the secret of the launcher and
+    # of hosts that join: a task's or a reward's code could place processes on them.
     "": r"""
     RANK WORLD_SIZE MASTER_ADDR MASTER_PORT NODE_RANK LOCAL_(RANK|WORLD_SIZE) GROUP_(RANK|WORLD_SIZE)
     ROLE_(RANK|WORLD_SIZE|NAME) TORCHELASTIC_.* PET_.* PMI_.* PMIX_.* MPI_LOCAL.* OMPI_COMM_WORLD_.*
     MV2_COMM_WORLD_.* SLURM_(?!JOB_?ID$|TMPDIR$).*
     ACCELERATE_.* FSDP_.* PARALLELISM_CONFIG_.* MEGATRON_LM_.* FORK_LAUNCHED
     VLLM_PORT VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_DP_.* VLLM_RAY_.* VLLM_ELASTIC_EP_.* VLLM_TEST_.*
-    """
-    # The secret of the launcher and of hosts that join: a task's or a reward's code could place processes on them.
-    "INFLIGHT_JOIN_KEY",
+    INFLIGHT_JOIN_KEY
+    """,
     # vLLM's custom all-reduce exports memory of torch's allocator over CUDA IPC, which expandable segments do not
     # allow. The trainer keeps the setting: its transport depends on it (weights/transport).
     "generator": "PYTORCH_((CUDA|HIP)_)?ALLOC_CONF",

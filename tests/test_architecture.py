@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "completions": {"arrays", "http_body", "packed_logprobs", "types", "config"},
     "surroundings": set(),
     "lifeline": set(),
-    "processes": {"lifeline", "starters", "surroundings"},
+    "processes": {"exits", "lifeline", "starters", "surroundings"},
     "starters": {"bus", "config", "exits", "lifeline", "messages", "surroundings"},
     "exits": set(),
     "descendants": {"processes"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from inflight.actor.calls import Answer, Begun, CallError, Constructed, FromChil
 from inflight.actor.output import Allowance, ChildOutput
 from inflight.actor.pending import ChildLost, NotMade, PendingCall
 from inflight.descendants import kill_tree, orphans
+from inflight.exits import in_words
 
 GRACE_S = 1.0
 """Seconds after a call's limit during which the child may still cancel it by itself."""
@@ -139,7 +139,7 @@ class WorkerProcess:
         code = await asyncio.to_thread(self._reap)
         self._output.close()
         results = await asyncio.gather(talking, return_exceptions=True)
-        self._over(results[0], _how(code))
+        self._over(results[0], in_words(code))
 
     async def _talk(self, reader: asyncio.StreamReader) -> None:
         """Reads until the child has ended. Raises NotMade or CallError."""
@@ -234,13 +234,3 @@ def _start(connection: socket.socket, memory_mib: int, output: int) -> subproces
         )
         _children.add(process.pid)
     return process
-
-
-def _how(code: int) -> str:
-    """An exit code in words, short enough for a reason that is counted."""
-    if code >= 0:
-        return f"code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

@@ -22,6 +22,7 @@ from inflight.audit.replay import AuditError, KeptVersions, Replayer, Transforme
 from inflight.audit.report import AuditOutcome, AuditReport, Completeness
 from inflight.audit.text import text
 from inflight.config import ConfigError, RunConfig, load
+from inflight.config.folder import AUDIT_FILE
 from inflight.exits import BAD_INPUT, say_why
 from inflight.file_path import file_path
 from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE
@@ -30,7 +31,6 @@ from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import StreamError
 from inflight.sampling import Sampling
 
-AUDIT_FILE = "audit.json"
 FAILED = 1
 NOT_SHOWN = 3
 """Exit codes beside BAD_INPUT; 0 is a run that passed."""

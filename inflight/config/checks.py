@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+from collections.abc import Collection
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -40,6 +41,12 @@ def require(ok: bool, name: str, value: object, allowed: str) -> None:
     """Raises ConfigError that names the value, its place and what is allowed."""
     if not ok:
         raise ConfigError(f"{name}={value!r} is not allowed: {allowed}")
+
+
+def require_one_of(config: object, section: str, name: str, allowed: Collection[str]) -> None:
+    """Requires a field to be one of these words."""
+    value = getattr(config, name)
+    require(value in allowed, f"{section}.{name}", value, ", ".join(allowed))
 
 
 def require_takes(field: dataclasses.Field[Any], kind: type[Any], value: object, place: str) -> None:

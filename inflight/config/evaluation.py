@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inflight.config.checks import require, require_fields
+from inflight.config.checks import require, require_fields, require_one_of
 from inflight.config.trainer import TrainerConfig
 
 TRAINING_REQUESTS = ("continue", "pause")
@@ -76,10 +76,8 @@ class EvalConfig:
         samples = self.sampling.samples
         fits = bool(self.pass_k) and all(1 <= k <= samples for k in self.pass_k)
         require(fits, "eval.pass_k", self.pass_k, f"numbers from 1 to eval.sampling.samples={samples}")
-        allowed = ["reward", *(f"pass@{k}" for k in self.pass_k)]
-        require(self.best_by in allowed, "eval.best_by", self.best_by, ", ".join(allowed))
-        asked = self.training_requests
-        require(asked in TRAINING_REQUESTS, "eval.training_requests", asked, ", ".join(TRAINING_REQUESTS))
+        require_one_of(self, "eval", "best_by", ["reward", *(f"pass@{k}" for k in self.pass_k)])
+        require_one_of(self, "eval", "training_requests", TRAINING_REQUESTS)
 
     def require_fits(self, longest: int, generators: int, trainer: TrainerConfig) -> None:
         """Raises ConfigError for what can't be in a run with so many generators; `longest` is the number of tokens that

@@ -1,4 +1,4 @@
-"""A run folder: what tells it from any other, and which one a checkpoint is of."""
+"""A run folder: names of its files that several rooms use, and which run a checkpoint is of."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from pathlib import Path
 
 CONFIG_FILE = "config.yaml"
 """The run's configuration, in each run folder."""
+LOCK_FILE = "lock"
+"""Locked by the launcher and inherited by the run's processes: it is free once all have ended."""
+ENVIRONMENT_FILE = "environment.json"
+"""What the run was started on (launcher/environment.py)."""
+AUDIT_FILE = "audit.json"
+"""The verdict of `inflight audit`."""
 
 
 def run_of(checkpoint: Path) -> Path | None:

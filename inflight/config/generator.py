@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config.checks import MAX_PROCESSES, require, require_fields
+from inflight.config.checks import MAX_PROCESSES, require_fields, require_one_of
 
 SWAPS = {"CPU": ("rebind",), "CUDA": ("graphs", "remap", "copy", "host")}
 """Ways to swap by the device of a generator, in addition to `auto`."""
@@ -36,5 +36,4 @@ class GeneratorConfig:
         require_fields(self, "generator", "max_model_len max_num_seqs threads", least=1)
         require_fields(self, "generator", "count tensor_parallel_size", least=1, most=MAX_PROCESSES)
         require_fields(self, "generator", "kv_cache_gib start_timeout_s")
-        swaps = ("auto", *SWAPS["CUDA"], *SWAPS["CPU"])
-        require(self.swap in swaps, "generator.swap", self.swap, ", ".join(swaps))
+        require_one_of(self, "generator", "swap", ("auto", *SWAPS["CUDA"], *SWAPS["CPU"]))

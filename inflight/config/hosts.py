@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass, field
 
-from inflight.config.checks import MAX_PROCESSES, require, require_fields
+from inflight.config.checks import MAX_PROCESSES, require, require_fields, require_one_of
 from inflight.config.network import parted
 
 STARTERS = ("local", "ssh", "join", "ray")
@@ -48,7 +48,7 @@ class HostsConfig:
     """Seconds without a sign of the launcher after which a process on another host ends."""
 
     def __post_init__(self) -> None:
-        require(self.starter in STARTERS, "hosts.starter", self.starter, ", ".join(STARTERS))
+        require_one_of(self, "hosts", "starter", STARTERS)
         for name, given in (("names", self.names), ("actors", self.actors)):
             for each in given:
                 fits = DESTINATION.fullmatch(each) is not None and not each.startswith("-")

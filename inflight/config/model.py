@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from inflight.config.checks import require
+from inflight.config.checks import require, require_one_of
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class ModelConfig:
     """The model's name in requests to the generators; empty: `name`, as it was given to the launcher."""
 
     def __post_init__(self) -> None:
-        dtypes = ("bfloat16", "float16", "float32")
-        require(self.dtype in dtypes, "model.dtype", self.dtype, ", ".join(dtypes))
+        require_one_of(self, "model", "dtype", ("bfloat16", "float16", "float32"))
         fits = re.fullmatch(r"[\w./+-]{0,255}", self.revision) is not None
         require(fits, "model.revision", self.revision, "a branch, a tag or a commit")

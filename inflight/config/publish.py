@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from inflight.config.checks import require, require_fields
+from inflight.config.checks import require_fields, require_one_of
 
 ON_HOST = ("gloo",)
 """Transports that carry bytes in host memory."""
@@ -40,11 +40,9 @@ class PublishConfig:
     """A generator that is more than this many versions behind the newest gets no requests until it has caught up."""
 
     def __post_init__(self) -> None:
-        transports = ("auto", *TRANSPORTS)
-        require(self.transport in transports, "publish.transport", self.transport, ", ".join(transports))
+        require_one_of(self, "publish", "transport", ("auto", *TRANSPORTS))
         require_fields(self, "publish", "bucket_bytes", least=4096, most=1 << 40)
-        checksums = ("auto", "always", "none")
-        require(self.checksum in checksums, "publish.checksum", self.checksum, ", ".join(checksums))
+        require_one_of(self, "publish", "checksum", ("auto", "always", "none"))
         require_fields(self, "publish", "join_timeout_s transfer_timeout_s commit_timeout_s retry_after_s")
         require_fields(self, "publish", "supersede_after_s", least=0)
         require_fields(self, "publish", "max_behind", least=1)

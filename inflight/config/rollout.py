@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config.checks import MAX_PROCESSES, require, require_fields
+from inflight.config.checks import MAX_PROCESSES, require, require_fields, require_one_of
 
 MAX_RETRIES = 1000
 """Largest `gate.stale_retries`."""
@@ -123,14 +123,12 @@ class RolloutConfig(Sampling):
         require_fields(self, "rollout", "max_tokens concurrency", least=1)
         fits = all(0 <= each < MAX_TOKEN_ID for each in self.stop_token_ids)
         require(fits, "rollout.stop_token_ids", self.stop_token_ids, f"ids of tokens, 0 to {MAX_TOKEN_ID - 1}")
-        require(self.seeds in SEEDS, "rollout.seeds", self.seeds, ", ".join(SEEDS))
+        require_one_of(self, "rollout", "seeds", SEEDS)
         require(all(self.stop), "rollout.stop", self.stop, "texts of at least one character")
         require_fields(self, "rollout", "temperature", least=0.01)  # vLLM raises lower values to this
         require_fields(self, "rollout", "token_timeout_s reward_timeout_s buffer_mib file_mib")
         require_fields(self, "rollout", "task_start_timeout_s give_up_after_s")
-        failures = ("drop", "zero", "retry")
-        fits = self.on_reward_failure in failures
-        require(fits, "rollout.on_reward_failure", self.on_reward_failure, ", ".join(failures))
+        require_one_of(self, "rollout", "on_reward_failure", ("drop", "zero", "retry"))
         require_fields(self, "rollout", "actors", least=1, most=MAX_PROCESSES)
         require_fields(self, "rollout", "reward_workers", least=0, most=MAX_PROCESSES)
         require_fields(self, "rollout", "reward_concurrency", least=1, most=4096)
@@ -176,7 +174,7 @@ class GateConfig:
     def __post_init__(self) -> None:
         require_fields(self, "gate", "max_lag max_token_lag", least=0)
         require(0 <= self.min_trained_share <= 1, "gate.min_trained_share", self.min_trained_share, "0 to 1")
-        require(self.on_stale in ("retry", "drop"), "gate.on_stale", self.on_stale, "retry, drop")
+        require_one_of(self, "gate", "on_stale", ("retry", "drop"))
         require_fields(self, "gate", "stale_retries", least=1, most=MAX_RETRIES)
         for name in ("rules", "ratio_rules"):
             for index, rule in enumerate(getattr(self, name)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight.config.checks import LARGEST_REAL, MAX_PROCESSES, require, require_fields
+from inflight.config.checks import LARGEST_REAL, MAX_PROCESSES, require, require_fields, require_one_of
 from inflight.config.lora import LoraConfig
 
 NORMALISATIONS = ("token", "sequence", "constant")
@@ -63,12 +63,8 @@ class ObjectiveConfig:
         require(
             self.normalise in allowed, f"{place}.normalise", self.normalise, f"{', '.join(NORMALISATIONS)} or empty"
         )
-        require(
-            self.kl_estimator in KL_ESTIMATORS, f"{place}.kl_estimator", self.kl_estimator, ", ".join(KL_ESTIMATORS)
-        )
-        require(
-            self.kl_reference in KL_REFERENCES, f"{place}.kl_reference", self.kl_reference, ", ".join(KL_REFERENCES)
-        )
+        require_one_of(self, place, "kl_estimator", KL_ESTIMATORS)
+        require_one_of(self, place, "kl_reference", KL_REFERENCES)
         require_fields(self, place, "kl kl_cap entropy", least=0)
         fits = self.kl_estimator != "k1" or self.kl_cap > 0
         instead = "k2, k3: without weights (trainer.objective.kl_cap=0) the gradient of k1 is not the divergence's"
@@ -196,12 +192,7 @@ class TrainerConfig:
         for name in ("adam_beta1", "adam_beta2"):
             value = getattr(self, name)
             require(0 <= value < 1, f"trainer.{name}", value, "0 or more, below 1")
-        for name, allowed in (("compare_start", COMPARE_START), ("compare_lag_0", COMPARE_LAG_0)):
-            require(getattr(self, name) in allowed, f"trainer.{name}", getattr(self, name), ", ".join(allowed))
-        require(
-            self.checkpoint_dtype in CHECKPOINT_DTYPES,
-            "trainer.checkpoint_dtype",
-            self.checkpoint_dtype,
-            ", ".join(CHECKPOINT_DTYPES),
-        )
+        require_one_of(self, "trainer", "compare_start", COMPARE_START)
+        require_one_of(self, "trainer", "compare_lag_0", COMPARE_LAG_0)
+        require_one_of(self, "trainer", "checkpoint_dtype", CHECKPOINT_DTYPES)
         require_fields(self, "trainer", "grad_clip batch_timeout_s rank_timeout_s checkpoint_timeout_s")

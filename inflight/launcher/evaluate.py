@@ -38,6 +38,7 @@ from inflight.file_path import file_path
 from inflight.launcher.last_words import last_words
 from inflight.launcher.log_files import BoundedLogs
 from inflight.launcher.run_folder import LaunchError, RunFolder
+from inflight.metrics import EVAL_GIVEN_UP
 from inflight.models.weight_files import ADAPTER
 from inflight.processes import Processes
 from inflight.starters.base import Command
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say_why("eval", error, GIVEN_UP)
     result = {"checkpoint": str(checkpoint), **result}
     print(json.dumps(result) if arguments.json else table(result), flush=True)
-    return GIVEN_UP if "eval/given_up" in result else DONE
+    return GIVEN_UP if EVAL_GIVEN_UP in result else DONE
 
 
 def find(target: Path, run: Path | None) -> tuple[Path, Path]:
@@ -252,7 +253,7 @@ async def _ask(config: RunConfig, url: str, version: int) -> dict[str, Any]:
                     await asking.ask(url, version, settled=came.append)
         except TimeoutError:
             limit = f"{config.eval.timeout_s:g} s (eval.timeout_s)"
-            given_up = {"eval/given_up": f"{len(came)} of {asking.answers} answers came within {limit}"}
+            given_up = {EVAL_GIVEN_UP: f"{len(came)} of {asking.answers} answers came within {limit}"}
     found = figures(came, config.eval.pass_k, config.eval.correct_at)
     named = {f"eval/{name}": value for name, value in found.items()}
     told = {"eval/failed_by": reasons(came), "eval/seconds": round(time.monotonic() - began, 3)}

@@ -11,6 +11,7 @@ from inflight.config import RunConfig
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.launcher.last_words import last_words
+from inflight.metrics import METRICS_FILE
 from inflight.processes import Ended
 from inflight.trainer.checkpoint import index
 from inflight.view.figures import whole
@@ -63,7 +64,7 @@ def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None
             lost = "; its work since the last checkpoint is lost and will be repeated" if name == "trainer" else ""
             text = f"{name} was busy when it was asked to stop and was killed after {grace} s{lost}"
         print(f"inflight launch: {text}", file=sys.stderr)
-    if (config.path / "metrics.jsonl").exists():
+    if (config.path / METRICS_FILE).exists():
         with stage("writing summary and report"):
             _summarize(progress)
             _write_page(config, outcome)

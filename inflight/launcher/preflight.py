@@ -18,7 +18,7 @@ from inflight.config import ConfigError, ModelConfig, RewardConfig, RunConfig
 from inflight.config.effect import require_effect
 from inflight.config.pairings import require_sound, warnings
 from inflight.config.trackers import require_installed
-from inflight.exits import BAD_INPUT
+from inflight.exits import BAD_INPUT, in_words
 from inflight.generator.engine_args import require_extra
 from inflight.generator.server_args import require_server
 from inflight.launcher import devices
@@ -121,8 +121,7 @@ def _require_made(looked: _Looked, what: str) -> None:
     if own and looked.code == BAD_INPUT:
         raise ConfigError(own[-1])
     said = (looked.words[-1:] or ["nothing"])[0]
-    how = f"signal {-looked.code}" if looked.code < 0 else f"code {looked.code}"
-    raise ConfigError(f"{what} can't be made: its process ended with {how} and said {said}")
+    raise ConfigError(f"{what} can't be made: its process ended with {in_words(looked.code)} and said {said}")
 
 
 def _require_task(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from typing import Self
 from inflight import config as configuration
 from inflight.bus import make_keys
 from inflight.config import ConfigError, RunConfig, Sampling
+from inflight.config.folder import LOCK_FILE
 from inflight.launcher.run_lock import holders, kill_orphaned, orphaned, sign
 from inflight.launcher.same_task import require_same_task
 from inflight.processes import KILL_WAIT_S, describe
@@ -65,7 +66,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._own_lock = self._open("launcher.lock")
-            self.lock = self._open("lock")
+            self.lock = self._open(LOCK_FILE)
         except OSError as error:
             raise LaunchError(f"can't make the run folder: {error}") from None
         try:
@@ -165,7 +166,7 @@ def _holds_run(config: RunConfig) -> bool:
     holds_run = (path / configuration.CONFIG_FILE).exists()
     if holds_run and not config.resume:
         raise LaunchError(f"{path} holds a run already; choose another run_dir, or resume the run: resume=true")
-    begun = holds_run or (path / "lock").exists()  # a launcher may be killed before it has written anything
+    begun = holds_run or (path / LOCK_FILE).exists()  # a launcher may be killed before it has written anything
     if config.resume and not begun:
         raise LaunchError(f"{path} holds no run to resume; leave resume=true out to start one")
     return holds_run

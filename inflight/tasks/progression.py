@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise, takewhile
 
-from inflight.config import require
+from inflight.config.checks import require, require_one_of
 from inflight.tasks.base import Item
 
 STYLES = {
@@ -56,11 +56,11 @@ class Progression:
         for name in ("terms", "max_start", "max_step"):
             require(getattr(self, name) >= 1, f"task.options.{name}", getattr(self, name), "1 or more")
         require(self.shown >= 2, "task.options.shown", self.shown, "2 or more (one term shows no step)")
-        require(self.style in STYLES, "task.options.style", self.style, ", ".join(STYLES))
+        require_one_of(self, "task.options", "style", STYLES)
         held = self.held_out
         space = self.max_start * self.max_step
         require(0 <= held < space, "task.options.held_out", held, f"0 to {space - 1}, of {space} questions")
-        require(self.reward in REWARDS, "task.options.reward", self.reward, ", ".join(REWARDS))
+        require_one_of(self, "task.options", "reward", REWARDS)
 
         def rank(number: int) -> bytes:  # a hash gives the same order on every machine and Python version
             return blake2b(f"{self.seed}:{number}".encode(), digest_size=16).digest()

@@ -61,9 +61,8 @@ class Learner:
         self._loss = make_loss(config)
         self._sampling = Sampling.of(config.rollout)
         self._advantage = advantage_of(config.trainer.advantage)
-        settings = config.trainer
-        optimizer = make_optimizer(policy.master, settings)
-        schedule = make_schedule(optimizer, settings, step)
+        optimizer = make_optimizer(policy.master, config.trainer)
+        schedule = make_schedule(optimizer, config.trainer, step)
         self.optimizer, self._schedule = accelerator.prepare(optimizer, schedule)
         self._moved = False
         """Whether an update of the batch was taken so far."""
@@ -142,8 +141,7 @@ class Learner:
     def _cut(self) -> dict[str, Any]:
         """How `split` is to cut a batch."""
         by = self.settings
-        ranks = self.settings.processes
-        return {"size": by.micro_batch, "ranks": ranks, "mixed": by.packing, "tokens": by.micro_batch_tokens}
+        return {"size": by.micro_batch, "ranks": by.processes, "mixed": by.packing, "tokens": by.micro_batch_tokens}
 
     def learn(self, batch: Batch) -> tuple[float, Stats]:
         """Adds the gradient of a micro-batch; returns its share of the step's loss, and its figures."""
@@ -153,7 +151,7 @@ class Learner:
             self.mismatch.add(scores.logprobs, part)
         share, stats = self._loss(scores, part, self._reference_logprobs(part))
         # FSDP2 averages the ranks' gradients, but each rank has a part of one sum.
-        self._accelerator.backward(share * self._config.trainer.processes)
+        self._accelerator.backward(share * self.settings.processes)
         self.policy.collect_gradients()
         return float(share.detach()), stats
 
@@ -165,12 +163,12 @@ class Learner:
         """
         with self.coordinator.together("compare"):
             part = batch.to(self._accelerator.device)
-            scores = self.policy.score(part, sampling, packing=self._config.trainer.packing)
+            scores = self.policy.score(part, sampling, packing=self.settings.packing)
             self.policy.reshard()
         return scores.logprobs.cpu()
 
     def _score(self, score: Callable[..., Scores], batch: Batch, *, entropy_gradient: bool = False) -> Scores:
-        packing = self._config.trainer.packing
+        packing = self.settings.packing
         return score(batch, self._sampling, entropy_gradient=entropy_gradient, packing=packing)
 
     @torch.no_grad()
@@ -178,7 +176,7 @@ class Learner:
         """[B, L] log-probabilities of the reference for the KL divergence; None without one."""
         if not self._loss.kl:
             return None
-        if self._config.trainer.objective.kl_reference == "teacher":
+        if self.settings.objective.kl_reference == "teacher":
             return batch.teacher_logprobs
         if isinstance(self.policy, AdapterPolicy):
             return self._score(self.policy.score_base, batch).logprobs
@@ -209,5 +207,5 @@ class Learner:
 
     def _clip(self) -> float:
         """The norm over all shards; each rank scales its own shards by it."""
-        norm = torch.nn.utils.clip_grad_norm_(self.policy.master.parameters(), self._config.trainer.grad_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.master.parameters(), self.settings.grad_clip)
         return float(norm.full_tensor() if is_sharded(norm) else norm)  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ def policy_of(config: RunConfig, directory: Path, device: torch.device) -> Polic
     Raises OSError or ValueError as `load_policy` does, CheckpointError for a checkpoint without float32 weights.
     """
     settings = config.trainer
-    if config.trainer.adapter:
+    if settings.adapter:
         return adapter_policy(config, directory, device)
     policy = load_policy(
         directory,

@@ -56,7 +56,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (TASK + "\n    def __post_init__(self): import sys; sys.exit(0)", "can't be made: SystemExit: 0 (/TMP/mine.py"),
         (SPEAKS + TASK + "\n    def __post_init__(self): raise OSError('no disk')", "can't be made: OSError: no disk"),
         ("import os; os._exit(139)", "can't be made: its process ended with code 139 and said nothing"),
-        ("import os; os.kill(os.getpid(), 11)", "can't be made: its process ended with signal 11 and said nothing"),
+        ("import os; os.kill(os.getpid(), 11)", "can't be made: its process ended with SIGSEGV and said nothing"),
         (
             TASK + "\n    def __post_init__(self): raise OSError('no disk')",
             "can't be made: OSError: no disk (/TMP/mine.py",

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from omegaconf import OmegaConf
 
-from inflight.config import CONFIG_FILE
+from inflight.config.folder import AUDIT_FILE, CONFIG_FILE, ENVIRONMENT_FILE
 from inflight.error_line import one_line
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report import staleness, summary, summary_text
@@ -22,8 +22,6 @@ from inflight.report.html.state import state
 from inflight.report.token_text import TokenTexts
 from inflight.rollout.buffer import ROLLOUTS_FILE
 
-ENVIRONMENT_FILE = "environment.json"
-AUDIT_FILE = "audit.json"
 MOST_NAMED = 200
 """Lines of an audit, of faults and of what is open."""
 

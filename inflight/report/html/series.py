@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from inflight.metrics import EVAL_GIVEN_UP
+
 MOST_POINTS = 2000
 """Of a curve: more than a screen has columns. A longer run is thinned evenly, with its first and last step."""
 _FIGURES = (
@@ -105,7 +107,7 @@ def of_evaluations(lines: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     }
     columns["version"] = [number(line.get("version")) for line in shown]
     columns["best"] = [bool(line.get("eval/best")) for line in shown]
-    columns["given_up"] = [str(line["eval/given_up"]) for line in lines if line.get("eval/given_up")][:50]
+    columns["given_up"] = [str(line[EVAL_GIVEN_UP]) for line in lines if line.get(EVAL_GIVEN_UP)][:50]
     return columns
 
 

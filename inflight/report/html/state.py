@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-LOCK_FILE = "lock"
+from inflight.config.folder import LOCK_FILE
 
 
 def is_running(run_dir: Path) -> bool:

@@ -33,12 +33,11 @@ from inflight.audit.command import judge
 from inflight.audit.record import read
 from inflight.audit.replay import KeptVersions, Replayer, Sequenced, Stale, TransformersReplayer
 from inflight.audit.report import AuditOutcome
-from inflight.config import AuditConfig, GeneratorConfig, ModelConfig, RolloutConfig, RunConfig, TaskConfig
+from inflight.config import AuditConfig, GeneratorConfig, ModelConfig, RolloutConfig, RunConfig, Sampling, TaskConfig
 from inflight.generator.engine_args import CPU_WORKER, engine_values
 from inflight.models import prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader
-from inflight.sampling import Sampling
 
 DTYPES = ("float32", "bfloat16")
 JUDGES = ("transformers", "engine")

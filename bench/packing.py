@@ -15,8 +15,8 @@ import time
 
 import torch
 
+from inflight.config import Sampling
 from inflight.models import prepare
-from inflight.sampling import Sampling
 from inflight.trainer.batch import NO_VERSION, Batch
 from inflight.trainer.packing import packed
 from inflight.trainer.policy import Policy, load_policy

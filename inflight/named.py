@@ -47,6 +47,13 @@ def with_options(function: Callable[..., Any], options: Mapping[str, Any], place
     return functools.partial(function, **options) if options else function
 
 
+def of_entry(entry: Mapping[str, Any], built_in: Mapping[str, str], place: str) -> Callable[..., Any]:
+    """The function that an entry of a list stands for: its `name`, and its options as further keys. Raises ConfigError
+    as `find` and `with_options` do."""
+    options = {key: value for key, value in entry.items() if key != "name"}
+    return with_options(find(entry["name"], built_in, f"{place}.name"), options, place)
+
+
 _PLAIN = {"int": int, "float": float, "bool": bool, "str": str}
 
 

@@ -12,8 +12,6 @@ import torch
 
 from inflight.config import Sampling
 
-__all__ = ["Recorded", "Sampling", "processed_logprobs"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recorded:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from inflight.actor import calls
-from inflight.actor.called import Caller, ForeignError, GroupLost, all_of, called
+from inflight.actor.called import Caller, GroupLost, all_of, called
 from inflight.actor.calls import Answer, Ask, ItemIs, MakeTask, MakeTokenizer, Question
 from inflight.actor.crew import Crew
 from inflight.actor.pending import NotMade
@@ -28,8 +28,6 @@ from inflight.prompts import Chat
 from inflight.tasks.base import Score
 from inflight.tasks.course import NoMoreQuestions
 from inflight.types import Turn
-
-__all__ = ["Foreign", "ForeignError", "GroupLost", "foreign"]
 
 MAX_WORKERS = 8
 """Most children for scores if their number is not configured; otherwise one per CPU core."""

@@ -15,8 +15,8 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from inflight.actor.called import ForeignError, GroupLost
 from inflight.actor.deliveries import Deliveries
-from inflight.actor.foreign import ForeignError, GroupLost
 from inflight.actor.routing import Routing
 from inflight.actor.sampler import Sampler
 from inflight.actor.streak import Streak

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from inflight.audit.replay import AuditError, KeptVersions, TransformersReplayer
 from inflight.base_digest import base_digest, require_base
+from inflight.config import Sampling
 from inflight.config.lora import LoraConfig
 from inflight.peft_layers import matrices_of, with_adapter
-from inflight.sampling import Sampling
 
 
 def _require_base(kept: KeptVersions, model_dir: Path) -> None:

@@ -21,15 +21,14 @@ from inflight.audit.record import RecordedRollouts, read
 from inflight.audit.replay import AuditError, KeptVersions, Replayer, TransformersReplayer
 from inflight.audit.report import AuditOutcome, AuditReport, Completeness
 from inflight.audit.text import text
-from inflight.config import ConfigError, RunConfig, load
+from inflight.config import ConfigError, RunConfig, Sampling, load
 from inflight.config.folder import AUDIT_FILE
 from inflight.exits import BAD_INPUT, say_why
 from inflight.file_path import file_path
 from inflight.metrics import METRICS_FILE, SUMMARY_FILE, SWAPS_FILE
 from inflight.models import ModelError, prepare
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import StreamError
-from inflight.sampling import Sampling
+from inflight.rollout.frames import StreamError
 
 FAILED = 1
 NOT_SHOWN = 3

@@ -13,9 +13,9 @@ import torch
 
 from inflight.audit.alone import Trial, explain
 from inflight.audit.replay import AuditError, Job, KeptVersions, Replayer, Sequenced
-from inflight.config import RunConfig
+from inflight.config import RunConfig, Sampling
 from inflight.generator.pass_engine import MAX_BATCH, EngineMissing, Pass, PassEngine
-from inflight.sampling import Sampling, processed_logprobs
+from inflight.sampling import processed_logprobs
 
 TRIAL_TOKENS = 1 << 14
 """Tokens of KV cache for trials, in addition to the sequences themselves."""

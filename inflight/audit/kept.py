@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 
-from inflight.sampling import Recorded, Sampling
+from inflight.config import Sampling
+from inflight.sampling import Recorded
 
 
 def plausible(logits: torch.Tensor, sampling: Sampling, recorded: Recorded, slack: float) -> Recorded:

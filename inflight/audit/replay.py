@@ -16,8 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from inflight.agreement import STEP
 from inflight.audit.kept import plausible
 from inflight.audit.segments import Segment
+from inflight.config import Sampling
 from inflight.error_line import first_line, one_line
-from inflight.sampling import Recorded, Sampling, processed_logprobs
+from inflight.sampling import Recorded, processed_logprobs
 
 EDGE_ALIKE = 1e-5
 EDGE_STEPS = 300.0

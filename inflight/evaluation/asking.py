@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from inflight.actor.called import all_of
+from inflight.actor.called import GroupLost, all_of
 from inflight.actor.calls import Question
-from inflight.actor.foreign import Foreign, GroupLost, ScoredAlone
+from inflight.actor.foreign import Foreign, ScoredAlone
 from inflight.actor.scoring import Completion
 from inflight.completions import TOO_LONG, Rejected, RetryableFailure, base_request, complete, endings, seed_of
 from inflight.config import RunConfig, Sampling

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import secrets
 
-from inflight.actor.foreign import ForeignError
+from inflight.actor.called import ForeignError
 from inflight.bus import BusError, Link, pumped
 from inflight.completions import Unpatched
 from inflight.config import EvalConfig

@@ -25,7 +25,8 @@ from rich.console import Console
 from yaml import YAMLError
 
 from inflight import config as configuration
-from inflight.actor.foreign import ForeignError, foreign
+from inflight.actor.called import ForeignError
+from inflight.actor.foreign import foreign
 from inflight.bus import BusError, Listener
 from inflight.completions import Unpatched, session_of
 from inflight.config import CONFIG_FILE, BusConfig, ConfigError, HostsConfig, NetworkConfig, RunConfig, run_of, schema

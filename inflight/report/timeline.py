@@ -20,7 +20,8 @@ from inflight.clocks import Clocks
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.report.html import series
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import Reader, StreamError, recorded
+from inflight.rollout.frames import StreamError
+from inflight.rollout.stream import Reader, recorded
 from inflight.types import Rollout
 
 

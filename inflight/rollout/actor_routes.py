@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator
 
 from inflight.types import Routes
 
-NOWHERE = Routes(version=0, generators={})
-
 
 class ActorRoutes:
     """The routes to the generators, as a source gives them now, and the actors that have not been sent these yet."""
 
-    def __init__(self, source: Callable[[], Routes] = lambda: NOWHERE) -> None:
+    def __init__(self, source: Callable[[], Routes]) -> None:
         self._source = source
         self._sent: dict[str, Routes | None] = {}
 

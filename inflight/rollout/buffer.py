@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from inflight.bus import Listener, Lost, Received
 from inflight.config import RunConfig
 from inflight.groups import MAX_VOCABULARY
-from inflight.rollout.actor_routes import NOWHERE
 from inflight.rollout.actors import Actors
 from inflight.rollout.books import NO_BOOKS, Books, Counts
 from inflight.rollout.gate import GatedGroup
@@ -65,7 +64,7 @@ class Buffer:
         groups: Sequence[StoredGroup] = (),
         *,
         vocabulary: int = MAX_VOCABULARY,
-        routes: Callable[[], Routes] = lambda: NOWHERE,
+        routes: Callable[[], Routes] = lambda: Routes(version=0, generators={}),
         warn: Callable[[str], None] = log.warning,
     ) -> None:
         """Starts at once. For a resumed run: `books` of its checkpoint, and the groups still to be trained on.

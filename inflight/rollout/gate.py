@@ -20,13 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from inflight.arrays import Flags, Lags
 from inflight.config import GateConfig
-from inflight.named import find, with_options
+from inflight.named import of_entry
 from inflight.rollout import rules
 from inflight.rollout.gate_result import GatedGroup, GatedRollout, GroupDrop, SequenceDrop
 from inflight.types import Rollout, RolloutGroup, version_array
@@ -50,7 +49,7 @@ def token_lags(rollout: Rollout, version: int) -> Lags:
 
 def rules_of(config: GateConfig) -> list[Rule]:
     """The configured rules. Raises ConfigError that names an unknown rule or option."""
-    return [_rule(each, f"gate.rules[{index}]") for index, each in enumerate(config.rules)]
+    return [of_entry(each, rules.RULES, f"gate.rules[{index}]") for index, each in enumerate(config.rules)]
 
 
 def gate_group(group: RolloutGroup, version: int, config: GateConfig) -> GatedGroup:
@@ -97,10 +96,3 @@ def _chain(config: GateConfig) -> list[tuple[str, Rule]]:
         ),
         (f"at least {MIN_GROUP} rollouts", lambda group: rules.smallest_group(group, at_least=MIN_GROUP)),
     ]
-
-
-def _rule(entry: dict[str, Any], place: str) -> Rule:
-    """A rule from its entry: `name`, and its options as further keys."""
-    options = {key: value for key, value in entry.items() if key != "name"}
-    rule: Rule = with_options(find(entry["name"], rules.RULES, f"{place}.name"), options, place)
-    return rule

@@ -47,7 +47,7 @@ class Indices:
 class Questions:
     """Hands out indices, the lowest open one first; not thread-safe."""
 
-    def __init__(self, settled: Indices, held: Iterable[int] = ()) -> None:
+    def __init__(self, settled: Indices, held: Iterable[int]) -> None:
         """`settled` are finished, `held` have a group that waits to be trained on; all others are open."""
         held = set(held)
         self.settled = settled

@@ -16,25 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
-from inflight.rollout.frames import CONTINUED, HEAD, BadFrame, StreamError, decode_frame, encode_frame, read_frame
-from inflight.rollout.part import MAGIC, SCHEMA, START_BYTES, Part, new_stream, part_path, start_of
+from inflight.rollout.frames import CONTINUED, HEAD, BadFrame, StreamError, encode_frame, read_frame
+from inflight.rollout.part import START_BYTES, Part, new_stream, part_path, start_of
 from inflight.types import RolloutGroup
-
-__all__ = [
-    "MAGIC",
-    "SCHEMA",
-    "START_BYTES",
-    "FramePlace",
-    "Reader",
-    "StreamError",
-    "Writer",
-    "decode_frame",
-    "encode_frame",
-    "parts",
-    "read_group",
-    "recorded",
-    "written",
-]
 
 
 class FramePlace(NamedTuple):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Self
 
 from inflight.config import RunConfig
 from inflight.groups import index_of
-from inflight.rollout.stream import decode_frame, encode_frame
+from inflight.rollout.frames import decode_frame, encode_frame
 from inflight.types import RolloutGroup
 
 REMEMBERED = 64
@@ -81,8 +81,8 @@ class Waiting:
         if group.index is not None:
             self._indices.add(group.index)
 
-    def pop(self, at: int = 0) -> StoredGroup:
-        """Removes and returns the group at a position, by default the oldest."""
+    def pop(self, at: int) -> StoredGroup:
+        """Removes and returns the group at a position; the oldest is at 0."""
         group = self._queue[at]
         del self._queue[at]
         self.nbytes -= len(group.frame)
@@ -91,9 +91,6 @@ class Waiting:
 
     def __getitem__(self, at: int) -> StoredGroup:
         return self._queue[at]
-
-    def __iter__(self) -> Iterator[StoredGroup]:
-        return iter(self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)

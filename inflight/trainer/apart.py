@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from inflight.sampling import Sampling
+from inflight.config import Sampling
 from inflight.trainer.batch import to_score
 from inflight.trainer.logprobs import Scores
 

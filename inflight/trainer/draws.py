@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from inflight.sampling import Recorded, Sampling
+from inflight.config import Sampling
+from inflight.sampling import Recorded
 from inflight.trainer.batch import Batch
 
 

@@ -13,13 +13,12 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from inflight.bus import Link
-from inflight.config import RunConfig
+from inflight.config import RunConfig, Sampling
 from inflight.error_line import one_line
 from inflight.messages import AnyMessage, Finish
 from inflight.messages.ranks import Done, Learn, Learned, Meet, Order, Piece, RankFailed, Scored, Took, TrainerHello
 from inflight.models import prepare
 from inflight.prometheus.endpoint import MetricsEndpoint
-from inflight.sampling import Sampling
 from inflight.trainer.checkpoint.io import load_optimizer
 from inflight.trainer.checkpoint.snapshot import model_tensors, optimizer_tensors
 from inflight.trainer.collective_timeout import bounded

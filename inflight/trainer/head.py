@@ -16,7 +16,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
-from inflight.sampling import Sampling, processed_logprobs
+from inflight.config import Sampling
+from inflight.sampling import processed_logprobs
 from inflight.trainer.draws import Draws
 
 LOGITS_AT_ONCE = 1 << 27

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from inflight.config import RunConfig, TrainerConfig
+from inflight.config import RunConfig, Sampling, TrainerConfig
 from inflight.rollout.gate import GatedGroup
-from inflight.sampling import Sampling
 from inflight.trainer.adapter import AdapterPolicy
 from inflight.trainer.advantage import advantage_of
 from inflight.trainer.batch import Batch, collate

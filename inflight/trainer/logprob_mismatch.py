@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from inflight import agreement
-from inflight.config import RunConfig
-from inflight.sampling import Sampling
+from inflight.config import RunConfig, Sampling
 from inflight.trainer.batch import Batch
 from inflight.weights.publish.comparison import SUSPECTS, NumbersDiffer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from inflight.sampling import Sampling
+from inflight.config import Sampling
 from inflight.trainer.batch import Batch
 from inflight.trainer.draws import Draws
 from inflight.trainer.head import LOGITS_AT_ONCE, Head

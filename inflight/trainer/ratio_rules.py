@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from inflight.config import ConfigError
-from inflight.named import find, with_options
+from inflight.named import of_entry
 from inflight.trainer.objectives.base import at_level, outside, ratio
 
 RATIO_RULES = {
@@ -47,9 +47,7 @@ def ratio_rules_of(entries: Sequence[dict[str, Any]]) -> list[tuple[str, RatioRu
     found: list[tuple[str, RatioRule]] = []
     for index, entry in enumerate(entries):
         place = f"gate.ratio_rules[{index}]"
-        options = {key: value for key, value in entry.items() if key != "name"}
-        function = find(entry["name"], RATIO_RULES, f"{place}.name")
-        rule = with_options(function, options, place)
+        rule = of_entry(entry, RATIO_RULES, place)
         _try(rule, f"{place} {entry['name']}")
         found.append((entry["name"], rule))
     return found

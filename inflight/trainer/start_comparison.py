@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from inflight.config import RunConfig
-from inflight.sampling import Sampling
+from inflight.config import RunConfig, Sampling
 from inflight.trainer.batch import Batch, to_score
 from inflight.trainer.learner import Learner
 from inflight.trainer.logprob_mismatch import coarser

@@ -13,11 +13,10 @@ from rollout_requests import ServedModel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from inflight.completions import complete, sampling
-from inflight.config import GateConfig, RolloutConfig, TaskConfig
+from inflight.config import GateConfig, RolloutConfig, Sampling, TaskConfig
 from inflight.models import prepare
 from inflight.packed_logprobs import unpack
 from inflight.rollout.gate import gate_group
-from inflight.sampling import Sampling
 from inflight.tasks import make
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate

@@ -47,8 +47,9 @@ from inflight.metrics import METRICS_FILE, SWAPS_FILE, read_lines
 from inflight.packed_logprobs import tokens_in, unpack
 from inflight.report import summary, summary_text
 from inflight.rollout.books import NO_BOOKS
+from inflight.rollout.frames import StreamError, encode_frame
 from inflight.rollout.part import start_of
-from inflight.rollout.stream import Reader, StreamError, encode_frame
+from inflight.rollout.stream import Reader
 from inflight.trainer.checkpoint import index, rng
 from inflight.trainer.checkpoint.index import CheckpointError, Saved
 from inflight.trainer.checkpoint.io import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
-from inflight.sampling import Sampling
+from inflight.config import Sampling
 from inflight.trainer.batch import Batch, to_score
 from inflight.trainer.logprobs import score_tokens
 from inflight.trainer.recompute import recompute_layers

@@ -19,10 +19,10 @@ from inflight.audit import run
 from inflight.audit.alternatives import previous_of
 from inflight.audit.replay import KeptVersions, Stale, TransformersReplayer
 from inflight.audit.segments import segments
-from inflight.config import AuditConfig, ModelConfig, save
+from inflight.config import AuditConfig, ModelConfig, Sampling, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Writer
-from inflight.sampling import Sampling, processed_logprobs
+from inflight.sampling import processed_logprobs
 from inflight.types import PrefillSpan, RolloutGroup, VersionSpan
 
 VERSIONS = 3

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from rollout_samples import make_config
 from test_trainer_packing import sequences
 
-from inflight.config import ObjectiveConfig, TrainerConfig
+from inflight.config import ObjectiveConfig, Sampling, TrainerConfig
 from inflight.config.lora import LoraConfig
 from inflight.peft_layers import matrices_of
-from inflight.sampling import Sampling
 from inflight.trainer.adapter import adapter_policy
 from inflight.trainer.checkpoint.snapshot import model_tensors
 from inflight.trainer.policy import Policy, load_policy, reference

@@ -23,7 +23,7 @@ from inflight.actor import __main__ as entry
 from inflight.actor import loop as actor_module
 from inflight.actor import pool as pool_module
 from inflight.actor import streak as streak_module
-from inflight.actor.foreign import GroupLost
+from inflight.actor.called import GroupLost
 from inflight.actor.loop import Actor, ActorError
 from inflight.actor.pool import NoGenerator, Pool
 from inflight.actor.sampler import Sampler

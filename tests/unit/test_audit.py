@@ -38,7 +38,7 @@ from inflight.audit.report import AuditOutcome
 from inflight.audit.segments import Segment, TagError, segments
 from inflight.config import ModelConfig, load, save
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import MAGIC
+from inflight.rollout.part import MAGIC
 from inflight.types import PrefillSpan, VersionSpan
 
 

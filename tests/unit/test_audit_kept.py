@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from inflight.audit.kept import plausible
-from inflight.sampling import Recorded, Sampling, processed_logprobs
+from inflight.config import Sampling
+from inflight.sampling import Recorded, processed_logprobs
 
 SLACK = 1e-4
 OPTIONS = [

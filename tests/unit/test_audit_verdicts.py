@@ -19,9 +19,9 @@ from inflight.audit.evidence import Verdict
 from inflight.audit.replay import KeptVersions, TransformersReplayer
 from inflight.audit.report import AuditOutcome
 from inflight.audit.segments import Segment
+from inflight.config import Sampling
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, Writer
-from inflight.sampling import Sampling
 from inflight.types import GeneratorSpan, PrefillSpan
 
 PLANS = [at(0, 5, 9), at(0, 3), at(0, 8, 12), [1] * 16]

@@ -16,9 +16,10 @@ from fake_generator import eventually
 from rollout_samples import make_config
 
 from inflight.actor import calls
+from inflight.actor.called import GroupLost
 from inflight.actor.calls import MakeTask, Question
 from inflight.actor.crew import Crew
-from inflight.actor.foreign import Foreign, GroupLost, foreign
+from inflight.actor.foreign import Foreign, foreign
 from inflight.actor.output import Allowance
 from inflight.actor.worker_process import Bounds
 from inflight.config import ConfigError, TaskConfig

@@ -11,7 +11,9 @@ from inflight import __version__, cli, config
 from inflight.config import ConfigError, ModelConfig, RunConfig, TaskConfig, release
 from inflight.metrics import METRICS_FILE
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import MAGIC, SCHEMA, Reader, StreamError, Writer
+from inflight.rollout.frames import StreamError
+from inflight.rollout.part import MAGIC, SCHEMA
+from inflight.rollout.stream import Reader, Writer
 from inflight.trainer.checkpoint import index
 
 OLD = "# written by inflight 0.0.9\n"

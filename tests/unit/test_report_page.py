@@ -18,7 +18,8 @@ from inflight.report.html import bands, page, series
 from inflight.report.html.data import of_run
 from inflight.report.html.redact import REDACTED, flat, redacted
 from inflight.rollout.buffer import ROLLOUTS_FILE
-from inflight.rollout.stream import StreamError, Writer, read_group
+from inflight.rollout.frames import StreamError
+from inflight.rollout.stream import Writer, read_group
 
 MIB = 1 << 20
 

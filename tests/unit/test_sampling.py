@@ -9,8 +9,8 @@ import pytest
 import torch
 from batches import make_batch
 
-from inflight.config import RolloutConfig
-from inflight.sampling import Recorded, Sampling, processed_logprobs
+from inflight.config import RolloutConfig, Sampling
+from inflight.sampling import Recorded, processed_logprobs
 from inflight.trainer.logprobs import score_tokens
 from inflight.trainer.policy import load_policy
 

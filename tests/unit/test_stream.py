@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from rollout_samples import make_group
 
 from inflight.rollout import frames
+from inflight.rollout.frames import StreamError, encode_frame
 from inflight.rollout.part import part_path, start_of
-from inflight.rollout.stream import FramePlace, Reader, StreamError, Writer, encode_frame, read_group, recorded
+from inflight.rollout.stream import FramePlace, Reader, Writer, read_group, recorded
 
 GROUPS = [make_group(f"group {i}", size=1 + i, length=3 * i, spans=[(0, i)] if i else []) for i in range(4)]
 FRAMES = [encode_frame(group) for group in GROUPS]

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from inflight.sampling import Recorded, Sampling, processed_logprobs
+from inflight.config import Sampling
+from inflight.sampling import Recorded, processed_logprobs
 from inflight.trainer.draws import Draws
 from inflight.trainer.head import LOGITS_AT_ONCE, Head
 from inflight.trainer.logprobs import score_tokens

@@ -14,9 +14,8 @@ from batches import make_batch
 from rollout_samples import make_config, make_rollout
 from safetensors.torch import load_file, save_file
 
-from inflight.config import GateConfig, ObjectiveConfig, TrainerConfig
+from inflight.config import GateConfig, ObjectiveConfig, Sampling, TrainerConfig
 from inflight.rollout.gate import gate_group
-from inflight.sampling import Sampling
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.batch import collate
 from inflight.trainer.learner import Learner, Stopped

@@ -11,9 +11,8 @@ from accelerate import Accelerator
 from rollout_samples import make_config, make_rollout
 from transformers import AutoModelForCausalLM
 
-from inflight.config import GateConfig, ObjectiveConfig, TrainerConfig
+from inflight.config import GateConfig, ObjectiveConfig, Sampling, TrainerConfig
 from inflight.rollout.gate import gate_group
-from inflight.sampling import Sampling
 from inflight.trainer.advantage import group_mean
 from inflight.trainer.apart import require_apart
 from inflight.trainer.batch import collate

@@ -9,7 +9,7 @@ from test_trainer_packing import sequences
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from inflight.sampling import Sampling
+from inflight.config import Sampling
 from inflight.trainer.policy import load_policy
 from inflight.trainer.recompute import recompute_layers
 

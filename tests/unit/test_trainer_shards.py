@@ -15,8 +15,8 @@ from sharded_ranks import ADAPTED, WAYS, adapted, measured
 from test_trainer_packing import sequences
 from transformers import AutoModelForCausalLM
 
+from inflight.config import Sampling
 from inflight.models import prepare
-from inflight.sampling import Sampling
 from inflight.trainer.loading import load_model
 from inflight.trainer.policy import load_policy
 from inflight.trainer.shards import WeightFiles, blank_model

@@ -12,8 +12,7 @@ from reference_objectives import REFERENCES
 from rollout_samples import make_config
 from test_trainer_loss import gradients, never, sequences
 
-from inflight.config import ConfigError, ObjectiveConfig, TrainerConfig
-from inflight.sampling import Sampling
+from inflight.config import ConfigError, ObjectiveConfig, Sampling, TrainerConfig
 from inflight.trainer import updates
 from inflight.trainer.batch import Batch, scales
 from inflight.trainer.learner import Learner, Stopped

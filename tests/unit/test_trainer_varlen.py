@@ -10,7 +10,7 @@ import torch
 from test_trainer_packing import sequences
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, Qwen3Config
 
-from inflight.sampling import Sampling
+from inflight.config import Sampling
 from inflight.trainer import varlen
 from inflight.trainer.loading import attention_for, ready
 from inflight.trainer.logprobs import score_tokens

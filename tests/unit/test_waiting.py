@@ -68,7 +68,7 @@ def test_the_next_group_is_taken_to_be_like_the_last_ones():
     for size in (10, 30):
         waiting.append(StoredGroup("q1", b"x" * size))
     assert (waiting.typical, waiting.nbytes) == (20.0, 40)
-    assert waiting.pop().frame == b"x" * 10
+    assert waiting.pop(0).frame == b"x" * 10
     assert (waiting.typical, waiting.nbytes) == (20.0, 30)
     for _ in range(REMEMBERED):
         waiting.append(StoredGroup("q2", b"x" * 50))

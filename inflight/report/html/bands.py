@@ -11,7 +11,8 @@ from typing import Any
 
 from inflight.report.answers import ShownGroup, ShownRollout, Texts, Training, asked
 from inflight.report.html.series import number
-from inflight.rollout.stream import FramePlace, Reader, StreamError, read_group, recorded
+from inflight.rollout.frames import StreamError
+from inflight.rollout.stream import FramePlace, Reader, read_group, recorded
 from inflight.types import RolloutGroup
 
 MOST_SEQUENCES = 400

@@ -8,7 +8,6 @@ each ratio that the trainer computes from it.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 from inflight import agreement
 from inflight.agreement import Agreement
 from inflight.config import Sampling
-from inflight.types import Route
+from inflight.types import Route, Turn
 from inflight.weights.publish.asking import ANSWER_S, NoNumber, ask_all, of_version, request_of, sent_alone
 
 REQUESTS = 16
@@ -106,27 +105,35 @@ def compare(
     requests = [request_of(list(map(int, prompt)), sampling, seed, model) for seed, prompt in enumerate(prompts)]
     with ThreadPoolExecutor(1, "comparison") as pool:  # the caller may have an event loop of its own
         answers = pool.submit(asyncio.run, ask_all(served, requests, timeout_s, api_key, stop)).result()
-    found = []
-    for name, route in served.items():
-        whole, unanswered = of_version(answers[name], route.version)
-        asked = [
-            Sampled(request["prompt"], turn.token_ids.tolist())
-            for request, turn in zip(requests, whole, strict=True)
-            if turn
-        ]
-        recorded = [turn.logprobs for turn in whole if turn]
-        result = Comparison(name, route.incarnation, route.version, unanswered=unanswered)
-        if asked:
-            alone = [number in sent_alone(requests) for number, turn in enumerate(whole) if turn]
-            scored = _scored(score, asked)
-            verdict, problem = _judge(asked, recorded, scored, dtype, sampling.temperature, alone)
-            result = dataclasses.replace(result, agreement=verdict, problem=problem)
-        wrong = [each["prompt"] for each, got in zip(requests, answers[name], strict=True) if isinstance(got, NoNumber)]
-        if wrong:
-            problem = f"after a prompt of {len(wrong[0])} tokens, a log-probability is no number"
-            result = dataclasses.replace(result, problem=problem)
-        found.append(result)
-    return found
+    return [
+        _of_one(name, route, requests, answers[name], score, dtype, sampling.temperature)
+        for name, route in served.items()
+    ]
+
+
+def _of_one(
+    name: str,
+    route: Route,
+    requests: Sequence[dict[str, Any]],
+    answers: Sequence[Turn | str],
+    score: Score,
+    dtype: str,
+    temperature: float,
+) -> Comparison:
+    """What one generator's answers say; those of another version are left out."""
+    whole, unanswered = of_version(answers, route.version)
+    answered = [(number, turn) for number, turn in enumerate(whole) if turn]
+    asked = [Sampled(requests[number]["prompt"], turn.token_ids.tolist()) for number, turn in answered]
+    verdict: Agreement | None = None
+    problem = ""
+    if asked:
+        recorded = [turn.logprobs for _, turn in answered]
+        alone = [number in sent_alone(requests) for number, _ in answered]
+        verdict, problem = _judge(asked, recorded, _scored(score, asked), dtype, temperature, alone)
+    wrong = [request["prompt"] for request, got in zip(requests, answers, strict=True) if isinstance(got, NoNumber)]
+    if wrong:
+        problem = f"after a prompt of {len(wrong[0])} tokens, a log-probability is no number"
+    return Comparison(name, route.incarnation, route.version, verdict, problem, unanswered)
 
 
 def require(found: Sequence[Comparison]) -> None:

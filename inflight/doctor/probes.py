@@ -6,12 +6,15 @@ Each function returns what goes into the file ANSWER, as JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 PATTERN = 0xA5
 PATTERN_BYTES = 1 << 20
@@ -54,19 +57,9 @@ def model(name: str, revision: str) -> dict[str, Any]:
 
 
 def _parameters(path: Path) -> int:
-    """Elements of all tensors: the header is 8 bytes of length, then JSON (the format's specification)."""
-    total = 0
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > 100 << 20:
-            raise ValueError(f"{path} is no safetensors file")
-        for name, tensor in json.loads(file.read(length)).items():
-            if name != "__metadata__":
-                count = 1
-                for extent in tensor["shape"]:
-                    count *= extent
-                total += count
-    return total
+    """Elements of all tensors of a safetensors file."""
+    with safe_open(path, framework="numpy") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118 - no mapping
 
 
 def cuda() -> dict[str, Any]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import difflib
-import importlib.util
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from inflight.config import ConfigError, RunConfig
 from inflight.config.network import LOOPBACK
-from inflight.generator.server_args import server_values
+from inflight.generator.server_args import fields_of, nearest, server_values
 from inflight.generator.settings import NO_VERSION, Settings
 from inflight.generator.shadow.limits import refuse_arguments
 from inflight.listening import nccl_settings
@@ -57,7 +53,7 @@ OWN = {
     "max_lora_rank": "trainer.lora.rank",
     "additional_config": "",
 }
-"""Engine arguments that inflight sets itself, and the option that each follows; None: inflight needs a fixed value."""
+"""Engine arguments that inflight sets itself, and the option that each follows; empty: inflight needs a fixed value."""
 
 
 def require_extra(extra: Mapping[str, Any]) -> None:
@@ -68,18 +64,10 @@ def require_extra(extra: Mapping[str, Any]) -> None:
     for name in extra:
         if name in OWN:
             raise ConfigError(f"generator.extra.{name} is not allowed: {OWN[name] or 'inflight'} sets it")
-    if extra and (unknown := sorted(extra.keys() - (known := _engine_arguments()))):
-        near = "".join(f", {each} is" for each in difflib.get_close_matches(unknown[0], known, 1))
+    known = fields_of("vllm.engine.arg_utils", ENGINE_ARGS) if extra else set[str]()
+    if unknown := sorted(extra.keys() - known):
+        near = nearest(unknown[0], known)
         raise ConfigError(f"generator.extra.{unknown[0]} is not an engine argument of this vLLM{near}")
-
-
-def _engine_arguments() -> set[str]:
-    """The field names of vLLM's AsyncEngineArgs."""
-    (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
-    source = Path(vllm, "engine", "arg_utils.py").read_text(encoding="utf-8")
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in ENGINE_ARGS]
-    fields = [line for each in classes for line in each.body if isinstance(line, ast.AnnAssign)]
-    return {field.target.id for field in fields if isinstance(field.target, ast.Name)}
 
 
 def environment(config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:

@@ -180,12 +180,17 @@ HOOKS: dict[Side, tuple[Hook | Attributes, ...]] = {
 }
 
 
-def require(side: Side) -> None:
-    """Checks the installed vLLM. Raises HookChanged with one line that names everything that changed."""
+def package() -> Path:
+    """The folder of the installed vLLM's package, which is not imported. Raises HookChanged when there is none."""
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:
         raise HookChanged("vLLM is not installed")
-    root = Path(spec.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])
+
+
+def require(side: Side) -> None:
+    """Checks the installed vLLM. Raises HookChanged with one line that names everything that changed."""
+    root = package()
     if found := changes(root, side):
         raise HookChanged(f"the vLLM in {root} is not one that inflight supports: {'; '.join(found)}")
 
@@ -193,10 +198,7 @@ def require(side: Side) -> None:
 def locate(name: str) -> str:
     """The module of the installed vLLM that defines the server's function `name`. Raises HookChanged when none does."""
     (hook,) = (hook for hook in HOOKS["server"] if hook.name == name)
-    spec = importlib.util.find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations:
-        raise HookChanged("vLLM is not installed")
-    sources = Sources(Path(spec.submodule_search_locations[0]))
+    sources = Sources(package())
     for file in hook.files:
         if sources.function(file, name) is not None:
             return "vllm." + file.removesuffix(".py").replace("/", ".")

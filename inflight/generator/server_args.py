@@ -6,9 +6,7 @@ import argparse
 import ast
 import difflib
 import importlib
-import importlib.util
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from inflight.config import ConfigError
@@ -105,7 +103,7 @@ def require_server(given: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
     known = {*_server_arguments(), *ENGINE_SIDE} if given else set[str]()
     for name in given:
         if name not in known:
-            near = "".join(f", {each} is" for each in difflib.get_close_matches(name, known & ALLOWED, 1))
+            near = nearest(name, known & ALLOWED)
             raise ConfigError(f"generator.server.{name} is not an argument of this vLLM's server{near}")
         if name not in ALLOWED:
             raise ConfigError(
@@ -123,11 +121,21 @@ def _server_arguments() -> set[str]:
         module = hooks.locate("make_arg_parser")
     except hooks.HookChanged as error:
         raise ConfigError(f"generator.server can't be used: {error}") from None
-    (vllm,) = importlib.util.find_spec("vllm").submodule_search_locations
-    source = Path(vllm, *module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
-    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name in _CLASSES]
-    fields = [line for each in classes for line in each.body if isinstance(line, ast.AnnAssign)]
+    return fields_of(module, _CLASSES)
+
+
+def fields_of(module: str, classes: Sequence[str]) -> set[str]:
+    """The annotated fields of classes in a module of the installed vLLM, from its source."""
+    path = hooks.package().joinpath(*module.split(".")[1:]).with_suffix(".py")
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    found = [node for node in body if isinstance(node, ast.ClassDef) and node.name in classes]
+    fields = [line for each in found for line in each.body if isinstance(line, ast.AnnAssign)]
     return {field.target.id for field in fields if isinstance(field.target, ast.Name)}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """For the end of an error about an unknown name: the known one that is most like it, if one is."""
+    return "".join(f", {each} is" for each in difflib.get_close_matches(name, list(known), 1))
 
 
 def server_values(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,18 +75,18 @@ def counter(name: str, text: str, value: float) -> Iterator[Metric]:
 
 def gauges(name: str, text: str, label: str, values: Mapping[str, float | int]) -> Iterator[Metric]:
     """A value for each value of the label."""
-    family = GaugeMetricFamily(name, text, labels=[label])
-    for key, value in sorted(values.items()):
-        family.add_metric([key], float(value))
-    yield family
+    yield _filled(GaugeMetricFamily(name, text, labels=[label]), values)
 
 
 def counters(name: str, text: str, label: str, values: Mapping[str, float | int]) -> Iterator[Metric]:
     """A count for each value of the label."""
-    family = CounterMetricFamily(name, text, labels=[label])
+    yield _filled(CounterMetricFamily(name, text, labels=[label]), values)
+
+
+def _filled(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float | int]) -> Metric:
     for key, value in sorted(values.items()):
         family.add_metric([key], float(value))
-    yield family
+    return family
 
 
 def histogram(name: str, text: str, counts: Mapping[int, int], bounds: tuple[int, ...]) -> Iterator[Metric]:

@@ -28,9 +28,9 @@ from inflight.config.lora import LoraConfig
 from inflight.models.weight_files import ADAPTER, ADAPTER_WEIGHTS
 from inflight.peft_layers import adapter_off, matrices_of, with_adapter
 from inflight.trainer.apart import require_apart
-from inflight.trainer.loading import attention_for, load_model
+from inflight.trainer.loading import load_model
 from inflight.trainer.logprobs import Scores
-from inflight.trainer.policy import Policy, Scorer
+from inflight.trainer.policy import Policy, Scorer, frozen_options
 from inflight.trainer.sharding import shard
 from inflight.trainer.shards import to_shard
 
@@ -137,9 +137,7 @@ def adapter_policy(config: RunConfig, directory: Path, device: torch.device) -> 
     """
     settings = config.trainer.lora
     sharded = config.trainer.processes > 1
-    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
-    attention = attention_for(device, dtype, packing=config.trainer.packing)
-    place: dict[str, Any] = {"attention": attention, "trust_remote_code": config.model.trust_remote_code}
+    dtype, place = frozen_options(config, device)
     # Rank 0 publishes and saves. The ranks read the same files.
     digest = base_digest(directory) if not sharded or dist.get_rank() == 0 else ""
     fill: Callable[[nn.Module], None] | None = None

@@ -128,15 +128,20 @@ def load_policy(
     return policy
 
 
+def frozen_options(config: RunConfig, device: torch.device) -> tuple[torch.dtype, dict[str, Any]]:
+    """The dtype of weights that are computed with and not trained, and the other arguments that load them."""
+    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
+    attention = attention_for(device, dtype, packing=config.trainer.packing)
+    return dtype, {"attention": attention, "trust_remote_code": config.model.trust_remote_code}
+
+
 def reference(config: RunConfig, directory: Path, device: torch.device) -> Policy | None:
     """The model that the run started from, if the objective measures a KL divergence from it; it is not trained, and
     sharded as the policy is."""
     objective = config.trainer.objective
     if not objective.kl or objective.kl_reference != "start" or config.trainer.adapter:  # an adapter's is its own base
         return None
-    dtype = torch.bfloat16 if config.trainer.autocast else torch.float32
-    attention = attention_for(device, dtype, packing=config.trainer.packing)
-    place: dict[str, Any] = {"attention": attention, "trust_remote_code": config.model.trust_remote_code}
+    dtype, place = frozen_options(config, device)
     if config.trainer.processes > 1:
         return _sharded(directory, dtype, device, bfloat16=False, trained=False, **place)
     return Policy(load_model(directory, dtype, device, **place).requires_grad_(False))

@@ -74,9 +74,7 @@ def _gather(bucket: list[tuple[torch.Tensor, torch.dtype]]) -> Iterator[torch.Te
     mesh = bucket[0][0].device_mesh  # type: ignore[attr-defined]
     offsets = [0]
     for tensor, dtype in bucket:
-        rows = math.ceil(tensor.shape[0] / mesh.size())
-        part = rows * math.prod(tensor.shape[1:]) * dtype.itemsize
-        offsets.append(offsets[-1] + math.ceil(part / _ALIGNMENT) * _ALIGNMENT)
+        offsets.append(offsets[-1] + math.ceil(_part_bytes(tensor, dtype, mesh.size()) / _ALIGNMENT) * _ALIGNMENT)
     own = torch.empty(offsets[-1], dtype=torch.uint8, device=bucket[0][0].device)
     for (tensor, dtype), offset in zip(bucket, offsets, strict=False):
         local = tensor.to_local().to(dtype).reshape(-1).view(torch.uint8)  # type: ignore[attr-defined]
@@ -84,7 +82,11 @@ def _gather(bucket: list[tuple[torch.Tensor, torch.dtype]]) -> Iterator[torch.Te
     parts = torch.empty(mesh.size(), offsets[-1], dtype=torch.uint8, device=own.device)
     _all_gather(parts.view(-1), own, group=mesh.get_group())
     for (tensor, dtype), offset in zip(bucket, offsets, strict=False):
-        rows = math.ceil(tensor.shape[0] / mesh.size())
-        nbytes = rows * math.prod(tensor.shape[1:]) * dtype.itemsize
+        nbytes = _part_bytes(tensor, dtype, mesh.size())
         joined = parts[:, offset : offset + nbytes].reshape(-1)  # only the last rows can be padding
         yield joined[: tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
+
+
+def _part_bytes(tensor: torch.Tensor, dtype: torch.dtype, ranks: int) -> int:
+    """Of rank 0's part, which no other one exceeds."""
+    return math.ceil(tensor.shape[0] / ranks) * math.prod(tensor.shape[1:]) * dtype.itemsize

@@ -107,24 +107,6 @@ def idle_with(idle):
     return other.get(idle.names, {})
 
 
-@pytest.mark.parametrize(
-    ("override", "says"),
-    [
-        ("rollout.kept_tokens=5", "rollout.kept_tokens is set and has no effect: rollout.top_p"),
-        ("trainer.objective.kl_estimator=k2", "trainer.objective.kl_estimator is set and has no effect"),
-        ("trainer.autocast=true", "trainer.autocast=true is not allowed with model.dtype=float32"),
-        ("trainer.advantage.name=process", "trainer.advantage.name=process is not allowed with task.name=addition"),
-        ("trainer.objective={kl: 1, kl_reference: teacher}", "trainer.objective.kl_reference=teacher is not allowed"),
-    ],
-)
-def test_it_is_refused_in_one_line_before_anything_starts(tmp_path, capsys, override, says):
-    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", override]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"inflight launch: {says}")
-    assert error.count("\n") == 1
-    assert not (tmp_path / "run").exists()
-
-
 CLIPPED_UPDATE = ("decoupled_ppo", "tis", "tis_sequence", "masked_is", "icepop", "sequence_mask", "geometric_mask")
 
 

@@ -458,15 +458,10 @@ def test_cores_that_are_not_there_are_refused(tmp_path, affinity, monkeypatch):
     assert not (config.path / CONFIG_FILE).exists()  # the same command, mended, begins the run
 
 
-def test_an_unknown_task_is_refused_before_anything_starts(tmp_path, capsys):
-    assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", "task.name=nope"]) == 2
-    assert capsys.readouterr().err.startswith("inflight launch: task.name='nope' is not known: ")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     "override, says",
     [
+        ("task.name=nope", "task.name='nope' is not known: "),
         ("trainer.objective.name=nope", "trainer.objective.name='nope' is not known: "),
         ("trainer.objective.options={tempo: 2}", "trainer.objective.options.tempo is not an option: "),
         ("trainer.advantage.name=nope", "trainer.advantage.name='nope' is not known: "),
@@ -480,9 +475,14 @@ def test_an_unknown_task_is_refused_before_anything_starts(tmp_path, capsys):
             "generator.extra={enforce_eager: true, blocksize: 32}",
             "generator.extra.blocksize is not an engine argument of this vLLM, block_size is",
         ),
+        ("rollout.kept_tokens=5", "rollout.kept_tokens is set and has no effect: rollout.top_p"),
+        ("trainer.objective.kl_estimator=k2", "trainer.objective.kl_estimator is set and has no effect"),
+        ("trainer.autocast=true", "trainer.autocast=true is not allowed with model.dtype=float32"),
+        ("trainer.advantage.name=process", "trainer.advantage.name=process is not allowed with task.name=addition"),
+        ("trainer.objective={kl: 1, kl_reference: teacher}", "trainer.objective.kl_reference=teacher is not allowed"),
     ],
 )
-def test_what_is_named_and_not_there_is_refused_before_anything_starts(tmp_path, capsys, override, says):
+def test_what_can_not_be_is_refused_in_one_line_before_anything_starts(tmp_path, capsys, override, says):
     assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", override]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"inflight launch: {says}")

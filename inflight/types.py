@@ -213,6 +213,8 @@ def versions_of(turn: Turn) -> set[int]:
     return {span.version for span in turn.token_versions} | {span.version for span in turn.prefill_versions}
 
 
+Value = float | int | str
+"""One of the values of a process's status (messages.Status): a figure, or a text such as its phase."""
 Url = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]+$")]
 """HTTP address of a generator."""
 

@@ -29,6 +29,7 @@ from inflight.exits import BAD_INPUT, DONE, GIVEN_UP, STOPPED
 from inflight.messages import Status
 from inflight.messages.reasons import ACTOR_STOPPED
 from inflight.prometheus.endpoint import ADDRESS, MetricsEndpoint
+from inflight.types import Value
 
 STATUS_EVERY_S = 1.0
 MOST_CONNECTIONS = 1 << 16
@@ -83,7 +84,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
     """Waits for the generators, then runs the actor; reports all the time. SIGTERM ends either (False)."""
     phase = "waiting for generators"
 
-    def values() -> dict[str, float | int | str]:
+    def values() -> dict[str, Value]:
         versions = {f"version.{each.name}": each.version for each in pool.generators.values()}
         return {"phase": phase, **actor.status(), **versions}
 
@@ -128,7 +129,7 @@ async def _run(config: RunConfig, actor: Actor, pool: Pool, status: Link) -> boo
         await asyncio.gather(reporting, return_exceptions=True)
 
 
-async def report(link: Link, source: str, values: Callable[[], dict[str, float | int | str]]) -> None:
+async def report(link: Link, source: str, values: Callable[[], dict[str, Value]]) -> None:
     """Sends a Status at once, so that the launcher knows that this process works, and then once per second, with the
     tokens per second over the last one; ends by cancellation."""
     before = 0.0

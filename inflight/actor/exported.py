@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from inflight.prometheus.families import Scraped, counter, counters, gauge
+from inflight.types import Value
 
 _COUNTS = {
     "started": ("groups_started", "Groups that were begun."),
@@ -23,7 +24,7 @@ _COUNTS = {
 """Figure of the status → name and description of the counter."""
 
 
-def registry_of(values: Callable[[], Mapping[str, float | int | str]]) -> CollectorRegistry:
+def registry_of(values: Callable[[], Mapping[str, Value]]) -> CollectorRegistry:
     """A registry that asks for the actor's `values` at each scrape."""
 
     def families() -> Iterator[Metric]:

@@ -38,6 +38,7 @@ from inflight.messages import (
 )
 from inflight.messages.reasons import ACTOR_STOPPED, DATA_ENDED, RUN_FINISHED
 from inflight.tasks.course import NoMoreQuestions
+from inflight.types import Value
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ class Actor:
                 ticking.cancel()
                 await self._cancel_groups()
 
-    def status(self) -> dict[str, float | int | str]:
+    def status(self) -> dict[str, Value]:
         """Counters for the progress view, and where the data end."""
         questions = self._sampler.questions
         return {

@@ -17,6 +17,7 @@ from inflight.evaluation.asking import Asking
 from inflight.evaluation.figures import figures, reasons
 from inflight.messages import AnyMessage, Evaluate, Evaluated, EvaluatorHello, Finish, Refused, StopEvaluating
 from inflight.messages.reasons import ACTOR_STOPPED
+from inflight.types import Value
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class Evaluator:
                 greeting.cancel()
                 await self._cancel()
 
-    def status(self) -> dict[str, float | int | str]:
+    def status(self) -> dict[str, Value]:
         """Counters for the live view and for Prometheus."""
         answers = self._asking.done if self._working is not None else 0
         return {"evaluations": self.done, "late": self.late, "answers": answers, "wanted": self._asking.answers}

@@ -8,9 +8,10 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from inflight.prometheus.families import Scraped, counter, gauge
+from inflight.types import Value
 
 
-def registry_of(values: Callable[[], Mapping[str, float | int | str]]) -> CollectorRegistry:
+def registry_of(values: Callable[[], Mapping[str, Value]]) -> CollectorRegistry:
     """A registry that asks for the evaluator's `values` (Evaluator.status) at each scrape."""
 
     def families() -> Iterator[Metric]:

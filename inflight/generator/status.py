@@ -9,6 +9,7 @@ import time
 from inflight.bus import BusError, Link
 from inflight.generator.agent import EngineAgent, running
 from inflight.messages import Status
+from inflight.types import Value
 
 STATUS_EVERY_S = 1.0
 
@@ -27,7 +28,7 @@ async def report(status: Link, name: str, agent: EngineAgent, served: dict[str, 
         tokens_now = _figure("vllm:generation_tokens_total")
         now = time.monotonic()
         commits = agent.commits
-        values: dict[str, float | int | str] = {
+        values: dict[str, Value] = {
             **({"version": commits.version} if commits.version is not None else {}),
             **served,
             "swaps": commits.swaps,

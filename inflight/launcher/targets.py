@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from inflight.config import RunConfig
 from inflight.config.network import parted
 from inflight.prometheus.endpoint import ADDRESS, announce, targets_file
+from inflight.types import Value
 
 
 class Targets:
@@ -18,7 +19,7 @@ class Targets:
         self._written: dict[str, str] = {}
         """Process → the address in its file."""
 
-    def heard(self, name: str, values: Mapping[str, float | int | str]) -> None:
+    def heard(self, name: str, values: Mapping[str, Value]) -> None:
         """Takes the status of a process. A disk that is full costs the announcement alone."""
         address = values.get(ADDRESS)
         if not isinstance(address, str) or self._written.get(name) == address:

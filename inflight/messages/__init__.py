@@ -45,7 +45,7 @@ from inflight.messages.weights import RankSwapped as RankSwapped
 from inflight.messages.weights import Ready as Ready
 from inflight.messages.weights import Slot as Slot
 from inflight.messages.weights import Welcome as Welcome
-from inflight.types import Name
+from inflight.types import Name, Value
 
 SCHEMA = 12
 MAX_FRAME_BYTES = 64 << 20
@@ -106,7 +106,7 @@ class Status(Message, tag=True):
     """A snapshot for the progress view: name of a figure → value."""
 
     source: Name
-    values: Annotated[dict[Name, float | int | str], Meta(max_length=4096)]
+    values: Annotated[dict[Name, Value], Meta(max_length=4096)]
 
 
 AnyMessage = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from inflight.rollout.buffer import Buffer
+from inflight.types import Value
 from inflight.weights.publish.publisher import Publisher
 
 
-def now(publisher: Publisher, buffer: Buffer) -> dict[str, float | int | str]:
+def now(publisher: Publisher, buffer: Buffer) -> dict[str, Value]:
     """Name of a figure → value (launcher's view: view/progress.py)."""
     counts = buffer.counts()
     by_reason = {"dropped": counts.dropped, "rollouts": counts.rollouts_dropped, "failed": counts.failed}

@@ -20,6 +20,7 @@ from inflight.trainer.exported import TrainerMetrics
 from inflight.trainer.lines import swap_line
 from inflight.trainer.now import now
 from inflight.trainer.trackers import Trackers
+from inflight.types import Value
 from inflight.weights.publish.events import Swap
 from inflight.weights.publish.publisher import Publisher
 
@@ -28,7 +29,6 @@ _STATUS_S = 1.0
 WARNINGS_KEPT = 16
 """Number of warnings in the status: several, so that none is missed when two occur in a second."""
 log = logging.getLogger(__name__)
-Value = float | int | str
 
 
 class Reporter:

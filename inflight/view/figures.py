@@ -8,7 +8,6 @@ from typing import Any
 from inflight.report.html import series
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-Value = float | int | str
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from inflight.report.html import series
 from inflight.report.visible import visible
-from inflight.view.figures import Value, duration, finite, milliseconds, number, sparkline, whole
+from inflight.types import Value
+from inflight.view.figures import duration, finite, milliseconds, number, sparkline, whole
 from inflight.view.progress import Progress
 
 LABEL = 9

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 
 from inflight.config import RunConfig
 from inflight.report.visible import visible
-from inflight.view.figures import Value, duration, finite, number, whole
+from inflight.types import Value
+from inflight.view.figures import duration, finite, number, whole
 from inflight.view.record import RecentLines
 
 PACE_STEPS = 20

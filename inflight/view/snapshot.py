@@ -11,12 +11,11 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from inflight.types import Name
-from inflight.view.figures import Value
+from inflight.types import Name, Value
 
 LARGEST = 1 << 24
 """Bytes; a snapshot is some KiB."""
-Values = Annotated[dict[Name, float | int | str], Meta(max_length=4096)]
+Values = Annotated[dict[Name, Value], Meta(max_length=4096)]
 
 
 class StatusSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

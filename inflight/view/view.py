@@ -14,9 +14,9 @@ from rich.live import Live
 from rich.text import Text
 
 from inflight.report.visible import visible
+from inflight.types import Value
 from inflight.view import snapshot
 from inflight.view.advice import advice
-from inflight.view.figures import Value
 from inflight.view.progress import Progress
 from inflight.view.screen import Screen
 

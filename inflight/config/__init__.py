@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from inflight.config.checks import ConfigError, require
 from inflight.config.evaluation import EvalConfig, EvalSampling
-from inflight.config.file import load, save, schema
+from inflight.config.file import as_text, load, save, schema
 from inflight.config.folder import CONFIG_FILE, run_of
 from inflight.config.generator import SWAPS, GeneratorConfig
 from inflight.config.hosts import HostsConfig
@@ -44,6 +44,7 @@ __all__ = [
     "Sampling",
     "TaskConfig",
     "TrainerConfig",
+    "as_text",
     "load",
     "require",
     "run_of",

@@ -50,7 +50,10 @@ def load(run_dir: str | Path) -> RunConfig:
     """
     path = Path(run_dir) / CONFIG_FILE
     try:
-        merged = OmegaConf.merge(schema(), OmegaConf.load(path), {"run_dir": os.path.abspath(run_dir)})
+        given = OmegaConf.load(path)
+        if not given:
+            raise ConfigError(f"{path} holds no options: the command that was to write it failed")
+        merged = OmegaConf.merge(schema(), given, {"run_dir": os.path.abspath(run_dir)})
         return cast(RunConfig, OmegaConf.to_object(merged))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{path} does not exist: {run_dir} is not a run folder") from None
@@ -62,12 +65,17 @@ def load(run_dir: str | Path) -> RunConfig:
         raise ConfigError(f"{path}: {field_name + ': ' if field_name else ''}{reason}") from None
 
 
+def as_text(config: RunConfig) -> str:
+    """What config.yaml holds: the release, and all options with their values."""
+    return release.HEADER + OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
 def save(config: RunConfig) -> None:
     """Writes the resolved configuration, and the release, into the run folder; on OSError, nothing is written."""
     config.path.mkdir(parents=True, exist_ok=True)
     partial = config.path / f"{CONFIG_FILE}.partial"
     try:
-        partial.write_text(release.HEADER + OmegaConf.to_yaml(OmegaConf.structured(config)))
+        partial.write_text(as_text(config))
         partial.replace(config.path / CONFIG_FILE)
     finally:
         partial.unlink(missing_ok=True)

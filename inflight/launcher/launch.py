@@ -15,12 +15,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from omegaconf import OmegaConf
-
 from inflight import config as configuration
 from inflight.bus import BusError, Listener, Received
 from inflight.clocks import ClockLog
-from inflight.config import ConfigError, RunConfig
+from inflight.config import ConfigError, RunConfig, as_text
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
 from inflight.file_path import file_path
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = compose(arguments.config_name, arguments.overrides, arguments.config_dir)
         if arguments.print:
-            print(OmegaConf.to_yaml(OmegaConf.structured(config)), end="")
+            print(as_text(config), end="")
             return DONE
         return launch(config)
     except (ConfigError, LaunchError, CheckpointError, BusError) as error:

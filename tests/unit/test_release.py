@@ -9,6 +9,7 @@ import yaml
 
 from inflight import __version__, cli, config
 from inflight.config import ConfigError, ModelConfig, RunConfig, TaskConfig, release
+from inflight.launcher import launch
 from inflight.metrics import METRICS_FILE
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.frames import StreamError
@@ -45,6 +46,22 @@ def test_a_run_folder_names_the_release_that_wrote_it(run_dir):
     assert (run_dir / "config.yaml").read_text().splitlines()[0] == f"# written by inflight {__version__}"
     assert (release.written_by(run_dir), release.remark(run_dir)) == (__version__, "")
     assert config.load(run_dir).task.name == "addition"
+
+
+def test_a_printed_configuration_is_a_folders_file(run_dir, capsys):
+    """docs/own_trainer.md makes one so."""
+    assert launch.main(["--config-name", "tiny", "--print"]) == 0
+    (run_dir / "config.yaml").write_text(capsys.readouterr().out)
+    assert release.written_by(run_dir) == __version__
+    assert config.load(run_dir).model.name == "tiny"
+
+
+def test_a_file_without_options_is_refused_as_such(run_dir):
+    """A refused --print leaves an empty one behind the shell's redirection."""
+    for text in ("", release.HEADER):
+        (run_dir / "config.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=r"/config\.yaml holds no options: the command .* failed$"):
+            config.load(run_dir)
 
 
 @pytest.mark.parametrize("header", ["", OLD])

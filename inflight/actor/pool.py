@@ -118,7 +118,9 @@ class Pool:
         """Waits for a generator that is up; `missed` says in NoGenerator what none of them did."""
         async with self._came_up:
             try:
-                await asyncio.wait_for(self._came_up.wait_for(lambda: bool(self._up())), timeout_s)
+                # Not asyncio.wait_for: its task may still be about to take the lock when this one gives the lock back.
+                async with asyncio.timeout(timeout_s):
+                    await self._came_up.wait_for(lambda: bool(self._up()))
             except TimeoutError:
                 names = ", ".join(self.generators)
                 raise NoGenerator(f"no generator {missed} within {timeout_s:.0f} s: {names}") from None

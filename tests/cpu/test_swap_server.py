@@ -325,10 +325,10 @@ def test_running_requests_continue_across_versions(run: Run, monkeypatch: pytest
 @pytest.mark.parametrize("key", ["", "Bearer", f"Bearer {KEY}x", f"Basic {KEY}"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/invocations", "/tokenize", "/version", "/docs", "/health/x"])
 def test_nothing_but_health_and_metrics_is_there_without_the_key(run: Run, path: str, key: str) -> None:
-    url, body = run.routes()["g0"].url, json.dumps({"prompt": [1], "max_tokens": 1}).encode()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": key} if key else {})
+    url, headers = run.routes()["g0"].url, {"Authorization": key} if key else {}
     with pytest.raises(urllib.error.HTTPError, match="401"):
-        urllib.request.urlopen(urllib.request.Request(url + path, body, headers), timeout=60)
+        # Without a body, which urllib sends apart: the server may have answered and closed by then.
+        urllib.request.urlopen(urllib.request.Request(url + path, b"", headers), timeout=60)
     for open_path in ("/health", "/metrics"):
         assert urllib.request.urlopen(url + open_path, timeout=60).status == 200
 

@@ -59,7 +59,7 @@ def test_a_probe_answers(probes):
 
 def test_a_probe_that_hangs_is_killed_with_what_it_started(probes, tmp_path):
     noted = tmp_path / "pids"
-    for limit_s in (3.0, 60.0):  # the second is for a machine on which Python itself takes so long to start
+    for limit_s in (3.0, 30.0):  # the second is for a machine on which Python itself takes so long to start
         with pytest.raises(ProbeError, match=f"no answer within {limit_s:.0f} s"):
             probes("hang", str(noted), timeout_s=limit_s)
         if noted.exists():

@@ -205,6 +205,8 @@ class Actor:
             self._streak.succeeded()
             self.done += 1
             self._last_rewards.append(statistics.fmean(rollout.reward for rollout in group.rollouts))
+            for reason in {rollout.unscored for rollout in group.rollouts} - {""}:
+                self._log_once(reason, f"a rollout of group {name} is not scored and counts as 0: {reason}")
             self._deliveries.add(GroupDone(group=group))
         self._running.pop(name, None)
         self._events.put_nowait(_Tick())
@@ -213,10 +215,7 @@ class Actor:
         """Counts a failed group. Failures without a success slow the actor down, and finally end it."""
         self.failed += 1
         reason = lost.reason[:128]
-        if reason not in self._logged and len(self._logged) < MAX_LOGGED:
-            self._logged.add(reason)
-            more = "; no further reason is logged" if len(self._logged) == MAX_LOGGED else ""
-            log.warning("group %s failed: %s (logged once per reason%s)", name, lost, more)
+        self._log_once(reason, f"group {name} failed: {lost}")
         lengths = lost.lengths
         self._deliveries.add(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths))
         pause = self._streak.failed(time.monotonic(), outage=lost.again)
@@ -224,6 +223,12 @@ class Actor:
         if self._streak.hopeless(time.monotonic()):
             limit = f"no group was finished within {self._streak.give_up_after_s:g} s (rollout.give_up_after_s)"
             self._events.put_nowait(ActorError(f"{limit}, the last one failed: {lost}"))
+
+    def _log_once(self, reason: str, text: str) -> None:
+        if reason not in self._logged and len(self._logged) < MAX_LOGGED:
+            self._logged.add(reason)
+            more = "; no further reason is logged" if len(self._logged) == MAX_LOGGED else ""
+            log.warning("%s (logged once per reason%s)", text, more)
 
     # --- repeated until answered -----------------------------------------------------------------------------------
 

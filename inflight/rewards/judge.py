@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import re
@@ -93,11 +94,15 @@ class Judge:
     ) -> list[float | None]:
         if "prompt" in self._fields and any(type(each) is int for prompt in prompts for each in prompt):
             raise JudgeError("options.prompt names {prompt}, and the question's prompt is token ids: name a column")
-        values = []
-        for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
-            row = {name: column[index] for name, column in columns.items()}
-            values.append(await self._score(row | {"completion": completion, "prompt": text_of(prompt)}))
-        return list(values)
+        try:
+            async with asyncio.TaskGroup() as asked:
+                scores = [
+                    asked.create_task(self._score({name: column[index] for name, column in columns.items()} | texts))
+                    for index, texts in enumerate(_texts(completions, prompts))
+                ]
+        except ExceptionGroup as failed:  # the first to fail; the others were cancelled
+            raise failed.exceptions[0] from None
+        return [score.result() for score in scores]
 
     async def _score(self, row: Mapping[str, Any]) -> float:
         text = await self._ask(self.prompt.format_map({name: row[name] for name in self._fields}))
@@ -136,6 +141,13 @@ class Judge:
             return msgspec.json.decode(said, type=_ChatBody).choices[0].message.content or ""
         except (msgspec.DecodeError, UnicodeDecodeError, IndexError, RecursionError) as error:
             raise JudgeError(f"not an answer of a chat endpoint: {type(error).__name__}") from None
+
+
+def _texts(completions: Sequence[str], prompts: Sequence[Any]) -> list[dict[str, str]]:
+    return [
+        {"completion": completion, "prompt": text_of(prompt)}
+        for completion, prompt in zip(completions, prompts, strict=True)
+    ]
 
 
 def _fields(template: str) -> list[str]:

@@ -2,7 +2,8 @@
 
 metrics.jsonl, for figures whose name does not explain them: `log_ratio_*`, `tail_share`, `ess`, `kl` and `by_lag` are
 described in stats.py; `reward` is that of the groups that were trained on, `reward_all` that of all groups that the
-gate has judged since the step before; if the run has its own rewards, `rewards` has the mean of each, before its
+gate has judged since the step before; `unscored` counts rollouts of the step's groups whose score failed and counts as
+0 (`rollout.on_reward_failure=zero`); if the run has its own rewards, `rewards` has the mean of each, before its
 weight, over the rollouts that it applies to, and `rewards_applied` their share; `updates` is the number of optimizer
 steps of the batch, `loss` and `grad_norm` are means over them, and `by_update` has a row for each if there are several,
 including skipped ones; `updates_skipped` is the number of those whose gradient was not finite, in batches since the
@@ -38,6 +39,8 @@ from inflight.types import Rollout
 from inflight.weights.publish.events import Event, Failure, Left, Superseded, Swap
 from inflight.weights.publish.publisher import Publisher, PublishReport
 
+MAX_REASONS = 16
+
 
 def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batch: Batch) -> dict[str, object]:
     """The part of a step's line about its batch; `judged` are the rewards of all groups that it was selected from."""
@@ -50,6 +53,7 @@ def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batc
         "reward": statistics.fmean(rewards),
         "reward_std": statistics.pstdev(rewards),
         "reward_all": statistics.fmean(judged),
+        "unscored": _unscored([rollout for group in groups for rollout in group.group.rollouts]),
         **_by_name([rollout for group in groups for rollout in group.group.rollouts]),
         "length_trained": statistics.fmean(len(member.mask) for member in members),
         "first_tokens_masked": statistics.fmean(not member.mask[0] for member in members),
@@ -58,6 +62,11 @@ def rewards_and_lags(groups: Sequence[GatedGroup], judged: Sequence[float], batc
         "lag_counts": lags,
         "tokens_masked_by_rule": dict(sum((Counter(group.masked) for group in groups), Counter())),
     }
+
+
+def _unscored(rollouts: Sequence[Rollout]) -> dict[str, int]:
+    """Rollouts whose score failed and counts as 0, by reason; of many reasons the most frequent ones."""
+    return dict(Counter(each.unscored for each in rollouts if each.unscored).most_common(MAX_REASONS))
 
 
 def _by_name(rollouts: Sequence[Rollout]) -> dict[str, object]:

@@ -72,6 +72,20 @@ def test_a_line_of_a_stream_that_is_not_utf8_costs_itself(tmp_path):
     assert [task.item(index).prompt for index in (4, 0)] == ["5", "1"]
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("", r"line 1: the line is empty \(each line holds one JSON object\)$"),
+        ("[", r"line 1: it is not JSON: .* \(each line holds one JSON object\)$"),
+        ('[{"prompt": "1"}]', r"line 1: it is list, not a JSON object \(each line holds one\)$"),
+    ],
+)
+def test_a_file_of_one_json_text_is_told_that_lines_are_read(tmp_path, line, says):
+    (tmp_path / "a.json").write_text(f'{line}\n{{"prompt": "2"}}\n')
+    with pytest.raises(NotJson, match=says):
+        dataset(str(tmp_path / "a.json"), prompt="prompt", shuffle=False).item(0)
+
+
 def test_a_stream_that_breaks_is_not_at_its_end(tmp_path, monkeypatch):
     file = lines(tmp_path / "a.jsonl", sums(6))
     begin, broken = stream.StreamRows._begin, [True] * 3  # once as the file is opened, for rows ahead

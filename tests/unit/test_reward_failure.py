@@ -18,7 +18,7 @@ from inflight.tasks.addition import Addition
     ("text", "reason"),
     [("1", "reward timeout"), ("2", "reward error: ZeroDivisionError"), ("3", "reward error: not finite")],
 )
-def test_it_counts_as_zero_and_the_sample_has_the_reason(play, text, reason):  # noqa: F811
+def test_it_counts_as_zero_and_the_sample_has_the_reason(play, text, reason, caplog):  # noqa: F811
     async def scene(room):
         rollouts = [rollout for gated in await room.take(2) for rollout in gated.group.rollouts]
         assert sorted((rollout.reward, rollout.unscored) for rollout in rollouts) == [(0.0, reason)] + [(1.0, "")] * 3
@@ -26,6 +26,8 @@ def test_it_counts_as_zero_and_the_sample_has_the_reason(play, text, reason):  #
 
     task = Moody(seed=0)
     play(scene, task=task, answers=[choice(text)], concurrency=1, reward_timeout_s=1.0, on_reward_failure="zero")
+    (said,) = [record.getMessage() for record in caplog.records if "is not scored" in record.getMessage()]
+    assert said.endswith(f"is not scored and counts as 0: {reason} (logged once per reason)")
 
 
 class Recovering(Addition):

@@ -352,8 +352,8 @@ class JudgeServer:
             try:
                 found = reward("judge", url=f"http://127.0.0.1:{port}/v1/", model="j", **options)
                 assert found.asynchronous
-                (score,) = await found.values(given)
-                return score
+                scores = await found.values(given)
+                return scores[0] if len(scores) == 1 else scores
             finally:
                 await runner.cleanup()
 
@@ -370,6 +370,26 @@ def test_a_judge_is_asked_and_its_score_found(monkeypatch):
     (asked,) = server.asked
     assert asked["model"] == "j"
     assert [each["content"] for each in asked["messages"]] == ["Be fair.", "Capital? Paris {x} Paris {}"]
+
+
+class JudgesTogether(JudgeServer):
+    """Answers none of four requests before all have come; each completion is its own score."""
+
+    async def answer(self, request):
+        barrier = self.barrier = getattr(self, "barrier", None) or asyncio.Barrier(4)
+        asked = (await request.json())["messages"][-1]["content"]
+        await barrier.wait()
+        if asked == self.text:
+            return web.Response(status=500)
+        body = {"choices": [{"message": {"role": "assistant", "content": f"Score: {asked}"}}]}
+        return web.Response(body=json.dumps(body))
+
+
+def test_a_judge_is_asked_for_all_completions_of_a_group_at_once():
+    group = samples("1", "2", "3", "4")
+    assert JudgesTogether().ask(group, prompt="{completion}") == [0.1, 0.2, 0.3, 0.4]
+    with pytest.raises(RuntimeError, match="http 500"):
+        JudgesTogether("3").ask(group, prompt="{completion}")
 
 
 def test_a_judge_is_not_shown_an_empty_question_in_place_of_token_ids():

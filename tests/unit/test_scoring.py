@@ -285,12 +285,13 @@ def test_each_rewards_mean_is_in_the_steps_line():
     first, second = group.rollouts
     rollouts = [
         msgspec.structs.replace(first, rewards={"math": 1.0, "length": 0.5}),
-        msgspec.structs.replace(second, rewards={"math": 0.0}),
+        msgspec.structs.replace(second, rewards={"math": 0.0}, unscored="reward math timeout"),
     ]
     gated = gate_group(msgspec.structs.replace(group, rollouts=rollouts), 0, make_config("r").gate)
     line = rewards_and_lags([gated], [0.5], NoBatch())
     assert line["rewards"] == {"length": 0.5, "math": 0.5}
     assert line["rewards_applied"] == {"length": 0.5, "math": 1.0}
+    assert line["unscored"] == {"reward math timeout": 1}
     assert "rewards" not in rewards_and_lags([gate_group(group, 0, make_config("r").gate)], [0.5], NoBatch())
     assert defect(msgspec.structs.replace(group, rollouts=rollouts), 2, 100) is None
     broken = msgspec.structs.replace(first, rewards={"math": float("nan")})

@@ -208,9 +208,10 @@ def parse(line: str, place: str) -> Mapping[str, Any]:
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise NotJson(f"{place}: it is not JSON: {with_kind(error)}") from None
+        why = "the line is empty" if not line.strip() else f"it is not JSON: {with_kind(error)}"
+        raise NotJson(f"{place}: {why} (each line holds one JSON object)") from None
     if not isinstance(row, dict):
-        raise NotJson(f"{place}: it is {type(row).__name__}, not a JSON object")
+        raise NotJson(f"{place}: it is {type(row).__name__}, not a JSON object (each line holds one)")
     return row
 
 

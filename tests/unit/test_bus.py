@@ -223,7 +223,7 @@ time.sleep(60)
 def test_a_second_listener_is_refused_and_the_first_hears_on(endpoint):
     """Another process, and this one."""
     with Listener(endpoint, PATIENT) as first:
-        second = subprocess.run([sys.executable, "-c", LISTEN, endpoint], capture_output=True, text=True, timeout=60)
+        second = subprocess.run([sys.executable, "-c", LISTEN, endpoint], capture_output=True, text=True, timeout=180)
         reason = f"can't listen on {endpoint}: process {os.getpid()} already listens there; one listener per address"
         assert second.stderr.strip() == reason
         with pytest.raises(BusError, match=re.escape(reason)):

@@ -337,7 +337,7 @@ with locked_folder(parent, ".out[1].partial-"), locked_folder(parent, ".other.pa
     os.kill(os.getpid(), signal.SIGKILL)
 """
     with locked_folder(tmp_path, ".out[1].partial-") as living:  # an export to the same place that is under way
-        done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", killed, str(tmp_path)], timeout=180, check=False)
         assert done.returncode == -signal.SIGKILL
         assert len(names(tmp_path)) == 4
         export(path, tmp_path / "out[1]")

@@ -128,5 +128,5 @@ def test_help_names_every_command(capsys):
 
 def test_the_command_line_loads_nothing_heavy():
     code = "import sys; from inflight import cli; cli.main(['version']); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert not {"torch", "zmq", "vllm", "hydra"} & set(done.stdout.split())

@@ -26,7 +26,7 @@ from inflight.config import ConfigError, TaskConfig
 from inflight.processes import living_of
 from inflight.types import PrefillSpan, Turn, VersionSpan
 
-LIMIT_S = 30.0
+LIMIT_S = 90.0
 HERE = Path(__file__).parent
 
 

@@ -154,7 +154,7 @@ def test_bad_input_ends_with_one_line(tmp_path: Path, model: str) -> None:
         ([str(tmp_path / "none"), "--name", "g0"], "is not a run folder"),
         ([str(run), "--name", "g1"], "--name g1 is not one of g0"),
     ):
-        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=180, check=False)
         assert ended.returncode == 2
         assert ended.stderr.count("\n") == 1
         assert says in ended.stderr

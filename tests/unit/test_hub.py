@@ -240,7 +240,7 @@ def test_the_command_prints_where_a_model_is(hub, tmp_path):
     """In a process of its own, with the environment variables that a user sets."""
     environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-m", "inflight.cli", "model", MODEL, "--revision", "main"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=180, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip().endswith(f"/home/hub/models--owner--tiny/snapshots/{FIRST}")
 
@@ -258,7 +258,7 @@ def test_a_download_on_another_host_ends_with_the_lease_of_its_process(hub, tmp_
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as there:
         there.stdin.buffer.write(packed(parcel))
         there.stdin.flush()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while "model.safetensors" not in hub.downloads():
             assert there.poll() is None, (hub.asked, there.stderr.read())
             assert time.monotonic() < deadline

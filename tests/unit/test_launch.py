@@ -181,7 +181,7 @@ def start_launcher(
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while time.monotonic() < deadline and launcher.poll() is None:
         pids = [pid for name in ("trainer", "g0") for pid in pids_in(run_dir / "logs" / f"{name}.log")]
         if len(pids) == count:
@@ -195,7 +195,7 @@ def start_launcher(
 def test_a_signal_stops_everything(tmp_path, number):
     launcher, pids = start_launcher(tmp_path / "run")
     launcher.send_signal(number)
-    output, error = launcher.communicate(timeout=30)
+    output, error = launcher.communicate(timeout=90)
     assert launcher.returncode == 128 + number
     assert f"stopped by {number.name}" in error
     assert "Traceback" not in output + error
@@ -207,7 +207,7 @@ def test_processes_follow_a_killed_launcher(tmp_path):
     """Its own processes are ended by the kernel; they in turn are responsible for theirs."""
     launcher, (trainer, generator, grandchild) = start_launcher(tmp_path / "run")
     launcher.kill()
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=90)
     try:
         eventually(lambda: gone(trainer) and gone(generator), "their end", timeout_s=30)
     finally:
@@ -413,7 +413,7 @@ def test_a_launch_on_a_full_disk_is_one_line_and_leaves_no_run(tmp_path, room, c
         arguments,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env={**os.environ, "TMPDIR": str(elsewhere)},
     )
@@ -724,7 +724,7 @@ def test_what_a_generator_starts_ends_with_it_though_it_is_killed():
 
 def test_what_goes_wrong_in_the_interpreters_shutdown_does_not_make_a_done_process_look_failed():
     code = "import atexit, os; from inflight.processes import leave; atexit.register(os.abort); print('done'); leave(3)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=False)
     assert (ended.returncode, ended.stdout) == (3, "done\n"), ended.stderr
 
 
@@ -810,7 +810,7 @@ def test_orphans_of_a_killed_launcher_are_killed_and_named(config, capfd, how):
             # Before the launcher's death: of two signals that wait, the lower one comes first, SIGTERM.
             eventually(lambda: psutil.Process(trainer).status() == psutil.STATUS_STOPPED)
         launcher.kill()
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=90)
         assert launch(resumed(config), [command(config, "trainer", "pass")]) == 0
         assert [gone(pid) for pid in (trainer, child, generator)] == [True] * 3
         assert not gone(reader.pid)
@@ -924,7 +924,7 @@ def test_a_launcher_that_lives_keeps_its_run_though_its_own_lock_is_removed(conf
         assert not any(gone(pid) for pid in (launcher.pid, *pids))
     finally:
         launcher.terminate()
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=90)
     assert all(gone(pid) for pid in pids)
 
 
@@ -957,7 +957,7 @@ def test_a_launcher_that_lives_keeps_its_run(config, monkeypatch):
         assert not any(gone(pid) for pid in pids)
     finally:
         launcher.terminate()
-        launcher.communicate(timeout=30)
+        launcher.communicate(timeout=90)
     assert all(gone(pid) for pid in pids)
 
 

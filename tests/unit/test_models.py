@@ -94,7 +94,7 @@ print(models.prepare("tiny", Path(sys.argv[1])))
 def test_two_processes_make_it_once(tmp_path):
     command = [sys.executable, "-c", ONE_OF_TWO, str(tmp_path)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert {process.communicate(timeout=60)[0].strip() for process in both} == {str(tmp_path / "tiny-x")}
+    assert {process.communicate(timeout=180)[0].strip() for process in both} == {str(tmp_path / "tiny-x")}
     assert (tmp_path / "made").read_text() == "once;"
 
 
@@ -123,7 +123,7 @@ models.prepare("tiny", Path(sys.argv[1]))
 
 @pytest.mark.parametrize("when", ["half", "made", "renamed"])
 def test_after_a_kill_the_model_is_whole_and_nothing_else_is_left(tmp_path, monkeypatch, when):
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], timeout=60, check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), when], timeout=180, check=False)
     assert killed.returncode == -signal.SIGKILL
     found = sorted(path.name for path in tmp_path.iterdir())
     assert ("tiny-x" in found) is (when == "renamed")

@@ -54,7 +54,7 @@ def test_an_installed_wheel_composes_its_configurations(unpacked, tmp_path):
         env={**os.environ, "PYTHONPATH": str(unpacked)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == 0, done.stderr
     assert "name: tiny" in done.stdout

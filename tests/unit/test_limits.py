@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from inflight.config import ConfigError
-from inflight.generator.engine_args import _engine_arguments, require_extra
+from inflight.generator.engine_args import ENGINE_ARGS, require_extra
+from inflight.generator.server_args import fields_of
 from inflight.generator.shadow.limits import BOTH, LIMITS, SWAPS, refuse
 
 PARTS: dict[str, dict[str, Any]] = {
@@ -146,4 +147,5 @@ def test_this_vllm_has_what_the_table_looks_at() -> None:
         assert [name for name in PARTS[part] if not hasattr(kind, name) and name not in kind.__dataclass_fields__] == []
     assert WHOLE.keys() <= VllmConfig.__dataclass_fields__.keys()
     settings = {name for limit in LIMITS for name in limit.arguments}
-    assert settings - _engine_arguments() <= {"calculate_kv_scales"}, "which later versions than 0.26 lack"
+    known = fields_of("vllm.engine.arg_utils", ENGINE_ARGS)
+    assert settings - known <= {"calculate_kv_scales"}, "which later versions than 0.26 lack"

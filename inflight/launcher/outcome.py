@@ -77,16 +77,19 @@ def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None
         for line in last_words(outcome.trainer.command.log, 1):
             print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
     if outcome.code:
-        print(f"inflight launch: {_resumption(progress)}")
+        print(f"inflight launch: {_resumption(progress, data_ended=outcome.code == DATA_ENDED)}")
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
 
 
-def _resumption(progress: Progress) -> str:
-    """Where a resume would begin, and what is lost when there is no checkpoint."""
+def _resumption(progress: Progress, *, data_ended: bool) -> str:
+    """Where a resume would begin, and what is lost when there is no checkpoint. A run whose data have ended has nothing
+    left to resume, since neither its data nor its epochs can be changed; its weights can begin another run."""
     config = progress.config
     resume = f"resume=true run_dir={config.run_dir}"
     if (checkpoint := index.newest(config.path)) is not None:
+        if data_ended and not config.trainer.lora.rank:
+            return f"{checkpoint.name} is kept; model.name={checkpoint} begins another run with its weights"
         return f"{checkpoint.name} is kept; {resume} resumes from it"
     done = whole(progress.step) or 0
     lost = f", and {done} step{'s are' if done > 1 else ' is'} lost" if done else ""

@@ -130,7 +130,8 @@ def _existing(name: str) -> Path:
     if path.is_dir():
         raise ModelError(f"model {name!r}: the directory has no config.json")
     known = ", ".join(_BUILDERS)
-    raise ModelError(f"model {name!r} is neither one of {known}, nor a directory, nor a model of the hub (OWNER/NAME)")
+    others = f"nor a directory in {Path.cwd()}, nor a model of the hub (OWNER/NAME)"
+    raise ModelError(f"model {name!r} is neither one of {known}, {others}")
 
 
 def _remove_partial(target: Path) -> None:

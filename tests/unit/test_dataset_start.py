@@ -114,6 +114,13 @@ def test_a_refusal_is_the_launchers_one_line(tmp_path):
         preflight.with_data(run(tmp_path, path=tmp_path / "none.jsonl"))
 
 
+def test_a_relative_path_that_is_none_is_refused_with_the_folder_where_it_was_looked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        preflight.with_data(run(tmp_path, path="none.jsonl"))
+    assert str(refused.value).endswith(f"path='none.jsonl' does not exist: no file has that name in {tmp_path}")
+
+
 def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):
     config = examined(run(tmp_path, rows=["{", *chats(1), "["], columns="[answer]"))
     assert config.task.contents

@@ -279,6 +279,24 @@ def test_a_run_that_is_not_complete_says_where_a_resume_begins(config, capfd, st
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("rank", "says"),
+    [
+        (0, "model.name={0}/checkpoints/step-000002 begins another run with its weights"),
+        (4, "resume=true run_dir={0} resumes from it"),
+    ],
+)
+def test_a_run_whose_data_have_ended_says_what_its_checkpoint_is_good_for(config, capfd, rank, says):
+    """Its data and its epochs can't be changed in a resume. A directory of an adapter is no model."""
+    from inflight.launcher.outcome import RunOutcome, report
+
+    (config.path / "checkpoints" / "step-000002").mkdir(parents=True)
+    lora = dataclasses.replace(config.trainer.lora, rank=rank)
+    trained = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, lora=lora))
+    report(Progress(trained), RunOutcome(trainer=Ended(command(config, "trainer", ""), DATA_ENDED)), [])
+    assert capfd.readouterr().out == f"inflight launch: step-000002 is kept; {says.format(config.run_dir)}\n"
+
+
 def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd):
     sender = """
     import os, time

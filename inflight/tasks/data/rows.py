@@ -56,7 +56,8 @@ def matching(path: str, option: str) -> list[Path]:
     found = [named] if os.path.isfile(named) else sorted(glob.glob(named, recursive=True))
     files = [Path(each).absolute() for each in found]
     if not files:
-        raise ConfigError(f"{option}={path!r} does not exist: no file has that name")
+        where = "" if os.path.isabs(named) else f" in {os.getcwd()}"
+        raise ConfigError(f"{option}={path!r} does not exist: no file has that name{where}")
     allowed = f"a file, or a pattern for files, that ends in {', '.join((*LINES, *TABLES))}"
     kinds = {_kind(file) for file in files}
     if len(kinds) > 1 or kinds & {None} or not all(file.is_file() for file in files):

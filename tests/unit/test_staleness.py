@@ -138,7 +138,7 @@ def test_the_report_of_a_damaged_line_is_one_line(tmp_path, capsys, line, words)
         file.write(line)
     assert main(["report", str(tmp_path)]) == 2
     said = capsys.readouterr()
-    assert "metrics.jsonl or swaps.jsonl is damaged: " in said.err
+    assert "metrics.jsonl, swaps.jsonl or eval.jsonl is damaged: " in said.err
     assert words in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""

@@ -302,7 +302,7 @@ def test_running_requests_continue_across_versions(run: Run, monkeypatch: pytest
         before(protocol, peer, message)
 
     monkeypatch.setattr(PublishProtocol, "hear", hear)
-    first = run.publisher.version + 1
+    first, ignored = run.publisher.version + 1, run.publisher.stats()["ignored"]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         asked = [pool.submit(run.ask, prompt) for prompt in PROMPTS]
         version = run.publisher.version
@@ -314,7 +314,7 @@ def test_running_requests_continue_across_versions(run: Run, monkeypatch: pytest
     assert swaps["failures"] == 0
     assert swaps["swaps_with_running"] > 0
     until(lambda: reported == [*range(first, version + 1)], "the rank's report of each swap", 30)
-    assert swaps["ignored"] == 0
+    assert swaps["ignored"] == ignored
     for choice in choices:
         assert len(choice["token_ids"]) == LENGTH
         seen = [v for _, v in choice["token_versions"]]

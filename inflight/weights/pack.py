@@ -76,11 +76,6 @@ class Packer:
             raise PackError(f"the source has {len(source.metas)} parameters, the manifest {len(self._slots)}")
 
 
-def pack(source: WeightSource, manifest: Manifest, buffer: torch.Tensor) -> None:
-    """Packs once; see Packer."""
-    Packer(manifest, buffer).pack(source)
-
-
 def checksums(manifest: Manifest, buffer: torch.Tensor) -> list[int]:
     """One CRC-32 per bucket of a buffer on the host, in order, computed without the GIL; empty unless the manifest says
     `crc32`: with `sum64` the transport verifies (transport/sums.py)."""

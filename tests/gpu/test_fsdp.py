@@ -21,7 +21,7 @@ from bench.gpu_shapes import random_model
 from inflight.config import ModelConfig, RunConfig, TaskConfig, TrainerConfig, save
 from inflight.trainer.checkpoint.snapshot import model_tensors
 from inflight.trainer.loading import load_model
-from inflight.weights.pack import Packer, pack
+from inflight.weights.pack import Packer
 from inflight.weights.plan import plan
 from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.source import WeightSource
@@ -132,7 +132,7 @@ def check_end(folder: Path, model: Path, dtype: str) -> None:
     assert distance({name: whole[name] for name in whole}, {name: start[name] for name in whole}) > 1e-4
     manifest = plan(source.metas, source.tied, 64 << 20, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-    pack(source, manifest, buffer)
+    Packer(manifest, buffer).pack(source)
     assert torch.equal(load_file(folder / "end.safetensors")["buffer"], buffer)
 
 

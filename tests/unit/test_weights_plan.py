@@ -11,7 +11,7 @@ from torch import nn
 
 from inflight.messages import BucketMeta, Manifest
 from inflight.types import ParamMeta
-from inflight.weights.pack import ChecksumError, Packer, PackError, checksums, content_digest, pack, unpack, verify
+from inflight.weights.pack import ChecksumError, Packer, PackError, checksums, content_digest, unpack, verify
 from inflight.weights.plan import ALIGNMENT, ManifestError, check, digest, plan
 from inflight.weights.source import WIRE_DTYPES, WeightSource
 
@@ -50,7 +50,7 @@ def test_what_is_packed_comes_out_again_cast(parameters, bucket_bytes, seed):
     source = WeightSource(model, "bfloat16")
     manifest = plan(source.metas, source.tied, bucket_bytes, "crc32")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-    pack(source, manifest, buffer)
+    Packer(manifest, buffer).pack(source)
     views = unpack(manifest, buffer.clone())
     assert list(views) == [meta.name for meta in source.metas]
     for name, tensor in source:
@@ -126,7 +126,7 @@ def test_tied_parameters_are_packed_once_under_the_name_that_is_sent():
     source = WeightSource(model, "float32")
     manifest = plan(source.metas, source.tied, 64, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
-    pack(source, manifest, buffer)
+    Packer(manifest, buffer).pack(source)
     assert list(unpack(manifest, buffer)) == ["embed.weight"]
     assert manifest.tied == {"head.weight": "embed.weight"}
     assert checksums(manifest, buffer) == []
@@ -139,11 +139,11 @@ def test_packing_writes_in_place_and_views_share_the_buffer():
     manifest = plan(source.metas, {}, 64, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
     views = unpack(manifest, buffer)
-    pack(source, manifest, buffer)
+    Packer(manifest, buffer).pack(source)
     assert torch.equal(views["weight"], model.weight.detach().bfloat16())
     with torch.no_grad():
         model.weight.add_(1)
-    pack(source, manifest, buffer)
+    Packer(manifest, buffer).pack(source)
     assert torch.equal(views["weight"], model.weight.detach().bfloat16())
 
 
@@ -152,7 +152,7 @@ def test_small_parameters_packed_together_are_those_packed_one_by_one(monkeypatc
     source = WeightSource(model, "bfloat16")
     manifest = plan(source.metas, {}, 64, "none")
     alone, together = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
-    pack(source, manifest, alone)
+    Packer(manifest, alone).pack(source)
     monkeypatch.setattr("inflight.weights.pack.SMALL_BYTES", 200)  # weights are larger, biases and norms are not
     packer = Packer(manifest, together)
     packer._grouped = True  # as on CUDA
@@ -163,7 +163,7 @@ def test_small_parameters_packed_together_are_those_packed_one_by_one(monkeypatc
             parameter.add_(1)
     packer.pack(source)
     assert not torch.equal(alone, together)
-    pack(source, manifest, alone)
+    Packer(manifest, alone).pack(source)
     assert torch.equal(alone, together)
 
 
@@ -194,6 +194,6 @@ def test_another_source_than_the_planned_one_is_refused():
     manifest = plan(source.metas, {}, 64, "none")
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8)
     with pytest.raises(PackError, match=r"expects weight \(4, 4\), got weight \(3, 4\)"):
-        pack(other, manifest, buffer)
+        Packer(manifest, buffer).pack(other)
     with pytest.raises(PackError, match="1 parameters, the manifest 2"):
-        pack(WeightSource(nn.Linear(4, 4, bias=False), "float32"), manifest, buffer)
+        Packer(manifest, buffer).pack(WeightSource(nn.Linear(4, 4, bias=False), "float32"))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -72,7 +73,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool, as_json: bool) -> int:
     reader = Reader(_file(run_dir))
-    training = Training(read_lines(run_dir / METRICS_FILE))
+    steps = read_lines(run_dir / METRICS_FILE)
+    training = Training(steps)
     texts = _texts(run_dir)
     found = matching(reader, selection, training)
     # Text is made of those alone that are shown: decoding takes longer than reading.
@@ -92,8 +94,18 @@ def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool,
         print(f"inflight show: the file is still written, or its writer was killed: {reader.torn}", file=sys.stderr)
     if not shown:
         named = "" if selection.name is None else f" by the name {selection.name} (such as q5, q5.1 or q5/0)"
-        print(f"inflight show: {run_dir} has no such rollout{named}; --last shows the newest", file=sys.stderr)
+        others = "--last shows the newest" + _failed(steps)
+        print(f"inflight show: {run_dir} has no such rollout{named}; {others}", file=sys.stderr)
     return 0 if shown else 1
+
+
+def _failed(steps: Sequence[Mapping[str, Any]]) -> str:
+    """That groups have failed, which are never complete and so are in no file."""
+    counts = (steps[-1].get("groups_failed") or {}) if steps else {}
+    if not counts:
+        return ""
+    reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))
+    return f"; groups that failed are not recorded ({reasons}): the actors' logs name the first of each reason"
 
 
 def matching(groups: Iterable[RolloutGroup], selection: Selection, training: Training) -> Iterator[ShownGroup]:

@@ -130,7 +130,19 @@ def test_filters(run, capsys, arguments, found):
 
 def test_a_name_that_does_not_exist_is_in_the_error(run, capsys):
     assert main(["show", str(run), "7"]) == 1
-    assert "has no such rollout by the name 7 (such as q5, q5.1 or q5/0)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "has no such rollout by the name 7 (such as q5, q5.1 or q5/0)" in error
+    assert "failed" not in error
+
+
+def test_a_group_that_failed_is_not_there_and_that_is_said(run, capsys):
+    with JsonLines(run / METRICS_FILE) as metrics:
+        metrics.write({"step": 99, "groups_failed": {"reward short error: ValueError": 2, "prompt too long": 1}})
+    assert main(["show", str(run), "q5000"]) == 1
+    assert (
+        "groups that failed are not recorded (prompt too long: 1, reward short error: ValueError: 2): "
+        "the actors' logs name the first of each reason"
+    ) in capsys.readouterr().err
 
 
 def test_the_newest_and_a_limit(run, capsys):

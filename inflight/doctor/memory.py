@@ -74,7 +74,7 @@ def on_cpu(parameters: int, config: RunConfig) -> Iterator[Finding]:
     ranks = range(config.trainer.processes)
     needed = sum(trainer_bytes(parameters, config, rank) + PROCESS_BYTES for rank in ranks)
     needed += generators * (generator_bytes(parameters, config) + PROCESS_BYTES)
-    yield _compared("memory", needed, available_bytes(), "the machine")
+    yield _compared("memory", needed, available_bytes(), "the machine", ", without activations")
 
 
 def on_gpus(parameters: int, config: RunConfig, there: Sequence[str]) -> Iterator[Finding]:
@@ -112,7 +112,7 @@ def on_disk(parameters: int, config: RunConfig) -> Iterator[Finding]:
     versions = (steps + 1) * BYTES[config.model.dtype] if config.audit.keep_versions else 0
     each = 12 if config.trainer.checkpoint_dtype == "float32" else 14  # float32 weights, Adam's moments; model files
     needed = parameters * (each * checkpoints + versions)
-    text = f"about {_gib(needed)} for {checkpoints} checkpoints"
+    text = f"about {_gib(needed)} for {checkpoints} checkpoint{'s' if checkpoints > 1 else ''}"
     text += f" and {steps + 1} versions" if versions else ""
     text += f", {_gib(free)} free in {folder}"
     if needed > free:
@@ -132,8 +132,9 @@ def available_bytes() -> int | None:
     return min(found, default=None)
 
 
-def _compared(name: str, needed: int, free: int | None, where: str) -> Finding:
-    text = f"about {_gib(needed)} for weights, shadow, optimizer and KV cache"
+def _compared(name: str, needed: int, free: int | None, where: str, beside: str = "") -> Finding:
+    """`beside`: what the estimate does not count."""
+    text = f"about {_gib(needed)} for weights, shadow, optimizer and KV cache{beside}"
     if free is None:
         return warn(name, text, f"how much {where} has is not known")
     text += f", {_gib(free)} free"

@@ -158,6 +158,7 @@ def test_memory_is_compared_with_what_is_free(monkeypatch, free, state):
     config = compose("tiny", ["model.dtype=bfloat16", "generator.kv_cache_gib=0.5", "machine=cpu"])
     finding = only(memory.on_cpu(GIB // 12, config))  # 20/12 + 4/12 GiB, KV cache and a GiB for each process: 4.5
     assert (finding.state, "4.5 GiB" in finding.text) == (state, True)
+    assert "without activations" in finding.text, "a GPU's estimate has 2 GiB for them"
 
 
 def test_the_memory_of_this_machine_is_known():
@@ -184,6 +185,7 @@ def test_disk_for_checkpoints_and_versions(tmp_path, monkeypatch):
     config = compose("tiny", [*overrides, f"run_dir={tmp_path}/a/b"])
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: usage._replace(free=90 * GIB))
+    assert " for 1 checkpoint, " in only(memory.on_disk(GIB, compose("tiny", ["audit.keep_versions=false"]))).text
     assert only(memory.on_disk(GIB, config)).text.startswith("about 88 GiB for 4 checkpoints and 10 versions")
     assert only(memory.on_disk(GIB, config)).state is Severity.OK
     monkeypatch.setattr(memory.shutil, "disk_usage", lambda folder: usage._replace(free=80 * GIB))

@@ -694,10 +694,11 @@ def test_what_would_fail_again_is_not_started_again(config, capfd, code, ends):
 SEES_IT_GONE = """
 import os, pathlib, sys, time
 log = pathlib.Path(os.environ["RUN_DIR"]) / "logs" / "g0.log"
-for _ in range(200):
+for _ in range(500):
     time.sleep(0.1)
     text = log.read_text() if log.exists() else ""
-    if "was here" in text and not pathlib.Path("/proc", text.split()[1]).exists():
+    pids = [line.split()[1] for line in text.splitlines() if line.startswith("grandchild ")]
+    if "was here" in text and not pathlib.Path("/proc", pids[0]).exists():
         sys.exit(0)
 sys.exit(1)
 """

@@ -8,6 +8,9 @@ from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
+AGAIN_S = 0.5
+"""Seconds after which a call is interrupted again: an exception that is raised in a destructor, or in a callback of the
+garbage collection, is lost."""
 
 
 class _Expired(BaseException):
@@ -30,7 +33,7 @@ def within(seconds: float, call: Callable[[], T]) -> T:
     before = signal.signal(signal.SIGALRM, expire)
     try:
         try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_REAL, seconds, AGAIN_S)
             return call()
         finally:
             running = False

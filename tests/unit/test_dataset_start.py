@@ -163,6 +163,20 @@ def test_what_takes_too_long_is_interrupted(hanging):
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]) == (handler, 0.0)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interruption_that_a_destructor_loses_is_repeated():
+    class Slow:
+        def __del__(self):
+            time.sleep(LONG_S)
+
+    def call():
+        Slow()
+        time.sleep(LONG_S)
+
+    with pytest.raises(TimeoutError):
+        within(0.01, call)
+
+
 @pytest.mark.parametrize("at", ["first", "later"])
 def test_a_row_on_which_the_template_hangs_costs_itself(tmp_path, at):
     """The signal of the limit comes from this test, in the middle of that row, so that no other row is timed."""
@@ -174,11 +188,25 @@ def test_a_row_on_which_the_template_hangs_costs_itself(tmp_path, at):
     limits = [f"rollout.reward_timeout_s={LONG_S}", f"rollout.task_start_timeout_s={LONG_S}"]
     config = run(tmp_path, *limits, rows=rows, chat_template=tmp_path / "hang.jinja", shuffle="false")
 
+    before, overs = signal.getsignal(signal.SIGALRM), []
+
+    def interrupt(over):
+        while signal.getsignal(signal.SIGALRM) is before:  # it would end this process
+            time.sleep(0.01)
+        over.wait(0.2)
+        while not over.is_set():
+            os.kill(os.getpid(), signal.SIGALRM)
+            over.wait(5)
+
     def asked(which):
+        for over in overs:
+            over.set()
         if which == f"question {hanging + 1} (dataset:{hanging + 1})":
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGALRM)).start()
+            overs.append(threading.Event())
+            threading.Thread(target=interrupt, args=overs[-1:], daemon=True).start()
 
     found = examine(config, make(config.task, config.seed), asked)
+    asked("nothing")
     assert found.left_out == "of 4 questions, 1 will be left out: 1 that can't be asked (TimeoutError)"
 
 

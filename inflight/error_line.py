@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 LONGEST = 500
 """Most characters of a line, unless another bound is given."""
 
@@ -11,7 +13,7 @@ def one_line(said: object, longest: int = LONGEST) -> str:
     terminal, and lone surrogates, which no file and no message can hold, are left out. An exception without a text is
     written as `KeyError()`."""
     if isinstance(said, BaseException):
-        return _printable(_text(said), longest) or _printable(repr(said), longest)
+        return _printable(_text(said), longest) or _printable(_text(said, repr), longest)
     return _printable(str(said), longest)
 
 
@@ -25,14 +27,14 @@ def with_kind(error: BaseException, longest: int = LONGEST) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text, without what libraries print below it: stack traces, advice. Its class
     for one without a text."""
-    lines = _text(error).splitlines()
+    lines = _text(error).strip().splitlines()
     return _printable(lines[0], LONGEST) if lines else _printable(type(error).__name__, LONGEST)
 
 
-def _text(error: BaseException) -> str:
+def _text(error: BaseException, written: Callable[[object], str] = str) -> str:
     try:
-        return str(error)
-    except BaseException:  # noqa: BLE001 - its __str__ is foreign code, too
+        return written(error)
+    except BaseException:  # noqa: BLE001 - its __str__ and __repr__ are foreign code, too
         return f"{type(error).__name__}, whose text can't be read"
 
 

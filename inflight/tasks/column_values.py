@@ -47,7 +47,7 @@ def _to_wire(value: Any) -> Any:
         return _extension(value)
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
         raise ValueError("it has a whole number of more than 64 bits; write it as text")
-    if not isinstance(value, _PLAIN):
+    if type(value) not in _PLAIN:  # numpy derives some of its numbers and texts from Python's
         msgspec.msgpack.encode(value)  # raises TypeError for what it has no form for
     return value
 

@@ -6,6 +6,7 @@ from decimal import Decimal
 
 import datasets
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -88,6 +89,8 @@ def test_json_lines_give_the_same_where_json_can_express_it(tmp_path):
         (1 << 64, "a whole number of more than 64 bits; write it as text"),
         ([{"deep": -(1 << 63) - 1}], "a whole number of more than 64 bits"),
         (object(), "type object is unsupported"),
+        (np.float64(0.5), "type numpy.float64 is unsupported"),
+        ([np.str_("text")], "type numpy.str_ is unsupported"),
         (pa.scalar(1, pa.timestamp("ns")).as_py(), "1970-01-01 00:00:00.000000001 has nanoseconds"),
         (pa.scalar(1, pa.duration("ns")).as_py(), "0 days 00:00:00.000000001 has nanoseconds"),
     ],

@@ -10,6 +10,14 @@ class Unreadable(Exception):
         raise SystemExit("an exception of its own")
 
 
+class Silent(Exception):
+    def __str__(self):
+        return ""
+
+    def __repr__(self):
+        raise RuntimeError("an exception of its own")
+
+
 @pytest.mark.parametrize(
     "said, text, named",
     [
@@ -24,6 +32,7 @@ class Unreadable(Exception):
         (ValueError("\n"), "ValueError('\\n')", "ValueError"),
         (type("a\nb", (Exception,), {})("c"), "c", "a b: c"),
         (Unreadable(), "Unreadable, whose text can't be read", "Unreadable: Unreadable, whose text can't be read"),
+        (Silent(), "Silent, whose text can't be read", "Silent"),
     ],
 )
 def test_an_exception_is_one_line(said, text, named):
@@ -48,6 +57,7 @@ def test_a_line_has_a_longest_length():
     [
         (RuntimeError("the store is gone\nException raised from recv\n#0 0x7f"), "the store is gone"),
         (RuntimeError("\x1b[31mred"), "[31mred"),
+        (RuntimeError("\n\n  the store is gone\nException raised from recv"), "the store is gone"),
         (ConnectionError(), "ConnectionError"),
         (Unreadable(), "Unreadable, whose text can't be read"),
     ],

@@ -375,6 +375,15 @@ def test_the_best_is_kept_alone_and_a_worse_or_equal_one_is_removed(tmp_path):
     assert json.loads((best.path / "trainer" / "evaluation.json").read_text()) == {"reward": 0.6}
 
 
+def test_a_nominee_that_is_still_to_be_removed_keeps_no_other_from_being_judged(tmp_path):
+    best = Best(tmp_path, "reward")
+    assert best.consider(nominee(best, 3), {"reward": 0.5})
+    nominee(best, 6)
+    assert not best.consider(nominee(best, 9), {"reward": 0.5})
+    assert names(tmp_path) == ["nominee", "step-000003"]
+    assert [path.name for path in best.nominees.iterdir()] == ["step-000006"]
+
+
 def test_the_best_survives_a_start_and_what_was_not_decided_does_not(tmp_path):
     best = Best(tmp_path, "reward")
     best.consider(nominee(best, 3), {"reward": 0.5, "pass@1": 0.1})

@@ -149,7 +149,10 @@ def test_the_time_left_ends_where_the_data_do(progress, questions, left):
     assert progress.line().endswith(f" · {left}")
     of = {13: " (data for 6)", 7: " (data for 3)"}.get(questions.get("questions", 0), "")
     assert f"step 4/8{of} · " in progress.line()
-    assert f"4/8{of}" in shown(progress, 100).text.splitlines()[1]
+    bar = shown(progress, 100).text.splitlines()[1]
+    assert f"4/8{of}" in bar
+    room = bar.count("━") + bar.count("─")
+    assert bar.count("━") == min(round(room * 4 / {13: 6, 7: 3}.get(questions.get("questions", 0), 8)), room)
 
 
 def test_a_resumed_run_has_no_time_left_before_its_trainer_has_done_a_step(progress):
@@ -370,6 +373,14 @@ def test_a_start_of_vllm_that_takes_long_is_explained(progress, elapsed_s, phase
     found = "\n".join(advice(progress))
     assert ("vLLM is still starting: logs/g*.log has its progress." in found) == said
     assert ("300 s after the trainer (publish.join_timeout_s)" in found) == said
+
+
+@pytest.mark.parametrize(("count", "named"), [(1, "logs/g0.log"), (2, "logs/g*.log")])
+def test_a_slow_start_names_the_log_that_there_is(config, count, named):
+    progress = Progress(dataclasses.replace(config, generator=dataclasses.replace(config.generator, count=count)))
+    progress.began(61)
+    progress.update("trainer", {"phase": "waiting for generators"})
+    assert f"vLLM is still starting: {named} has its progress." in "\n".join(advice(progress))
 
 
 def test_advice_is_a_line_without_a_terminal(progress, capsys):

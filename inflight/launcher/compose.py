@@ -66,9 +66,16 @@ def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = N
     require(not config.checkpoint, "checkpoint", config.checkpoint, "the launcher finds it, with resume=true")
     require(not config.chosen, "chosen", config.chosen, "the launcher determines it")
     require(not config.task.contents, "task.contents", config.task.contents, "the launcher determines it")
+    return replace(config, run_dir=str(_resolved(config)), chosen=names)
+
+
+def _resolved(config: RunConfig) -> Path:
     allowed = why_impossible(config.run_dir)
     require(not allowed, "run_dir", config.run_dir, allowed)
-    return replace(config, run_dir=str(config.path.expanduser().resolve()), chosen=names)
+    try:
+        return config.path.expanduser().resolve()
+    except RuntimeError as error:  # a loop of symbolic links, or the home directory of an unknown user
+        raise ConfigError(f"run_dir={config.run_dir!r} is not allowed: {one_line(error)}") from None
 
 
 def configurations(folders: Sequence[Path]) -> list[str]:

@@ -124,7 +124,7 @@ def cache_dir() -> Path:
 def _existing(name: str) -> Path:
     if allowed := why_impossible(name):
         raise ModelError(f"model {name!r} is not allowed: {allowed}")
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # which leaves an unknown user's ~ as it is
     if (path / "config.json").is_file():
         return path.resolve()
     if path.is_dir():

@@ -30,6 +30,8 @@ from inflight.resources import folder as shipped
 from inflight.tasks import make
 from inflight.tasks.addition import Addition
 from inflight.tasks.count import PromptLengths, left_out
+from inflight.tasks.data.chat_template import text_of
+from inflight.tasks.data.rows import is_of_files
 from inflight.tasks.examine import examine
 from inflight.tasks.row_limit import within
 
@@ -119,6 +121,16 @@ def test_a_relative_path_that_is_none_is_refused_with_the_folder_where_it_was_lo
     with pytest.raises(ConfigError) as refused:
         preflight.with_data(run(tmp_path, path="none.jsonl"))
     assert str(refused.value).endswith(f"path='none.jsonl' does not exist: no file has that name in {tmp_path}")
+
+
+@pytest.mark.parametrize("path", ["~no-such-user/data", "n" * 300, "a\0b"])
+def test_a_path_that_leads_nowhere_is_no_file(path):
+    assert not is_of_files(path)
+
+
+def test_a_chat_template_in_the_home_of_an_unknown_user_does_not_exist():
+    with pytest.raises(FileNotFoundError):
+        text_of("~no-such-user/a.jinja")
 
 
 def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):

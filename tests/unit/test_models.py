@@ -140,7 +140,7 @@ def test_a_directory_is_taken_as_it_is(tmp_path):
 
 def test_a_wrong_name_is_reported_in_one_line(tmp_path):
     unknown = f"neither one of smollm2, tiny, tiny-untied, nor a directory in {os.getcwd()}"
-    for name, words in (("gpt9", unknown), (str(tmp_path), "no config.json")):
+    for name, words in (("gpt9", unknown), ("~no-such-user/a/b", unknown), (str(tmp_path), "no config.json")):
         with pytest.raises(ModelError, match=words) as error:
             prepare(name)
         assert "\n" not in str(error.value)

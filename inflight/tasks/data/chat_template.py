@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,7 +32,7 @@ prompt or fill it up."""
 
 def text_of(path: str | Path) -> str:
     """The template in a file, without a byte order mark. Raises OSError, or ValueError for one without a text."""
-    text = Path(path).expanduser().read_text(encoding="utf-8-sig")
+    text = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     if not text.strip():
         raise ValueError("it is empty")
     return text

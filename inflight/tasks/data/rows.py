@@ -69,7 +69,7 @@ def matching(path: str, option: str) -> list[Path]:
 
 def is_of_files(path: str) -> bool:
     """Whether a path names files rather than a data set of the hub."""
-    return _kind(Path(path)) is not None or "*" in path or Path(path).expanduser().exists()
+    return _kind(Path(path)) is not None or "*" in path or os.path.exists(os.path.expanduser(path))
 
 
 def _kind(file: Path) -> str | None:

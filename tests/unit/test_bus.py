@@ -18,7 +18,7 @@ import zmq
 from fake_generator import eventually
 
 from inflight.bus import Arrivals, BusError, Link, Listener, Lost, PeerLost, Received
-from inflight.bus.endpoint import HIGH_WATER, _Context
+from inflight.bus.endpoint import HIGH_WATER, MAX_QUEUED, _Context
 from inflight.config import BusConfig
 from inflight.messages import SCHEMA, Abort, Commit, Goodbye, Heartbeat, Refused, Status, WireError, decode, encode
 
@@ -281,6 +281,18 @@ def test_a_link_that_is_not_read_bounds_its_queue(endpoint, monkeypatch):
     with Link(endpoint, "a0", PATIENT) as link, pytest.raises(BusError, match="does not read"):
         for _ in range(5000):
             link.send(Status(source="a0", values={"x": 1.0}))
+
+
+def test_the_time_for_which_a_full_queue_keeps_a_link_from_reading_is_no_silence(endpoint):
+    with Listener(endpoint, PATIENT) as listener, Link(endpoint, "a0", PATIENT) as link:
+        link.send(Commit(version=0))
+        wait_for(listener.receive, Received)
+        for version in range(MAX_QUEUED):
+            listener.send("a0", Commit(version=version))
+        eventually(lambda: not link._has_room(), "a full queue")
+        listened_s = link._listened_s
+        time.sleep(4 * PATIENT.heartbeat_s)
+        assert link._listened_s == listened_s
 
 
 def test_many_threads_may_send(endpoint):

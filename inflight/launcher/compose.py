@@ -74,7 +74,7 @@ def _resolved(config: RunConfig) -> Path:
     require(not allowed, "run_dir", config.run_dir, allowed)
     try:
         return config.path.expanduser().resolve()
-    except RuntimeError as error:  # a loop of symbolic links, or the home directory of an unknown user
+    except RuntimeError as error:  # an unknown user's home, or, before Python 3.13, a loop of symbolic links
         raise ConfigError(f"run_dir={config.run_dir!r} is not allowed: {one_line(error)}") from None
 
 

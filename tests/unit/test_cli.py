@@ -99,17 +99,11 @@ def test_an_impossible_path_of_a_configuration_is_one_line(tmp_path, capsys, giv
     assert says in line
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "says"),
-    [("~no-such-user/a", "Could not determine home directory."), ("LOOP/a", "Symlink loop from ")],
-)
-def test_a_run_folder_that_leads_nowhere_is_refused_in_one_line(tmp_path, capsys, run_dir, says):
-    (tmp_path / "LOOP").symlink_to("LOOP")
-    run_dir = run_dir.replace("LOOP", str(tmp_path / "LOOP"))
-    (tmp_path / "mine.yaml").write_text(f'defaults: [demo, _self_]\nrun_dir: "{run_dir}"\n')
+def test_a_run_folder_in_the_home_of_an_unknown_user_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text('defaults: [demo, _self_]\nrun_dir: "~no-such-user/a"\n')
     assert cli.main(["launch", "--config-name", "mine", "--config-dir", str(tmp_path), "--print"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"inflight launch: run_dir='{run_dir}' is not allowed: {says}")
+    assert line.startswith("inflight launch: run_dir='~no-such-user/a' is not allowed: ")
 
 
 def test_an_interrupted_command_is_one_line(monkeypatch, capsys):

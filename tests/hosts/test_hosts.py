@@ -24,6 +24,8 @@ from tests.hosts.namespaces import ROOT, Hosts, missing
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(bool(missing()), reason=missing() or "")]
 
 RUN_S = 900.0
+OURS = ("tests/hosts/", "tests.hosts.", "inflight.")
+"""What a command line of a run's process has; that of sshd has the test's folder, which may be called anything."""
 JOINED = ("hosts.starter=join", "hosts.actors_join=true")
 SETTINGS = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "INFLIGHT_JOIN_KEY": "k" * 43}
 
@@ -124,7 +126,7 @@ class Run(OneHost):
 
     def _left(self, number: int) -> list[str]:
         """Command lines of the run's processes on a host."""
-        return [line for line in self.hosts.processes(number) if "hosts" in line or "inflight." in line]
+        return [line for line in self.hosts.processes(number) if any(name in line for name in OURS)]
 
 
 @pytest.fixture

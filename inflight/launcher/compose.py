@@ -93,7 +93,10 @@ def _said(error: Exception, folders: Sequence[Path]) -> str:
         said = lines[0].removesuffix(" Check that it's in your config search path.").removesuffix(".")
         if error.options:
             return f"{said}; there are: {', '.join(error.options)}"
-        return f"{said}; the configurations are: {', '.join(configurations(folders))}"
+        *shipped, searched = folders  # where a user's folder is given, Hydra looks for it in there alone
+        there = f" in {searched}" if shipped else ""
+        otherwise = f"; without --config-dir: {', '.join(configurations(shipped))}" if shipped else ""
+        return f"{said}{there}; the configurations are: {', '.join(configurations([searched])) or 'none'}{otherwise}"
     cause = error.__cause__ or error.__context__  # the latter for an error in a file
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and cause.full_key and is_dataclass(cause.object_type):
         groups = {file.parent.name: file.parent for folder in folders for file in sorted(folder.glob("[!._]*/*.yaml"))}

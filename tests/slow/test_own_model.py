@@ -106,6 +106,9 @@ def test_the_page_from_a_file_of_problems_to_a_served_model(model, tmp_path, mon
     with serving() as hub:
         hub.repositories[MODEL] = Repository({COMMIT: repository(directory, tmp_path / "hub")}, {"main": COMMIT})
         train = Commands(hub.url, tmp_path, scale.overrides())
+        (doctor,) = (each for each in commands() if each.startswith("inflight doctor --config-dir"))
+        checked = train.run(doctor)
+        assert checked.returncode == 0, checked.stdout
         begun = train.start(train.page[0])
         at_least(7, tmp_path / "runs/mine", begun)
         kill(begun)
@@ -142,8 +145,8 @@ class Commands:
         self.environment = environment | own | {"HF_DATASETS_CACHE": str(folder / "cache"), "PATH": path}
 
     def start(self, command: str, *more: str) -> subprocess.Popen[str]:
-        """In the background; a launch gets the overrides."""
-        asked = [*command.split(), *(self._overrides if "launch" in command else ()), *more]
+        """In the background; what composes the configuration gets the overrides."""
+        asked = [*command.split(), *(self._overrides if "--config-name" in command else ()), *more]
         if asked[0] == "inflight":  # this tree's, whichever is installed
             asked[:1] = [sys.executable, "-m", "inflight.cli"]
         return subprocess.Popen(

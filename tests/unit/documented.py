@@ -84,6 +84,7 @@ RUN_BY = {
     "inflight trace runs/mine": f"{SLOW}::test_commands_on_a_run",
     "inflight watch runs/mine": f"{SLOW}::test_commands_on_a_run",
     "inflight doctor": f"{SLOW}::test_the_machine",
+    "inflight doctor --config-dir . --config-name dataset": "tests/slow/test_own_model.py::test_the_page",
     "inflight model Qwen/Qwen2.5-0.5B-Instruct --revision main": f"{SLOW}::test_a_model_of_the_hub",
     "inflight patch check": f"{SLOW}::test_the_patch",
     "inflight patch apply": f"{SLOW}::test_the_patch",

@@ -105,10 +105,13 @@ def test_an_unknown_configuration_is_reported_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_a_users_configurations_are_listed_too(tmp_path):
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - tiny\n")
-    with pytest.raises(ConfigError, match=r"'mien'; the configurations are: dataset, demo, demo_gpu, mine, tiny$"):
-        compose("mien", [], tmp_path)
+@pytest.mark.parametrize("files, listed", [(["mine"], "mine"), ([], "none")])
+def test_a_users_folder_is_searched_alone_and_its_configurations_are_listed(tmp_path, files, listed):
+    for file in files:
+        (tmp_path / f"{file}.yaml").write_text("defaults:\n  - tiny\n")
+    said = f"'demo' in {tmp_path}; the configurations are: {listed}; without --config-dir: {', '.join(SHIPPED)}"
+    with pytest.raises(ConfigError, match=re.escape(said) + "$"):
+        compose("demo", [], tmp_path)
 
 
 def test_a_folder_of_configurations_that_does_not_exist_is_named(tmp_path):

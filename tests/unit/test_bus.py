@@ -212,10 +212,8 @@ try:
     listener = Listener(sys.argv[1], BusConfig())
 except BusError as error:
     sys.exit(str(error))
-if "fork" in sys.argv:
-    if os.fork() == 0:
-        time.sleep(60)
-print("listens", flush=True)
+if "fork" not in sys.argv or os.fork() == 0:  # the child says it: its hooks of a fork have run then
+    print("listens", flush=True)
 time.sleep(60)
 """
 

@@ -149,6 +149,7 @@ class Follower:
                 with self._fence.reading():
                     for _ in self._source:
                         pass
+                self._fence.settle()
             case "checkpoint":
                 model_tensors(master)
                 optimizer_tensors(master, self._learner.optimizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,6 +37,11 @@ def unpack(manifest: Manifest, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
 
 SMALL_BYTES = 4 << 20
 """On CUDA: smaller parameters are packed by one kernel per dtype, larger ones each by a copy at full memory rate."""
+PART_BYTES = 1 << 30
+"""The send buffer is packed in parts of at least so many bytes, one after the other."""
+
+_Small = dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Views and parameters that one kernel copies, by their dtypes."""
 
 
 class Packer:
@@ -45,20 +50,22 @@ class Packer:
     def __init__(self, manifest: Manifest, buffer: torch.Tensor) -> None:
         """Raises PackError for a buffer that does not fit."""
         self._slots = manifest.slots
+        self._total = manifest.total_bytes
         self.views = unpack(manifest, buffer)
         """Name → its place in the buffer, in the parameter's shape and wire dtype."""
         self._grouped = buffer.is_cuda
 
     @torch.no_grad()
-    def pack(self, source: WeightSource) -> None:
+    def pack(self, source: WeightSource, mark: Callable[[int], None] = lambda _: None) -> None:
         """Casts and copies each parameter to its place, in place: no tensor is allocated for a plain module.
 
-        Returns when the bytes are in the buffer (on a GPU: queued on the current stream). On CUDA the small parameters
-        are packed last, together; those of a sharded module are held until then (0.2 GB for 7B). Raises PackError when
-        the source's parameters are not the manifest's, SourceError when the module has changed.
+        Returns when the bytes are in the buffer (on a GPU: queued on the current stream); `mark(end)` is called when
+        all bytes before `end` are, after each part of PART_BYTES and at the end. On CUDA a part's small parameters are
+        packed last, together; those of a sharded module are held until then. Raises PackError when the source's
+        parameters are not the manifest's, SourceError when the module has changed.
         """
-        packed = 0
-        small: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        packed = begun = 0
+        small: _Small = {}
         for (name, tensor), slot, view in zip(source, self._slots, self.views.values(), strict=False):
             if name != slot.meta.name or tensor.shape != slot.meta.shape:
                 expected = f"{slot.meta.name} {slot.meta.shape}"
@@ -70,10 +77,22 @@ class Packer:
             else:
                 view.copy_(tensor)
             packed += 1
-        for views, tensors in small.values():
-            torch._foreach_copy_(views, tensors)
+            end = slot.offset + slot.meta.nbytes
+            if end - begun >= PART_BYTES:
+                _copy(small)
+                mark(end)
+                begun = end
+        _copy(small)
         if packed != len(self._slots) or packed != len(source.metas):
             raise PackError(f"the source has {len(source.metas)} parameters, the manifest {len(self._slots)}")
+        mark(self._total)
+
+
+def _copy(small: _Small) -> None:
+    """Copies what was collected, and forgets it."""
+    for views, tensors in small.values():
+        torch._foreach_copy_(views, tensors)
+    small.clear()
 
 
 def checksums(manifest: Manifest, buffer: torch.Tensor) -> list[int]:

@@ -16,7 +16,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -51,11 +51,11 @@ class Halting:
 
     def __init__(self, inner: Sender, generator: str) -> None:
         self._inner, self._generator = inner, generator
-        self.rendezvous = inner.rendezvous
+        self.rendezvous, self.follows = inner.rendezvous, inner.follows
 
-    def send(self, buffer: torch.Tensor, buckets: list[Any]) -> None:
+    def send(self, buffer: torch.Tensor, buckets: list[Any], packed: Iterable[int] = ()) -> None:
         with self._span("send"):
-            self._send(buffer, buckets)
+            self._send(buffer, buckets, packed)
 
     @contextlib.contextmanager
     def _span(self, what: str) -> Iterator[None]:
@@ -65,13 +65,13 @@ class Halting:
         finally:
             self.spans.append([self._generator, what, began, time.monotonic()])
 
-    def _send(self, buffer: torch.Tensor, buckets: list[Any]) -> None:
+    def _send(self, buffer: torch.Tensor, buckets: list[Any], packed: Iterable[int]) -> None:
         after = self.wanted.pop(self._generator, None)
         if after is None:
-            self._inner.send(buffer, buckets)
+            self._inner.send(buffer, buckets, packed)
             return
         assert after < len(buckets), f"{after} of {len(buckets)} buckets"
-        self._inner.send(buffer, buckets[:after])
+        self._inner.send(buffer, buckets[:after], packed)
         say(halted=self._generator, after=after, of=len(buckets))
         self.go.wait(HALT_S)
         self._inner.send(buffer, buckets[after:])

@@ -219,9 +219,10 @@ class HarmedSender:
     """Sends other buckets than it should, once: real gloo on both sides, wrong bytes between."""
 
     def __init__(self, inner, kind, done):
-        self._inner, self._kind, self._done, self.rendezvous = inner, kind, done, inner.rendezvous
+        self._inner, self._kind, self._done = inner, kind, done
+        self.rendezvous, self.follows = inner.rendezvous, inner.follows
 
-    def send(self, buffer, buckets):
+    def send(self, buffer, buckets, packed):
         if self._done:
             self._inner.send(buffer, buckets)
             return

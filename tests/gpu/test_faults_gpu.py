@@ -50,6 +50,8 @@ def last_gpu() -> str:
 # --- what is verified ------------------------------------------------------------
 
 NBYTES = 300 << 20
+FRESH = 9
+"""What the bytes of a buffer become that is packed while it is sent."""
 BUCKETS = [BucketMeta(offset=at, nbytes=min(32 << 20, NBYTES - at)) for at in range(0, NBYTES, 32 << 20)]
 
 
@@ -82,8 +84,9 @@ class Sending:
 
 
 def send(transport: str, size: int, timeout_s: float) -> None:
-    """Orders: `sound`, `flip BYTE` (between the sums and the sending), `part N` (N buckets and no more), then
-    `overwrite` at any time; `again` closes the sender and makes one for two ranks."""
+    """Orders: `sound`, `flip BYTE` (between the sums and the sending), `part N` (N buckets and no more), `follow`
+    (while the buffer is packed slowly: FRESH everywhere), then `overwrite` at any time; `again` closes the sender and
+    makes one for two ranks."""
     from inflight.weights.transport import TransportError, make_sender
     from inflight.weights.transport.sums import SenderSums
 
@@ -116,12 +119,26 @@ def send(transport: str, size: int, timeout_s: float) -> None:
             sender = make_sender(transport, 2, timeout_s)
             print(sender.rendezvous, flush=True)
             continue
+        packed = packing(buffer) if order == "follow" else ()
         try:
-            sender.send(buffer, BUCKETS[: int(at)] if order == "part" else BUCKETS)
+            sender.send(buffer, BUCKETS[: int(at)] if order == "part" else BUCKETS, packed)
         except TransportError as error:
             print(error, flush=True)
         else:
             print("sent", flush=True)
+
+
+def packing(buffer: torch.Tensor) -> Any:
+    """Queues that each 32 MiB of the buffer get their bytes, after 20 ms or more each; returns how far that is."""
+    from inflight.weights.publish.progress import PackingProgress
+
+    progress, stream = PackingProgress(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for bucket in BUCKETS:
+            torch.cuda._sleep(40_000_000)
+            buffer[bucket.offset : bucket.offset + bucket.nbytes] = FRESH
+            progress.mark(bucket.offset + bucket.nbytes, stream)
+    return progress
 
 
 @pytest.fixture
@@ -258,6 +275,24 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
     sender.order("watched")
     with pytest.raises(ChecksumError, match="bytes differ from those sent"):
         receiver.receive_into(scatter, BUCKETS)
+    receiver.close()
+
+
+@pytest.mark.parametrize("sending", ["ipc"], indirect=True)
+def test_a_rank_gets_no_byte_from_before_the_packing_that_it_follows(sending: tuple[str, Sending]) -> None:
+    transport, sender = sending
+    target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
+    receiver, scatter = receiver_of(transport, sender.rendezvous, verify=False), scatter_of(target)
+    sender.order("sound")
+    receiver.receive_into(scatter, BUCKETS)
+    assert sender.answer() == "sent"
+    before = int((target == FRESH).sum())
+    sender.order("follow")
+    started = time.monotonic()
+    receiver.receive_into(scatter, BUCKETS)
+    assert time.monotonic() - started > 0.1, "the packing was under way"
+    assert sender.answer() == "sent"
+    assert before < int((target == FRESH).sum()) == sum(strip.nbytes for strip in scatter.strips)
     receiver.close()
 
 

@@ -40,11 +40,14 @@ from inflight.messages import (
 from inflight.types import Routes
 from inflight.weights.pack import unpack
 from inflight.weights.publish import replica
+from inflight.weights.publish.channel import Channel
 from inflight.weights.publish.events import Failure, Superseded, Swap
 from inflight.weights.publish.finite import NotFinite, require_finite
+from inflight.weights.publish.loop import PublisherLoop
 from inflight.weights.publish.membership import Membership
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.publisher import Publisher, PublishError
+from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.publish.routes import RoutesFile, routes
 from inflight.weights.publish.standing import Standing
 from inflight.weights.publish.states import ReplicaState
@@ -918,12 +921,51 @@ def test_a_check_and_checksums_wait_until_the_buffer_is_packed(run, monkeypatch)
     monkeypatch.setattr("inflight.weights.publish.offer.require_finite", events.check)
     monkeypatch.setattr("inflight.weights.publish.offer.checksums", events.sums)
     with run() as r:
-        offer = Offer(1, r.publisher.manifest, r.publisher._buffer, {}, events.fence, events.known, finite_check=True)
+        parts = (r.publisher._buffer, {}, events.fence, iter([64, 128]), events.known)
+        offer = Offer(1, r.publisher.manifest, *parts, finite_check=True)
         for ask, done in ((offer.check, ["check"]), (offer.sums, ["known.forget", "sums"])):
             events.reset_mock()
             ask()
             ask()
             assert [name for name, *_ in events.mock_calls] == ["fence.wait_read", *done]
+
+
+@pytest.mark.parametrize("checksum", ["none", "sum64"])
+def test_a_sender_that_follows_the_packing_waits_for_its_first_part_unless_bytes_are_summed(run, checksum):
+    events = Mock()
+    with run() as r:
+        manifest = msgspec.structs.replace(r.publisher.manifest, checksum=checksum)
+        packed = iter([64, 128])
+        parts = (r.publisher._buffer, {}, events.fence, packed, events.known)
+        assert Offer(1, manifest, *parts, finite_check=True).sums(follow=True) == []
+        whole = checksum != "none"
+        assert [name for name, *_ in events.mock_calls] == (["fence.wait_read", "known.forget"] if whole else [])
+        assert list(packed) == ([64, 128] if whole else [128])
+
+
+def test_a_version_is_released_while_it_is_packed_and_its_publication_returns_afterwards(run, monkeypatch):
+    events = []
+    with run(g0=1) as r:
+        r.joined("g0")
+        release, settle = PublisherLoop.release, ReadFence.settle
+        monkeypatch.setattr(PublisherLoop, "release", lambda *given: (events.append("released"), release(*given)))
+        monkeypatch.setattr(ReadFence, "settle", lambda fence: (events.append("settled"), settle(fence)))
+        r.publish(1)
+        assert events == ["released", "settled"]
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_channel_announces_early_for_a_sender_that_follows(follows):
+    done = threading.Event()
+    sender = Mock(follows=follows, rendezvous="here", send=Mock(side_effect=lambda *_: done.set()))
+    attempt = Mock(announce=Mock(return_value=True))
+    channel = Channel("g0", sender)
+    channel.submit(attempt)
+    assert done.wait(20)
+    attempt.announce.assert_called_once_with(follow=follows)
+    sender.send.assert_called_once_with(attempt.offer.buffer, attempt.offer.manifest.buckets, attempt.offer.packed)
+    channel.close()
+    assert channel.join(20)
 
 
 def test_parameters_of_each_dtype_are_checked_and_large_ones_are_no_inf():

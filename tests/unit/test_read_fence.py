@@ -35,12 +35,24 @@ def test_a_step_waits_before_it_writes():
     assert fence.take_waited_s() == 0
 
 
+def test_reads_are_waited_for_while_no_optimizer_is_held():
+    parameter, optimizer = optimizer_of_one()
+    fence = ReadFence(torch.device("cpu"))
+    fence._read = event = Event(parameter)
+    fence.settle()
+    assert event.seen == [1.0]
+    fence.hold(optimizer)
+    fence.settle()
+    assert event.seen == [1.0], "its next step waits"
+
+
 def test_on_a_cpu_nothing_waits():
     parameter, optimizer = optimizer_of_one()
     fence = ReadFence(torch.device("cpu"))
     fence.hold(optimizer)
     with fence.reading():
         packed = parameter.detach().clone()
+    fence.settle()
     assert fence._read is None
     optimizer.step()
     assert packed.item() == 1.0

@@ -17,6 +17,11 @@ from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 BUFFER = torch.zeros(64, dtype=torch.uint8)
 
 
+def offer(packed=1 << 40):
+    """Of a buffer whose first `packed` bytes are packed."""
+    return bytes(80) + packed.to_bytes(8, "little")
+
+
 @pytest.fixture
 def ipc(monkeypatch):
     with without_cuda(monkeypatch, "ipc") as ipc:
@@ -144,7 +149,7 @@ def test_the_doctors_probe_copies_by_the_call_that_a_pull_makes(ipc, monkeypatch
 def here():
     """The address of a trainer's store in this process, on which a buffer is offered."""
     store = KeyValueStore("", 5.0)
-    store.put("offer/0", bytes(80))
+    store.put("offer/0", offer())
     yield store.address
     store.close()
 
@@ -182,3 +187,82 @@ def test_a_rank_that_keeps_other_strips_than_before_is_refused(ipc, here, monkey
     with pytest.raises(TransportError, match="this rank keeps other bytes than it has announced"):
         receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, (CopyRegion(0, 32, 32),)), [])
     assert len(copies) == 1
+
+
+def test_a_rank_copies_what_is_packed_and_no_more(ipc, monkeypatch):
+    """By calls in the order of the send buffer's bytes, whatever order the strips are in."""
+    store = KeyValueStore("", 5.0)
+    store.put("offer/0", offer(70 * MB))
+    monkeypatch.setattr(ipc, "CALL_PIECES", 1)
+    copied, told = [], {100 * MB: "packed/0/1", 130 * MB: "packed/0/2"}
+    at_most = [70 * MB]
+
+    def copy(pieces, *_):
+        copied.append((pieces[0].source, pieces[0].target))
+        assert pieces[0].source_end <= at_most[0]
+
+    take = KeyValueStore.take
+
+    def taking(self, key, *args, **options):
+        if key in told.values():  # it asks only when it has nothing left to copy
+            (at_most[0],) = (end for end, name in told.items() if name == key)
+            store.put(key, at_most[0].to_bytes(8, "little"))
+        return take(self, key, *args, **options)
+
+    monkeypatch.setattr(KeyValueStore, "take", taking)
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", copy)
+    receiver = ipc.IpcReceiver(store.address, 1, 2, 5.0)
+    strips = (CopyRegion(110 * MB, 7, 20 * MB), CopyRegion(0, 20 * MB, 60 * MB), CopyRegion(60 * MB, 80 * MB, 40 * MB))
+    receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, strips), [])
+    assert copied == [(0, 20 * MB), (60 * MB, 80 * MB), (110 * MB, 7)]
+    assert at_most == [130 * MB]
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("harm", "timeout_s", "said"),
+    [(kill, 30.0, "receive: the trainer is gone"), (stop, 0.5, "receive: the trainer did not answer within")],
+)
+def test_a_rank_that_waits_for_a_trainer_that_packs_no_more_gives_up_when_its_copies_are_over(
+    ipc, monkeypatch, harm, timeout_s, said
+):
+    events = []
+    monkeypatch.setattr(ipc.cuda, "wait", lambda stream: events.append("waited"))
+    monkeypatch.setattr(ipc, "CALL_PIECES", 1)
+    with store_elsewhere("offer/0") as (process, address):
+        KeyValueStore(address, 5.0).put("offer/0", offer(8))
+
+        def copy(pieces, *_):
+            events.append(pieces[0].source)
+            harm(process)
+
+        monkeypatch.setattr(ipc.cuda, "copy_in_one_call", copy)
+        receiver = ipc.IpcReceiver(address, 1, 2, timeout_s)
+        strips = (CopyRegion(0, 0, 8), CopyRegion(8, 8, 8))
+        with pytest.raises(TransportError, match=said):
+            receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, strips), [])
+    assert events == [0, "waited"]
+
+
+def test_a_sender_offers_the_buffer_when_its_first_part_is_packed_and_tells_of_the_others(ipc, monkeypatch):
+    monkeypatch.setattr(ipc, "export", lambda buffer: bytes(80))
+    sender = ipc.IpcSender(2, 5.0)
+    rank = KeyValueStore(sender.rendezvous, 5.0)
+    rank.put("runs/1", b"\x90")
+    keys = ["offer/0", "packed/0/1", "packed/0/2"]
+    seen = []
+
+    def packing():
+        for end in (10, 30, 64):
+            seen.append([key for key in keys if rank.tcp.check([key])])
+            yield end
+        rank.put("done/0/1", b"")
+
+    sender.send(BUFFER, [], packing())
+    assert seen == [[], keys[:1], keys[:2]]
+    assert not any(rank.tcp.check([key]) for key in keys), "nothing is left of the transfer"
+    rank.put("done/1/1", b"")
+    monkeypatch.setattr(sender._store, "drop", lambda key: None)
+    sender.send(BUFFER, [])
+    assert rank.take("offer/1", "the trainer", "receive") == offer(64), "a buffer that is complete"
+    sender.close()

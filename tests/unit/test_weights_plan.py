@@ -167,6 +167,27 @@ def test_small_parameters_packed_together_are_those_packed_one_by_one(monkeypatc
     assert torch.equal(alone, together)
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_what_is_marked_is_in_the_buffer_and_marks_are_not_closer_than_a_part(monkeypatch, grouped):
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])
+    source = WeightSource(model, "float32")
+    manifest = plan(source.metas, {}, 64, "none")
+    buffer, whole = (torch.zeros(manifest.total_bytes, dtype=torch.uint8) for _ in range(2))
+    Packer(manifest, whole).pack(source)
+    monkeypatch.setattr("inflight.weights.pack.SMALL_BYTES", 200)  # weights are larger, biases are not
+    monkeypatch.setattr("inflight.weights.pack.PART_BYTES", 600)
+    packer, ends = Packer(manifest, buffer), []
+    packer._grouped = grouped  # as on CUDA
+
+    def mark(end):
+        ends.append(end)
+        assert torch.equal(buffer[:end], whole[:end])
+
+    packer.pack(source, mark)
+    assert ends == [768, 1792, manifest.total_bytes]
+    assert torch.equal(buffer, whole)
+
+
 def test_changed_bytes_are_found_and_the_bucket_named():
     manifest = layout()
     buffer = torch.zeros(manifest.total_bytes, dtype=torch.uint8)

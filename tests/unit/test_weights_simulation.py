@@ -152,7 +152,7 @@ class Offer:
     def __init__(self, publisher, version, *, checked):
         self.publisher, self.version, self.checked = publisher, version, checked
 
-    def sums(self):
+    def sums(self, *, follow):
         return checksums(MANIFEST, bytes_of(value_of(self.publisher, self.version)))
 
 

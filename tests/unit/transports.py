@@ -20,7 +20,7 @@ import sys
 from inflight.weights.transport.rendezvous import KeyValueStore
 store = KeyValueStore("", 5.0)
 for key in sys.argv[1:]:
-    store.put(key, bytes(80))
+    store.put(key, bytes([255] * 88))
 print(store.address, flush=True)
 sys.stdin.read()
 """
@@ -41,7 +41,7 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch, name: str, *beneath: str) -> I
 
 @contextmanager
 def store_elsewhere(*keys: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that hosts a store with 80 bytes at each of `keys`, and the store's address."""
+    """A process that hosts a store with an offer of a buffer at each of `keys`, and the store's address."""
     command = [sys.executable, "-c", HOST, *keys]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

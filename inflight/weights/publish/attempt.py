@@ -45,12 +45,12 @@ class Attempt:
         self._lock = threading.Lock()
         self._over = False
 
-    def announce(self) -> bool:
-        """Sends Prepare to the ranks, after which the bytes follow. Returns False without sending it when the attempt
-        is over, or when the version is known not to be finite."""
+    def announce(self, *, follow: bool = False) -> bool:
+        """Sends Prepare to the ranks, after which the bytes follow; with `follow` while they are still being packed.
+        Returns False without sending it when the attempt is over, or when the version is known not to be finite."""
         if self._over or self.offer.unsound is not None:
             return False
-        sums = self.offer.sums()
+        sums = self.offer.sums(follow=follow)
         session = self._session
         with self._lock:
             if self._over:

@@ -20,8 +20,9 @@ class Announced(Protocol):
 
     offer: Offer
 
-    def announce(self) -> bool:
-        """Announces the offer's bytes to the ranks. False: they must not be sent."""
+    def announce(self, *, follow: bool) -> bool:
+        """Announces the offer's bytes to the ranks: with `follow`, which it is for senders that follow the packing, as
+        soon as that has begun. False: they must not be sent."""
 
 
 class Channel:
@@ -59,8 +60,9 @@ class Channel:
     def _run(self) -> None:
         while (attempt := self._attempts.get()) is not None and not self._closed.is_set():
             try:
-                if attempt.announce():
-                    self._sender.send(attempt.offer.buffer, attempt.offer.manifest.buckets)
+                if attempt.announce(follow=self._sender.follows):
+                    offer = attempt.offer
+                    self._sender.send(offer.buffer, offer.manifest.buckets, offer.packed)
             except Exception as error:  # noqa: BLE001 - any error of a transport ends this channel, not the trainer
                 if not isinstance(error, TransportError):
                     error = TransportError(f"send: {with_kind(error)}")

@@ -20,7 +20,7 @@ class Swap:
     build_s: float
     """Slowest rank: bytes to kernel-ready shadow."""
     ready_s: float
-    """Packed to the last rank's Ready: the publisher's checksums, transfer and build."""
+    """Packing queued to the last rank's Ready: on CUDA the packing, the publisher's checksums, transfer and build."""
     commit_s: float
     """Commit sent to the last rank's RankSwapped received, or to Committed."""
     gap_s: float

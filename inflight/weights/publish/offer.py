@@ -10,6 +10,7 @@ import torch
 from inflight.messages import Manifest
 from inflight.weights.pack import checksums
 from inflight.weights.publish.finite import NotFinite, require_finite
+from inflight.weights.publish.progress import PackingProgress
 from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.transport.sums import BufferSums
 
@@ -28,16 +29,18 @@ class Offer:
         buffer: torch.Tensor,
         views: Mapping[str, torch.Tensor],
         fence: ReadFence,
+        packed: PackingProgress,
         buffer_sums: BufferSums,
         *,
         finite_check: bool,
     ) -> None:
         """`buffer` is uint8 `[manifest.total_bytes]`, `views` its parameters by name; packing into it may still be
-        queued on the device, and `fence` tells when that is done. `buffer_sums`: the buffer's checksums that the
-        transports have computed."""
+        queued on the device: `packed` tells how far that is, and `fence` when it is done. `buffer_sums`: the buffer's
+        checksums that the transports have computed."""
         self.version = version
         self.manifest = manifest
         self.buffer = buffer
+        self.packed = packed
         self._views = views
         self._fence = fence
         self._buffer_sums = buffer_sums
@@ -49,8 +52,12 @@ class Offer:
         self.unsound: NotFinite | None = None
         """Why it must not go live; None while no reason is known."""
 
-    def sums(self) -> list[int]:
-        """The buckets' checksums, one CRC-32 each, or none if the transport verifies; waits until all is packed."""
+    def sums(self, *, follow: bool = False) -> list[int]:
+        """The buckets' checksums, one CRC-32 each, or none if the transport verifies. Waits until all is packed; with
+        `follow`, if nothing will be summed, only until packing has begun."""
+        if follow and self.manifest.checksum == "none":
+            next(iter(self.packed))
+            return []
         with self._lock:
             if self._sums is None:
                 self._fence.wait_read()  # before this the buffer may hold other bytes

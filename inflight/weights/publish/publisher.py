@@ -20,6 +20,7 @@ from inflight.weights.publish.loop import PublisherLoop
 from inflight.weights.publish.observed import Observed
 from inflight.weights.publish.offer import Offer
 from inflight.weights.publish.outbox import Outbox
+from inflight.weights.publish.progress import PackingProgress
 from inflight.weights.publish.protocol import PublishProtocol
 from inflight.weights.publish.read_fence import ReadFence
 from inflight.weights.publish.routes import RoutesFile
@@ -120,6 +121,7 @@ class Publisher(Observed, Served):
         self._packer = Packer(self.manifest, self._buffer)
         self._channels = ChannelSource(config.transfer_timeout_s, network)
         self._offer = self._pack(version)  # loads kernels that the first packing needs, before any step
+        self._fence.settle()
         self.require_sound()
         session = Session(config, self.manifest, Outbox(listener), self._channels, choice, elastic=elastic)
         routes = RoutesFile(routes_file) if routes_file is not None else None
@@ -169,8 +171,9 @@ class Publisher(Observed, Served):
         self._wait_for_buffer(started)
         waited = time.monotonic()
         self._offer = self._pack(version)
+        self._loop.release(self._offer)  # it may be sent while it is packed
+        self._fence.settle()
         packed = time.monotonic()
-        self._loop.release(self._offer)
         return PublishReport(
             version,
             wait_s=waited - started,
@@ -188,14 +191,16 @@ class Publisher(Observed, Served):
             self._offer.check()
 
     def _pack(self, version: int) -> Offer:
-        with self._fence.reading():
-            self._packer.pack(self._source)
+        packed = PackingProgress()
+        with self._fence.reading() as stream:
+            self._packer.pack(self._source, lambda end: packed.mark(end, stream))
         return Offer(
             version,
             self.manifest,
             self._buffer,
             self._packer.views,
             self._fence,
+            packed,
             self._channels.buffer_sums,
             finite_check=self._config.finite_check,
         )

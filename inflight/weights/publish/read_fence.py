@@ -13,7 +13,7 @@ class ReadFence:
     """Reads parameters on a CUDA stream of its own, and makes the next optimizer step wait until they are read.
 
     That is the only place where the trainer has to wait: forward and backward passes only read parameters as well.
-    While no optimizer is held, `reading` itself waits instead, so that reading is always safe. On a CPU the work inside
+    While no optimizer is held, `settle` waits instead, so that reading is always safe. On a CPU the work inside
     `reading` is complete when the block ends, and nothing ever waits.
 
     Example:
@@ -21,6 +21,7 @@ class ReadFence:
         fence.hold(optimizer)
         with fence.reading():
             ...                  # copies of the parameters are queued here
+        fence.settle()
         loss.backward()          # runs beside them
         optimizer.step()         # begins when they are done
     """
@@ -38,15 +39,19 @@ class ReadFence:
         self._holds = True
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Work queued inside runs on the fence's stream, after all work that is queued on the current stream."""
+    def reading(self) -> Iterator[torch.cuda.Stream | None]:
+        """Work queued inside runs on the fence's stream, which it gets, after all work that is queued on the current
+        stream. Before the parameters may be changed, `settle` has to be called."""
         if self._stream is None:
-            yield
+            yield None
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
-            yield
+            yield self._stream
         self._read = self._stream.record_event()
+
+    def settle(self) -> None:
+        """Returns at once while an optimizer is held, otherwise when the reads queued in `reading` are done."""
         if not self._holds:
             self.wait_read()
 

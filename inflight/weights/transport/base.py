@@ -8,6 +8,7 @@ After an error the object can't be used any more; a new one must be made.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -32,14 +33,18 @@ def from_trainer() -> Any:
 class Sender(Protocol):
     """Trainer side. Making one never waits for a receiver; the first `send` does."""
 
+    follows: bool
+    """Whether `send` may begin while the buffer is being packed."""
+
     @property
     def rendezvous(self) -> str:
         """The address in a Welcome, by which the receivers find this sender."""
 
-    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta], packed: Iterable[int] = ()) -> None:
         """Sends `buffer[b.offset : b.offset + b.nbytes]` of each bucket to all; returns when it may be reused.
 
-        `buffer` is uint8 `[total_bytes]` on the transport's device.
+        `buffer` is uint8 `[total_bytes]` on the transport's device. It is complete, unless the sender follows: then
+        `packed` tells, as soon as that grows, how many of its first bytes are, and ends with all; none: it is complete.
         """
 
     def close(self) -> None:

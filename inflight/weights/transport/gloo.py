@@ -16,7 +16,7 @@ import functools
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -160,6 +160,8 @@ class _Group:
 class GlooSender:
     """Trainer side, rank 0 of `size`; see transport.base.Sender."""
 
+    follows = False
+
     def __init__(self, size: int, timeout_s: float, network: NetworkConfig = HERE) -> None:
         """Raises TransportError when this process can't host a store."""
         meeting = _meeting_of_this_process(network)
@@ -170,7 +172,7 @@ class GlooSender:
         settled = functools.partial(meeting.settle, self.rendezvous)
         self._group = _Group(0, size, timeout_s, connect, network, settled)
 
-    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta], packed: Iterable[int] = ()) -> None:
         """Broadcasts bucket by bucket; the first call waits for all receivers to join."""
         self._group.transfer("send", buffer, buckets)
 

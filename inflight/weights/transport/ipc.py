@@ -4,14 +4,18 @@ No SM takes part: decoding loses only the memory bandwidth that the copies take 
 bench/log/2026-11-30.md). A rank takes only its own strips (scatter.py), in pieces of at most 64 MB, straight into its
 shadow; the trainer only waits. The trainer's GPU must be visible to the generator's process.
 
+The ranks follow the trainer's packing: they queue the copies of the bytes that are packed, while it packs the others.
+With checksums all is packed first, and summed.
+
 Pulling from a trainer that has died may raise no error and return undefined bytes. So after pulling a rank checks that
 the trainer is alive, and without an answer treats the bytes as not received.
 
-The handle of the buffer is sent as 64 bytes, with offset and size, over the rendezvous.
+The handle of the buffer is sent as 64 bytes, with offset and size, over the rendezvous; then how far it is packed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 from collections.abc import Iterable
@@ -33,11 +37,14 @@ PIECE_BYTES = 64 << 20
 CALL_PIECES = 32
 """Most pieces per driver call, so that a step's own calls never wait long for the driver's lock."""
 _HEADER = struct.Struct("<QQ64s")
+_PACKED = struct.Struct("<Q")
 _LAZY_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
 class IpcSender:
-    """Trainer side. The buffer must be complete on the device when `send` is called."""
+    """Trainer side. With checksums the buffer must be complete on the device when `send` is called."""
+
+    follows = True
 
     def __init__(
         self, size: int, timeout_s: float, sums: BufferSums | None = None, network: NetworkConfig = HERE
@@ -53,20 +60,27 @@ class IpcSender:
         """The address by which receivers find this sender."""
         return self._store.address
 
-    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
-        """Sums the ranks' parts of `buffer`, then lets all ranks pull them; returns when they have them."""
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta], packed: Iterable[int] = ()) -> None:
+        """Sums the ranks' parts of `buffer`, then lets all ranks pull what is packed of them; returns when they have
+        everything."""
         number = self._sent
         self._sent += 1
         cuda.bind(buffer.device)
         self._stream = self._stream or torch.cuda.Stream(buffer.device)
         with torch.cuda.stream(self._stream):
             self._sums.post(number, buffer)  # before any rank reads: a buffer overwritten meanwhile has other sums
-        self._store.put(f"offer/{number}", export(buffer))
+        ends = iter(packed or [buffer.numel()])
+        keys = [f"offer/{number}"]
+        self._store.put(keys[0], export(buffer) + _PACKED.pack(next(ends)))
+        for end in ends:
+            keys.append(f"packed/{number}/{len(keys)}")
+            self._store.put(keys[-1], _PACKED.pack(end))
         for rank in range(1, self._size):
             reason = self._store.take(f"done/{number}/{rank}", f"transport rank {rank}", "send", drop=True)
             if reason:
                 raise TransportError(f"send: transport rank {rank}: {reason.decode(errors='replace')}")
-        self._store.drop(f"offer/{number}")
+        for key in keys:
+            self._store.drop(key)
         self._store.shut()  # all ranks are connected
 
     def close(self) -> None:
@@ -113,14 +127,20 @@ class IpcReceiver:
         with torch.cuda.stream(self._stream):
             self._sums.begin(calls, scatter.device)
         offer = self._store.take(f"offer/{number}", "the trainer", "receive")
+        packed = _Packed(self._store, number, offer)
         try:
             source = self._address(offer)
             with torch.cuda.stream(self._stream):
                 # A call's pieces are summed after their copies: copying limits the rate, which hardly affects decoding.
                 for index, pieces in enumerate(calls):
+                    packed.wait(max(piece.source_end for piece in pieces))
                     cuda.copy_in_one_call(pieces, source, scatter.address, self._stream.cuda_stream)
                     self._sums.add(index, scatter.target)
             cuda.wait(self._stream)
+        except TransportError:
+            with contextlib.suppress(RuntimeError):
+                cuda.wait(self._stream)  # what is queued still writes to the shadow
+            raise
         except RuntimeError as error:  # also CudaError
             reason = f"pulling from the trainer's buffer failed: {error}"
             self._store.put(f"done/{number}/{self._rank}", reason.encode())
@@ -132,7 +152,8 @@ class IpcReceiver:
     def _calls_of(self, scatter: ScatterTarget) -> list[list[CopyRegion]]:
         if self._calls is None or self._calls[0] != scatter.strips:
             nbytes = PIECE_BYTES if self._verify else CALL_PIECES * PIECE_BYTES
-            self._calls = (scatter.strips, in_calls(scatter.strips, nbytes))
+            as_packed = sorted(scatter.strips, key=lambda strip: strip.source_end)
+            self._calls = (scatter.strips, in_calls(as_packed, nbytes))
         return self._calls[1]
 
     def close(self) -> None:
@@ -151,10 +172,27 @@ class IpcReceiver:
         self._open.clear()
 
     def _address(self, offer: bytes) -> int:
-        offset, _, handle = _HEADER.unpack(offer)
+        offset, _, handle = _HEADER.unpack_from(offer)
         if handle not in self._open:
             self._open[handle] = _mapped(handle)
         return self._open[handle] + offset
+
+
+class _Packed:
+    """How many bytes of a transfer's send buffer are packed, as the sender tells."""
+
+    def __init__(self, store: KeyValueStore, number: int, offer: bytes) -> None:
+        self._store = store
+        self._number = number
+        self._told = 1
+        (self._nbytes,) = _PACKED.unpack_from(offer, _HEADER.size)
+
+    def wait(self, nbytes: int) -> None:
+        """Returns when the first `nbytes` are. Raises TransportError."""
+        while self._nbytes < nbytes:
+            told = self._store.take(f"packed/{self._number}/{self._told}", "the trainer", "receive")
+            (self._nbytes,) = _PACKED.unpack(told)
+            self._told += 1
 
 
 def in_calls(strips: Iterable[CopyRegion], nbytes: int) -> list[list[CopyRegion]]:

@@ -6,6 +6,7 @@ Work that uses the bytes of a broadcast is queued after it on its stream; a thre
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -24,7 +25,10 @@ _unfinished: list[list[torch.Tensor]] = []
 
 
 class NcclSender:
-    """Trainer side, rank 0. The buffer must be complete on the device when `send` is called."""
+    """Trainer side, rank 0. The buffer must be complete on the device when `send` is called: in a broadcast that has
+    begun, the ranks hold SMs of their decoding GPUs."""
+
+    follows = False
 
     def __init__(
         self, size: int, timeout_s: float, sums: BufferSums | None = None, network: NetworkConfig = HERE
@@ -40,7 +44,7 @@ class NcclSender:
         """The address by which receivers find this sender."""
         return self._store.address
 
-    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta]) -> None:
+    def send(self, buffer: torch.Tensor, buckets: list[BucketMeta], packed: Iterable[int] = ()) -> None:
         """Sums the ranks' parts, then broadcasts bucket by bucket; returns when `buffer` may be written again."""
         number = self._sent
         self._sent += 1

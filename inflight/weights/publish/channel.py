@@ -21,8 +21,8 @@ class Announced(Protocol):
     offer: Offer
 
     def announce(self, *, follow: bool) -> bool:
-        """Announces the offer's bytes to the ranks: with `follow`, which it is for senders that follow the packing, as
-        soon as that has begun. False: they must not be sent."""
+        """Announces the offer's bytes to the ranks: with `follow`, for senders that follow the packing, as soon as its
+        first part is packed. False: they must not be sent."""
 
 
 class Channel:

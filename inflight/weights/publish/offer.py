@@ -54,7 +54,7 @@ class Offer:
 
     def sums(self, *, follow: bool = False) -> list[int]:
         """The buckets' checksums, one CRC-32 each, or none if the transport verifies. Waits until all is packed; with
-        `follow`, if nothing will be summed, only until packing has begun."""
+        `follow`, if nothing will be summed, only until the first part is."""
         if follow and self.manifest.checksum == "none":
             next(iter(self.packed))
             return []

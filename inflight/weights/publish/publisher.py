@@ -46,7 +46,7 @@ class PublishReport:
 
     version: int
     wait_s: float
-    """Until the previous version had been committed or had failed everywhere."""
+    """Until no generator was receiving the previous version: each had it, or it had failed or was superseded there."""
     pack_s: float
     """Casting and copying into the send buffer; on CUDA with a fence that holds an optimizer: queueing these copies."""
     guard_s: float
@@ -62,8 +62,9 @@ class Publisher(Observed, Served):
     There is one send buffer, as large as the model in its wire dtype (`model.dtype`), and it holds the newest version:
     a generator that joins, rejoins or failed before is sent that one. `publish` waits until no generator receives the
     previous version, and packs over it. A second buffer would let packing begin earlier, but the next version could
-    still not be sent before the previous one is swapped in (a rank has one shadow), so it would only shorten the wait
-    of a trainer whose steps are shorter than a transfer, for the memory of a whole model.
+    still not be sent before the previous one is swapped in, since a rank has one shadow (only what waits there for the
+    end of a pin is replaced). So it would only shorten the wait of a trainer whose steps are shorter than a transfer,
+    for the memory of a whole model.
 
     Life of a version: `ReplicaState`. The version that the module holds at the start is sent like any other: a number
     identifies weights that this publisher has sent, so a generator that joins holds none of its versions, whatever it

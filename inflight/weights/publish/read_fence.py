@@ -12,7 +12,7 @@ import torch
 class ReadFence:
     """Reads parameters on a CUDA stream of its own, and makes the next optimizer step wait until they are read.
 
-    That is the only place where the trainer has to wait: forward and backward passes only read parameters as well.
+    Reading makes the trainer wait only there: forward and backward passes only read parameters as well.
     While no optimizer is held, `settle` waits instead, so that reading is always safe. On a CPU the work inside
     `reading` is complete when the block ends, and nothing ever waits.
 
@@ -41,7 +41,7 @@ class ReadFence:
     @contextmanager
     def reading(self) -> Iterator[torch.cuda.Stream | None]:
         """Work queued inside runs on the fence's stream, which it gets, after all work that is queued on the current
-        stream. Before the parameters may be changed, `settle` has to be called."""
+        stream. Without a held optimizer `settle` has to be called before the parameters are changed."""
         if self._stream is None:
             yield None
             return

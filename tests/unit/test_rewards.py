@@ -195,6 +195,8 @@ def test_dates_and_decimals_of_a_table_are_compared_as_their_texts():
     assert values(plain, "12.50", "12.5", answer=Decimal("12.50")) == [1.0, 0.0]
     assert values(plain, "12", "12.00", answer=Decimal("12.00")) == [1.0, 1.0]
     assert value(plain, "NaN", answer=Decimal("NaN")) == 1.0
+    assert values(plain, "0", "sNaN", answer=Decimal("sNaN")) == [0.0, 1.0]
+    assert value(plain, "12", answer=[Decimal("sNaN"), Decimal("12.0")]) == 1.0
     assert values(reward("numeric_match"), "so 12.5", "1", answer=Decimal("12.50")) == [1.0, 0.0]
 
 

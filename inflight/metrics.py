@@ -62,6 +62,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
+def counts_of(line: Mapping[str, Any], figure: str) -> dict[str, int]:
+    """A figure of a line that counts by reason, or by lag; {} where the line has none. Raises ValueError that names a
+    figure that is damaged."""
+    value = line.get(figure)
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or any(type(count) is not int for count in value.values()):
+        raise ValueError(f"{figure} is {json.dumps(value)[:100]}, not an object of whole numbers")
+    return value
+
+
 def _object(line: bytes) -> dict[str, Any]:
     found = json.loads(line.decode())
     if not isinstance(found, dict):

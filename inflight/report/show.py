@@ -17,10 +17,11 @@ from inflight.config import ConfigError, load
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, say_why
 from inflight.file_path import file_path
-from inflight.metrics import METRICS_FILE, read_lines
+from inflight.metrics import METRICS_FILE, counts_of, read_lines
 from inflight.report import show_json, show_text
 from inflight.report.answers import ShownGroup, Texts, Training, asked
 from inflight.report.selection import Range, Selection, range_of
+from inflight.report.summary import damage_named
 from inflight.report.token_text import TokenTexts
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, recorded
@@ -74,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
 def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool, as_json: bool) -> int:
     reader = Reader(_file(run_dir))
     steps = read_lines(run_dir / METRICS_FILE)
-    training = Training(steps)
+    with damage_named(run_dir):
+        training = Training(steps)
     texts = _texts(run_dir)
     found = matching(reader, selection, training)
     # Text is made of those alone that are shown: decoding takes longer than reading.
@@ -94,14 +96,15 @@ def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool,
         print(f"inflight show: the file is still written, or its writer was killed: {reader.torn}", file=sys.stderr)
     if not shown:
         named = "" if selection.name is None else f" by the name {selection.name} (such as q5, q5.1 or q5/0)"
-        others = "--last shows the newest" + _failed(steps)
+        with damage_named(run_dir):
+            others = "--last shows the newest" + _failed(steps)
         print(f"inflight show: {run_dir} has no such rollout{named}; {others}", file=sys.stderr)
     return 0 if shown else 1
 
 
 def _failed(steps: Sequence[Mapping[str, Any]]) -> str:
     """That groups have failed, which are never complete and so are in no file."""
-    counts = (steps[-1].get("groups_failed") or {}) if steps else {}
+    counts = counts_of(steps[-1], "groups_failed") if steps else {}
     if not counts:
         return ""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))

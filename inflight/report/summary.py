@@ -19,7 +19,7 @@ import msgspec
 
 from inflight.config import release
 from inflight.error_line import with_kind
-from inflight.metrics import EVAL_FILE, METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, read_lines
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SUMMARY_FILE, SWAPS_FILE, counts_of, read_lines
 from inflight.report import starts
 from inflight.report.held_out import HeldOutReward, held_out
 from inflight.report.staleness import Row, by_lag
@@ -157,9 +157,9 @@ def _computed(
         swaps_superseded=sum(swap["event"] == "superseded" for swap in swaps),
         gap_ms=_spread(1e3 * swap["gap_s"] for swap in done),
         publish_wait_ms=_spread(1e3 * sum(step.get(name, 0.0) for name in _PUBLISHING) for step in steps),
-        groups_failed=dict(counted.get("groups_failed", {})),
-        groups_dropped=dict(counted.get("groups_dropped", {})),
-        rollouts_dropped=dict(counted.get("rollouts_dropped", {})),
+        groups_failed=counts_of(counted, "groups_failed"),
+        groups_dropped=counts_of(counted, "groups_dropped"),
+        rollouts_dropped=counts_of(counted, "rollouts_dropped"),
         tokens_trained=sum(int(step.get("tokens_trained", 0)) for step in steps),
         tokens_masked=sum(int(step.get("tokens_masked", 0)) for step in steps),
         lag=_lags(steps),
@@ -251,7 +251,7 @@ def _by_name(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def _lags(steps: Iterable[Mapping[str, Any]]) -> dict[int, int]:
     total: collections.Counter[int] = collections.Counter()
     for step in steps:
-        total.update({int(lag): int(count) for lag, count in step.get("lag_counts", {}).items()})
+        total.update({int(lag): count for lag, count in counts_of(step, "lag_counts").items()})
     return dict(sorted(total.items()))
 
 

@@ -20,6 +20,9 @@ from inflight.rewards.base import text_of
 from inflight.rewards.match import compiled, last_match
 
 MAX_ANSWER_BYTES = 4 << 20
+AT_ONCE = 32
+"""Most requests of one call that are under way at once, as many as a child has calls (rollout.reward_concurrency): with
+`per: group` a call has all completions of a question, and each request is a connection of its own."""
 PROMPT = (
     "Rate the answer to the question from 0 (useless) to 10 (perfect). Reason briefly, then end with a line"
     " `Score: N`.\n\nQuestion:\n{prompt}\n\nAnswer:\n{completion}"
@@ -63,6 +66,7 @@ class Judge:
     api_key_env: str = ""
     """Name of the environment variable that holds the API key; the key itself stays out of the configuration."""
     timeout_s: float = 20.0
+    """For one request, from when it is sent."""
     max_tokens: int = 512
     temperature: float = 0.0
     _fields: Any = field(init=False, repr=False, compare=False)
@@ -94,18 +98,21 @@ class Judge:
     ) -> list[float | None]:
         if "prompt" in self._fields and any(type(each) is int for prompt in prompts for each in prompt):
             raise JudgeError("options.prompt names {prompt}, and the question's prompt is token ids: name a column")
+        room = asyncio.Semaphore(AT_ONCE)
+        rows = [
+            {name: column[index] for name, column in columns.items()} | texts
+            for index, texts in enumerate(_texts(completions, prompts))
+        ]
         try:
             async with asyncio.TaskGroup() as asked:
-                scores = [
-                    asked.create_task(self._score({name: column[index] for name, column in columns.items()} | texts))
-                    for index, texts in enumerate(_texts(completions, prompts))
-                ]
+                scores = [asked.create_task(self._score(row, room)) for row in rows]
         except ExceptionGroup as failed:  # the first to fail; the others were cancelled
             raise failed.exceptions[0] from None
         return [score.result() for score in scores]
 
-    async def _score(self, row: Mapping[str, Any]) -> float:
-        text = await self._ask(self.prompt.format_map({name: row[name] for name in self._fields}))
+    async def _score(self, row: Mapping[str, Any], room: asyncio.Semaphore) -> float:
+        async with room:
+            text = await self._ask(self.prompt.format_map({name: row[name] for name in self._fields}))
         found = last_match(self.pattern, text)
         try:
             return float(found or "") / self.out_of

@@ -57,7 +57,8 @@ def _texts(value: Any) -> list[str]:
     """How a value may be written."""
     if isinstance(value, date | time):
         return [value.isoformat()]
-    whole = isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value)
+    signals = isinstance(value, Decimal) and value.is_snan()  # raises where it is taken for a number
+    whole = not signals and isinstance(value, float | Decimal) and math.isfinite(value) and value == int(value)
     return [str(value), str(int(value))] if whole else [str(value)]
 
 

@@ -49,7 +49,7 @@ class JoinHandle:
         self.parcel = parcel
         self.command = command
         self.address = ""
-        """The host's name; empty while it waits for one."""
+        """The name of the host that was chosen for it; empty while it waits for one."""
         self.offer: tuple[str, int] | None = None
         """The peer that runs it, and the number of its offer."""
         self.code: int | None = None
@@ -193,12 +193,14 @@ class JoinStarter:
         if handle is None:
             self._unserved[peer] = offer.kind
             return
-        if self._send(peer, _placed(handle, offer)):
-            self._waiting.remove(handle)
-            self._unserved.pop(peer, None)
-            handle.offer = (peer, offer.number)
-            handle.address = offer.host
-            self._placed[peer] = handle
+        handle.address = offer.host  # before the host can run it: the launcher reads this without the lock
+        if not self._send(peer, _placed(handle, offer)):
+            handle.address = ""
+            return
+        self._waiting.remove(handle)
+        self._unserved.pop(peer, None)
+        handle.offer = (peer, offer.number)
+        self._placed[peer] = handle
 
     def _lose(self, peer: str) -> None:
         if (handle := self._placed.get(peer)) is not None:

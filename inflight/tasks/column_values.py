@@ -1,7 +1,8 @@
 """Values of a question's columns on their way from the child process that reads the data to the one that scores.
 
 msgpack has no dates, times and decimals: encoders write them as text, and a reward would get another value than the
-data hold. Each is an extension of msgpack here, whose content is its own text; everything else is as msgpack has it.
+data hold. Each is an extension of msgpack here, whose content is its own text; everything else is as msgpack has it. A
+dict's key can't be an extension, and one that msgpack would write as something else is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ class NotCarried(ValueError):
 
 def to_wire(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Values by column as msgpack can hold them. Raises NotCarried: for an image, a whole number of more than 64 bits,
-    nanoseconds, which Python's dates and durations do not have."""
+    nanoseconds, which Python's dates and durations do not have, a dict that has a date, time or decimal as a key, and a
+    column whose name is no text."""
     found = {}
     for name, value in columns.items():
+        if not isinstance(name, str):
+            raise NotCarried(f"column {name!r} can't be given to rewards: a column's name is text")
         try:
             found[name] = _to_wire(value)
         except (TypeError, ValueError, RecursionError) as error:
@@ -40,7 +44,7 @@ def from_wire(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 def _to_wire(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _to_wire(inner) for name, inner in value.items()}
+        return {_key_to_wire(key): _to_wire(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_to_wire(each) for each in value]
     if isinstance(value, date | time | timedelta | Decimal):
@@ -50,6 +54,14 @@ def _to_wire(value: Any) -> Any:
     if type(value) not in _PLAIN:  # numpy derives some of its numbers and texts from Python's
         msgspec.msgpack.encode(value)  # raises TypeError for what it has no form for
     return value
+
+
+def _key_to_wire(key: Any) -> Any:
+    if isinstance(key, tuple):
+        return tuple(map(_key_to_wire, key))
+    if not isinstance(key, _PLAIN):  # a date would become its text, a frozenset a tuple
+        raise TypeError(f"it has a dict with a key of the type {type(key).__name__}; write it as text")
+    return _to_wire(key)
 
 
 def _extension(value: date | time | timedelta | Decimal) -> Ext:

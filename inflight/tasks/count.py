@@ -8,6 +8,7 @@ from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import cast
 
+from inflight.error_line import one_line
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import Item, Task, columns_of
 from inflight.tasks.column_values import to_wire
@@ -82,7 +83,7 @@ def left_out(
         try:
             found[LONG] += lengths.of(task.item, looked_at)[1] > longest
         except Exception as error:  # noqa: BLE001 - of the data, of a template
-            found[type(error).__name__] += 1
+            found[one_line(type(error).__name__)] += 1
         looked_at += 1
     if not found.total():
         return ""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 
 from inflight.config import RunConfig
+from inflight.metrics import counts_of
 from inflight.report.visible import visible
 from inflight.types import Value
 from inflight.view.figures import duration, finite, number, whole
@@ -74,11 +75,9 @@ class Progress:
     def counted(self, prefix: str, figure: str) -> dict[str, int]:
         """Counts by reason: `figure` of the last step's line, and newer ones of the trainer's status, whose names begin
         with `prefix`."""
-        recorded = self.record.last.get(figure)
         named = self.of("trainer").items()
         reported = {name.removeprefix(prefix): whole(value) for name, value in named if name.startswith(prefix)}
-        counts = {str(reason): int(count) for reason, count in recorded.items()} if isinstance(recorded, dict) else {}
-        return counts | {reason: count for reason, count in reported.items() if count}
+        return counts_of(self.record.last, figure) | {reason: count for reason, count in reported.items() if count}
 
     def generators(self) -> list[str]:
         """The configured generators, and those that have joined beyond them, by number."""

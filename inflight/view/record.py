@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE
+from inflight.metrics import EVAL_FILE, METRICS_FILE, SWAPS_FILE, counts_of
 
 READ_AT_ONCE = 1 << 22
 """Most bytes of a file that one call reads, so that the view of a long run appears at once and fills up."""
@@ -25,14 +26,13 @@ FIGURES = (
     "tokens_per_s",
     "wait_s",
     "train_s",
-    "groups_dropped",
-    "rollouts_dropped",
-    "groups_failed",
-    "tokens_masked_by_rule",
-    "tokens_masked_by_ratio",
     "lag_0",
 )
-"""What is kept of a step's line, which may also name every question and hold figures for 64 lags."""
+"""What is kept of a step's line, which may also name every question and hold figures for 64 lags; and COUNTS."""
+COUNTS = frozenset(
+    {"groups_dropped", "rollouts_dropped", "groups_failed", "tokens_masked_by_rule", "tokens_masked_by_ratio"}
+)
+"""Figures that count by reason."""
 
 
 class Tail:
@@ -65,7 +65,7 @@ class RecentLines:
     def __init__(self, run_dir: Path) -> None:
         self._tails = {name: Tail(run_dir / name) for name in (METRICS_FILE, SWAPS_FILE, EVAL_FILE)}
         self.steps: deque[dict[str, Any]] = deque(maxlen=KEPT)
-        """Of each step, FIGURES."""
+        """Of each step, FIGURES and COUNTS; counts that are damaged are left out."""
         self.swaps: deque[dict[str, Any]] = deque(maxlen=KEPT)
         """Versions that became live."""
         self.evaluations: deque[dict[str, Any]] = deque(maxlen=KEPT)
@@ -97,7 +97,11 @@ def _object(text: bytes) -> dict[str, Any]:
 
 
 def _step(line: dict[str, Any]) -> dict[str, Any]:
-    return {name: line[name] for name in FIGURES if name in line}
+    kept = {name: line[name] for name in FIGURES if name in line}
+    for name in line.keys() & COUNTS:
+        with contextlib.suppress(ValueError):
+            kept[name] = counts_of(line, name)
+    return kept
 
 
 def _swap(line: dict[str, Any]) -> dict[str, Any]:

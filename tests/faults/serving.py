@@ -30,6 +30,8 @@ PUBLISHING = str(Path(__file__).parent / "publishing.py")
 DECODING = str(Path(__file__).parent / "decoding.py")
 START_S = 300.0
 ANSWER_S = 300.0
+LAST_LINES = 3
+"""Of a log: a traceback ends with the exception."""
 PROMPTS = [[3, 4, 5, 13], [6, 6], [7, 8, 9, 13, 10, 11, 14], [12]]
 
 
@@ -45,7 +47,16 @@ def until(condition: Callable[[], Any], what: str, timeout_s: float = ANSWER_S) 
 class TrainerProcess:
     """publishing.py, by orders and answers."""
 
-    def __init__(self, config: RunConfig, version: int, transport: str, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        version: int,
+        transport: str,
+        environment: dict[str, str],
+        ended: Callable[[], str] = str,
+    ) -> None:
+        """`ended`: a line on each generator that has ended and should not have; there it makes no sense to wait."""
+        self._ended = ended
         command = [sys.executable, PUBLISHING, config.run_dir, str(version), transport]
         self._log = (config.path / "trainer.log").open("a")
         self.process = subprocess.Popen(
@@ -91,9 +102,11 @@ class TrainerProcess:
         return answer
 
     def committed(self, **versions: int) -> dict[str, Any]:
-        """Waits until generators have committed these versions; the publisher's state then."""
+        """Waits until generators have committed these versions; the publisher's state then. Fails at once when a
+        generator has ended by itself."""
 
         def there() -> dict[str, Any] | None:
+            assert not (ended := self._ended()), ended
             state = self.ask("state")
             return state if versions.items() <= state["committed"].items() else None
 
@@ -145,6 +158,8 @@ class Serving:
         (config.path / "bus").mkdir()
         self._status = Listener(config.endpoint("status"), config.bus)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._killed: set[str] = set()
+        """Generators that are to have ended."""
         self.trainers: list[TrainerProcess] = []
 
     def __enter__(self) -> Self:
@@ -163,6 +178,7 @@ class Serving:
 
     def start(self, name: str) -> None:
         """Starts a generator; it joins by itself."""
+        self._killed.discard(name)
         command = [sys.executable, *self._generator, "--run-dir", self.config.run_dir, "--name", name]
         with (self.config.path / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -171,8 +187,19 @@ class Serving:
 
     def trainer(self, version: int, transport: str) -> TrainerProcess:
         """A new trainer that holds `version`."""
-        self.trainers.append(TrainerProcess(self.config, version, transport, self._environment("trainer")))
+        environment = self._environment("trainer")
+        self.trainers.append(TrainerProcess(self.config, version, transport, environment, self.ended))
         return self.trainers[-1]
+
+    def ended(self) -> str:
+        """A line on each generator that has ended and was not killed, with the end of its log; empty: there is none."""
+        return "\n".join(filter(None, map(self._end_of, sorted(self.processes.keys() - self._killed))))
+
+    def _end_of(self, name: str) -> str:
+        if (code := self.processes[name].poll()) is None:
+            return ""
+        said = (self.config.path / f"{name}.log").read_text(errors="replace").splitlines()
+        return f"{name} has ended with code {code}: {' | '.join(said[-LAST_LINES:])}"
 
     def _environment(self, name: str) -> dict[str, str]:
         environment = {key: value for key, value in os.environ.items() if key != "VLLM_ENABLE_V1_MULTIPROCESSING"}
@@ -183,6 +210,7 @@ class Serving:
         """Where a generator that may be asked serves."""
 
         def listed() -> str:
+            assert not (ended := self.ended()), ended
             with contextlib.suppress(OSError, KeyError):
                 routes = msgspec.json.decode(self.config.routes_file.read_bytes(), type=Routes)
                 return routes.generators[name].url
@@ -235,6 +263,7 @@ class Serving:
 
     def kill(self, name: str) -> float:
         """SIGKILL to a generator and all its processes; when."""
+        self._killed.add(name)
         os.killpg(self.processes[name].pid, signal.SIGKILL)
         at = time.monotonic()
         self.processes[name].wait(20)

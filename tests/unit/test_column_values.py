@@ -93,6 +93,13 @@ def test_json_lines_give_the_same_where_json_can_express_it(tmp_path):
         ([np.str_("text")], "type numpy.str_ is unsupported"),
         (pa.scalar(1, pa.timestamp("ns")).as_py(), "1970-01-01 00:00:00.000000001 has nanoseconds"),
         (pa.scalar(1, pa.duration("ns")).as_py(), "0 days 00:00:00.000000001 has nanoseconds"),
+        ({date(2026, 3, 1): 1}, "it has a dict with a key of the type date; write it as text"),
+        ([{"deep": {Decimal("1.5"): 1}}], "a key of the type Decimal"),
+        ({("a", timedelta(1)): 1}, "a key of the type timedelta"),
+        ({frozenset(): 1}, "a key of the type frozenset"),
+        ({object(): 1}, "a key of the type object"),
+        ({np.str_("text"): 1}, "type numpy.str_ is unsupported"),
+        ({1 << 64: 1}, "a whole number of more than 64 bits; write it as text"),
     ],
 )
 def test_what_can_not_be_sent_is_refused_by_its_column(value, says):
@@ -105,6 +112,18 @@ def test_values_at_the_ends_are_carried(value):
     frame = msgspec.msgpack.encode(to_wire({"value": value}))
     found = from_wire(msgspec.msgpack.decode(frame))["value"]
     assert repr(found) == repr(value)
+
+
+def test_keys_that_msgpack_has_are_carried():
+    """Whole numbers, say, as a task of one's own may have them."""
+    value = {"text": 1, 2: {-1.5: "x"}, True: 2, None: 3, b"raw": 4, ("a", (5, "b")): 5}
+    frame = msgspec.msgpack.encode(to_wire({"value": value}))
+    assert repr(from_wire(msgspec.msgpack.decode(frame))["value"]) == repr(value)
+
+
+def test_a_column_whose_name_is_no_text_is_refused():
+    with pytest.raises(NotCarried, match=r"^column 5 can't be given to rewards: a column's name is text$"):
+        to_wire({"fine": 1, 5: 1})
 
 
 def test_an_unknown_extension_is_refused():

@@ -159,6 +159,19 @@ def test_what_will_be_left_out_is_counted_and_printed(tmp_path, monkeypatch, cap
     assert left_out(Addition(seed=0), lengths, 1) == "", "a task without an end"
 
 
+def test_the_class_of_what_a_row_raises_does_not_break_the_line(tmp_path):
+    class Odd(Addition):
+        def __len__(self):
+            return 2
+
+        def item(self, index):
+            raise type("Broken\nin two\x1b[2J", (Exception,), {})
+
+    config = run(tmp_path, rows=chats(1))
+    said = left_out(Odd(seed=0), PromptLengths(ModelTokens(config.model.name), LONG_S), 1)
+    assert said == "of 2 questions, 2 will be left out: 2 that can't be asked (Broken in two [2J)"
+
+
 @pytest.mark.parametrize("hanging", [lambda: time.sleep(LONG_S), lambda: re.match("(a|a)*$", "a" * 60 + "b")])
 def test_what_takes_too_long_is_interrupted(hanging):
     handler = signal.getsignal(signal.SIGALRM)

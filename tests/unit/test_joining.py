@@ -31,7 +31,7 @@ from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
 from inflight.launcher.launch import launch
 from inflight.launcher.restarts import Restarts
-from inflight.messages import Finish, Join, Placed, Refused, Status, Vacated
+from inflight.messages import AnyMessage, Finish, Join, Placed, Refused, Status, Vacated
 from inflight.processes import Ended
 from inflight.starters.base import UNREACHABLE, Command
 from inflight.starters.joining import VARIABLE, JoinStarter
@@ -74,7 +74,7 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     first, second, g0 = host("join.0"), host("join.1"), starter.start(logged)
     parcel = placed(first, slot=3)
     assert (parcel.name, parcel.slot, parcel.trainer) == ("g0", 3, "127.0.0.1")
-    until(lambda: g0.address == "node3")  # the host has its parcel before the handle has its host
+    assert g0.address == "node3"
     assert (g0.poll(), g0.pid) == (None, None)
     second.send(Join(number=0, kind="generator", slot=0, host="node"))
     assert second.receive(0.3) is None, "nothing waits"
@@ -99,6 +99,27 @@ def test_a_host_runs_what_waits_and_again_what_has_ended(
     until(lambda: g1.poll() == STOPPED)
     third.stop()
     assert third.poll() == STOPPED, "it had no host yet"
+
+
+def test_a_process_has_its_host_before_the_host_has_its_parcel(
+    starter: JoinStarter, host: Callable[..., Link], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And none once the host was lost meanwhile."""
+    send, addresses = starter._listener.send, list[str]()
+
+    def lost_at_first(peer: str, message: AnyMessage) -> None:
+        addresses.append(g0.address)
+        if len(addresses) == 1:
+            raise BusError(f"{peer} is not connected")
+        send(peer, message)
+
+    monkeypatch.setattr(starter._listener, "send", lost_at_first)
+    first, g0 = host("join.0"), starter.start(G0)
+    first.send(Join(number=0, kind="generator", slot=0, host="gone"))
+    until(lambda: addresses == ["gone"] and g0.address == "")
+    assert placed(host("join.1")).name == "g0"
+    assert addresses == ["gone", "node0"]
+    assert g0.poll() is None
 
 
 def test_a_host_that_offers_itself_anew_has_lost_what_it_ran(starter: JoinStarter, host: Callable[..., Link]) -> None:

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from inflight.metrics import JsonLines, read_lines
+from inflight.metrics import JsonLines, counts_of, read_lines
 
 
 def test_lines_come_back_as_written(tmp_path):
@@ -33,6 +33,16 @@ def test_what_is_no_number_becomes_null(tmp_path):
 def test_an_unfinished_last_line_is_left_out(tmp_path):
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"step": 2')
     assert read_lines(tmp_path / "m.jsonl") == [{"step": 1}]
+
+
+def test_counts_are_an_object_of_whole_numbers():
+    line = {"failed": {"late": 2}, "null": None}
+    line |= {"figure": 5, "list": [2], "text": {"late": "2"}, "flag": {"late": True}}
+    assert counts_of(line, "failed") == {"late": 2}
+    assert counts_of(line, "null") == counts_of(line, "missing") == {}
+    for damaged in ("figure", "list", "text", "flag"):
+        with pytest.raises(ValueError, match=f"^{damaged} is .*, not an object of whole numbers$"):
+            counts_of(line, damaged)
 
 
 def test_a_damaged_line_is_named(tmp_path):

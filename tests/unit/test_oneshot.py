@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,20 @@ def test_stops_at_the_call_that_fails_and_names_it(made: Any, failing: str) -> N
     before = ["cuCtxSynchronize", *CALLS[2 : CALLS.index(failing)]] if failing not in WAITS else []
     assert [call[0] for call in driver.calls] == [*before, failing]
     assert caught.value.unmapped == (failing in ("cuMemMap", "cuMemSetAccess"))
+
+
+def test_what_a_compiler_says_last_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As it comes: in colours, in any encoding."""
+    compiler = tmp_path / "cc"
+    said = r"oneshot.c:1:\n\033[31merror:\033[0m \377\a no cuda.h\n"
+    compiler.write_text(f"#!/bin/sh\nprintf '{said}' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    oneshot._compiled.cache_clear()
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(NoCompiler) as caught:
+        OneShot()
+    assert str(caught.value) == f"{compiler} failed: [31merror: [0m \ufffd no cuda.h"
+    oneshot._compiled.cache_clear()
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

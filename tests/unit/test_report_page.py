@@ -9,7 +9,7 @@ import re
 import signal
 
 import pytest
-from report_samples import HOSTILE, make_one, make_run
+from report_samples import HOSTILE, STEP, make_one, make_run
 
 from inflight.cli import main
 from inflight.config import load
@@ -197,6 +197,18 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(run):
         assert name in said
     assert 0 < data["bands"]["of"] < 8, "up to the damage"
     assert data["config"]["task.name"] == "addition"
+    page.rendered([data])
+
+
+@pytest.mark.parametrize(
+    "figure", ["groups_failed", "groups_dropped", "rollouts_dropped", "tokens_masked_by_ratio", "lag_counts"]
+)
+def test_counts_that_are_damaged_are_named_and_the_rest_is_shown(run, figure):
+    with JsonLines(run / METRICS_FILE) as metrics:
+        metrics.write(STEP | {"step": 4, "version": 4, "time_s": 40.0, figure: [5]})
+    data = of_run(run)
+    assert f"{METRICS_FILE}: {figure} is [5], not an object of whole numbers" in data["notes"]
+    assert len(data["steps"]["step"]) == 4
     page.rendered([data])
 
 

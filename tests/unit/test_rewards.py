@@ -19,6 +19,7 @@ from rollout_samples import make_config
 from inflight.config import ConfigError, RewardConfig
 from inflight.rewards import RewardError, Samples, make
 from inflight.rewards.base import text_of
+from inflight.rewards.judge import AT_ONCE
 from inflight.rewards.match import last_number
 
 HERE = Path(__file__).parent
@@ -195,6 +196,8 @@ def test_dates_and_decimals_of_a_table_are_compared_as_their_texts():
     assert values(plain, "12.50", "12.5", answer=Decimal("12.50")) == [1.0, 0.0]
     assert values(plain, "12", "12.00", answer=Decimal("12.00")) == [1.0, 1.0]
     assert value(plain, "NaN", answer=Decimal("NaN")) == 1.0
+    assert values(plain, "0", "sNaN", answer=Decimal("sNaN")) == [0.0, 1.0]
+    assert value(plain, "12", answer=[Decimal("sNaN"), Decimal("12.0")]) == 1.0
     assert values(reward("numeric_match"), "so 12.5", "1", answer=Decimal("12.50")) == [1.0, 0.0]
 
 
@@ -390,6 +393,27 @@ def test_a_judge_is_asked_for_all_completions_of_a_group_at_once():
     assert JudgesTogether().ask(group, prompt="{completion}") == [0.1, 0.2, 0.3, 0.4]
     with pytest.raises(RuntimeError, match="http 500"):
         JudgesTogether("3").ask(group, prompt="{completion}")
+
+
+class JudgeThatCounts(JudgeServer):
+    """Each completion is its own score; the later ones are answered first."""
+
+    together = most = 0
+
+    async def answer(self, request):
+        self.together += 1
+        self.most = max(self.most, self.together)
+        asked = (await request.json())["messages"][-1]["content"]
+        await asyncio.sleep(0.3 / int(asked))
+        self.together -= 1
+        body = {"choices": [{"message": {"role": "assistant", "content": f"Score: {asked}"}}]}
+        return web.Response(body=json.dumps(body))
+
+
+def test_a_judge_is_not_asked_for_more_of_a_group_than_it_may_be_at_once():
+    server, group = JudgeThatCounts(), range(1, 2 * AT_ONCE + 2)
+    assert server.ask(samples(*map(str, group)), prompt="{completion}", out_of=1.0) == [float(each) for each in group]
+    assert server.most == AT_ONCE
 
 
 def test_a_judge_is_not_shown_an_empty_question_in_place_of_token_ids():

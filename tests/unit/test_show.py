@@ -215,6 +215,31 @@ def test_damage_before_the_end_is_one_line_and_code_2(run, capsys):
     assert "is damaged" in error
 
 
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ({"groups_failed": 5}, "ValueError: groups_failed is 5, not an object of whole numbers"),
+        ({"groups_failed": {"prompt too long": "two"}}, 'groups_failed is {"prompt too long": "two"}, not an object'),
+        ({"dropped": 5}, "TypeError"),
+        ({"questions": [7]}, "KeyError: 'version'"),
+    ],
+)
+def test_a_damaged_figure_is_one_line_and_code_2(run, capsys, line, says):
+    with JsonLines(run / METRICS_FILE) as metrics:
+        metrics.write({"step": 6} | line)
+    assert main(["show", str(run), "q5000"]) == 2
+    said = capsys.readouterr()
+    assert "metrics.jsonl, swaps.jsonl or eval.jsonl is damaged: " in said.err
+    assert says in said.err
+    assert (said.err.count("\n"), said.out) == (1, "")
+
+
+def test_damaged_counts_of_failed_groups_do_not_hide_what_is_recorded(run, capsys):
+    with JsonLines(run / METRICS_FILE) as metrics:
+        metrics.write({"step": 6, "groups_failed": [1]})
+    assert set(shown(capsys, run)) == {"q0", "q1", "q1.1", "q2"}
+
+
 def test_ids_are_shown_where_there_is_no_tokenizer(run, hostile_model, capsys):
     (hostile_model / "tokenizer.json").unlink()
     assert main(["show", str(run), "q0/0"]) == 0

@@ -131,6 +131,10 @@ WITHOUT_VERSION = {name: value for name, value in LINES[0].items() if name != "v
         (WITHOUT_VERSION, "KeyError: 'version'"),
         (LINES[0] | {"version": None}, "TypeError"),
         (LINES[0] | {"by_lag": {"x": {}}}, "'x'"),
+        (COMMON | LINES[0] | {"groups_failed": "two"}, 'ValueError: groups_failed is "two", not an object'),
+        (COMMON | LINES[0] | {"groups_dropped": {"too old": "two"}}, "groups_dropped is "),
+        (COMMON | LINES[0] | {"rollouts_dropped": [["too old", 2]]}, "rollouts_dropped is "),
+        (COMMON | LINES[0] | {"lag_counts": [4]}, "lag_counts is [4], not an object of whole numbers"),
     ],
 )
 def test_the_report_of_a_damaged_line_is_one_line(tmp_path, capsys, line, words):

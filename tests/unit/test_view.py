@@ -279,6 +279,16 @@ def test_files_are_read_as_they_grow_and_anew_when_they_shrink(config):
     assert [row["step"] for row in record.steps] == [1]
 
 
+@pytest.mark.parametrize("damaged", [5, ["too old"], {"too old": "three"}])
+def test_counts_that_are_damaged_are_left_out(progress, damaged):
+    figures = dict.fromkeys(("groups_failed", "groups_dropped", "rollouts_dropped", "tokens_masked_by_rule"), damaged)
+    lines(progress.config.path / "metrics.jsonl", step(1), step(2, **figures, tokens_masked_by_ratio={"clip": 20}))
+    assert "tokens: 20 clip" in shown(progress, 80).text
+    assert "groups" not in shown(progress, 80).text
+    assert advice(progress) == []
+    assert progress.counted("failed/", "groups_failed") == {}
+
+
 def test_without_a_terminal_there_is_a_line_now_and_then(progress, capsys):
     with View(progress, line_every_s=3600, console=Console(file=io.StringIO())) as plain:
         plain.refresh()

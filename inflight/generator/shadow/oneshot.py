@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from inflight.error_line import one_line
+
 _SOURCE = Path(__file__).with_name("oneshot.c")
 _STEPS = ("cuCtxSynchronize", "cuEventSynchronize", "cuMemUnmap", "cuMemMap", "cuMemSetAccess")
 _COMPILE_S = 60.0
@@ -73,7 +75,7 @@ class OneShot:
             library = ctypes.CDLL("libcuda.so.1")
             found = [ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in _STEPS]
         except (OSError, AttributeError) as error:
-            raise NoCompiler(f"the CUDA driver is missing a function: {error}") from None
+            raise NoCompiler(f"the CUDA driver is missing a function: {one_line(error)}") from None
         self._driver = _Driver(*found)
 
     def __call__(self, address: int, nbytes: int, handle: int, device: int, event: int = 0) -> Moved:
@@ -99,9 +101,12 @@ def _compiled() -> ctypes.CDLL:
         library = Path(folder) / "oneshot.so"
         command = [*compiler.split(), "-O2", "-shared", "-fPIC", "-o", str(library), str(_SOURCE)]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_S, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_S, check=False
+            )
             if done.returncode != 0:
-                raise NoCompiler(f"{compiler} failed: {(done.stderr.strip() or 'no output').splitlines()[-1]}")
+                said = (done.stderr.strip() or "no output").splitlines()[-1]
+                raise NoCompiler(f"{compiler} failed: {one_line(said)}")
             return ctypes.CDLL(str(library))
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoCompiler(f"{compiler} failed: {error}") from None
+            raise NoCompiler(f"{compiler} failed: {one_line(error)}") from None

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from inflight.metrics import EVAL_GIVEN_UP
+from inflight.metrics import EVAL_GIVEN_UP, counts_of
 
 MOST_POINTS = 2000
 """Of a curve: more than a screen has columns. A longer run is thinned evenly, with its first and last step."""
@@ -129,29 +129,28 @@ def lags(lines: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """[lag, tokens] over the run, ascending."""
     total: Counter[int] = Counter()
     for line in lines:
-        total.update({int(lag): int(count) for lag, count in (line.get("lag_counts") or {}).items()})
+        total.update({int(lag): count for lag, count in counts_of(line, "lag_counts").items()})
     return [[lag, count] for lag, count in sorted(total.items())]
 
 
 def masked(lines: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """Tokens that were masked, by reason."""
+    """Tokens that were masked, by reason. Raises ValueError for a damaged line, as `lags` and `gate` do."""
     total: Counter[str] = Counter()
     for line in lines:
         for name in ("tokens_masked_by_rule", "tokens_masked_by_ratio"):
-            total.update({str(reason): int(count) for reason, count in (line.get(name) or {}).items()})
+            total.update(counts_of(line, name))
     return total
 
 
 def gate(lines: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
     """Counts by reason: groups and rollouts that were left out, tokens that were masked, groups that failed."""
     last = lines[-1] if lines else {}
-    counted = {
-        "groups dropped": last.get("groups_dropped") or {},
-        "rollouts left out": last.get("rollouts_dropped") or {},
-        "tokens masked": masked(lines),
-        "groups failed": last.get("groups_failed") or {},
+    return {
+        "groups dropped": counts_of(last, "groups_dropped"),
+        "rollouts left out": counts_of(last, "rollouts_dropped"),
+        "tokens masked": dict(masked(lines)),
+        "groups failed": counts_of(last, "groups_failed"),
     }
-    return {kind: {str(reason): int(count) for reason, count in each.items()} for kind, each in counted.items()}
 
 
 def waits(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:

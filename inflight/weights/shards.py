@@ -62,6 +62,8 @@ def sharded_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def by_rows(tensor: torch.Tensor) -> bool:
     """Whether each rank holds the next ceil(rows / ranks) rows, as with FSDP2."""
+    if not is_sharded(tensor):  # nearly all are not, and the import takes longer than this
+        return False
     from torch.distributed.tensor import DTensor, Shard
 
     return isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 1 and tensor.placements == (Shard(0),)

@@ -61,6 +61,8 @@ class WeightSource:
             else:
                 dtype = wire if name in parameters else _NAMES[tensor.dtype]
                 self.metas.append(ParamMeta(name=name, shape=tuple(tensor.shape), dtype=dtype))
+        self._places = {name: _split(name) for name in tensors}
+        """Name → the names of the modules down to the owner, and the owner's name for it."""
         if not self.metas:
             raise SourceError(f"{type(module).__name__} has no parameters to publish")
 
@@ -90,15 +92,22 @@ class WeightSource:
         return tensor
 
     def _read(self, name: str) -> torch.Tensor:
-        *path, leaf = name.split(".")
+        path, leaf = self._places[name]
         owner: nn.Module | None = self._module
         for part in path:  # get_submodule takes three quarters of the time to pack an adapter
             owner = owner._modules.get(part) if owner is not None else None
-        tensor = getattr(owner, leaf, None)
+        tensor = owner._parameters.get(leaf) if owner is not None else None
+        if tensor is None:  # a buffer, or what has become an ordinary attribute or a computed one
+            tensor = getattr(owner, leaf, None)
         if not isinstance(tensor, torch.Tensor):
             raise SourceError(f"{name} is missing from the module that had it when the source was made")
         _require_publishable(name, tensor)
         return tensor
+
+
+def _split(name: str) -> tuple[list[str], str]:
+    *path, leaf = name.split(".")
+    return path, leaf
 
 
 def _persistent_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

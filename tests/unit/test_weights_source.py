@@ -68,6 +68,25 @@ def test_iteration_reads_current_values_without_gradient():
     assert not tensors["embed.weight"].requires_grad
 
 
+def test_what_took_the_place_of_a_module_or_a_parameter_is_read():
+    model = Model()
+    model.register_buffer("scale", torch.ones(3))
+    source = WeightSource(model, "bfloat16")
+    model.block = nn.Linear(4, 4, bias=model.block.bias is not None)
+    model.norm = nn.Parameter(torch.full((4,), 5.0))
+    model.scale = torch.full((3,), 6.0)
+    nn.utils.parametrize.register_parametrization(model.block, "weight", Doubled())
+    tensors = dict(source)
+    assert torch.equal(tensors["block.weight"], 2 * model.block.parametrizations.weight.original)
+    assert tensors["norm"].eq(5).all()
+    assert tensors["scale"].eq(6).all()
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
 @pytest.mark.parametrize(
     ("name", "parameter"),
     [

@@ -189,17 +189,18 @@ def test_a_rank_that_keeps_other_strips_than_before_is_refused(ipc, here, monkey
     assert len(copies) == 1
 
 
-def test_a_rank_copies_what_is_packed_and_no_more(ipc, monkeypatch):
+@pytest.mark.parametrize("in_a_call", [1, 2])
+def test_a_rank_copies_what_is_packed_and_no_more(ipc, monkeypatch, in_a_call):
     """By calls in the order of the send buffer's bytes, whatever order the strips are in."""
     store = KeyValueStore("", 5.0)
     store.put("offer/0", offer(70 * MB))
-    monkeypatch.setattr(ipc, "CALL_PIECES", 1)
+    monkeypatch.setattr(ipc, "CALL_PIECES", in_a_call)
     copied, told = [], {100 * MB: "packed/0/1", 130 * MB: "packed/0/2"}
     at_most = [70 * MB]
 
     def copy(pieces, *_):
-        copied.append((pieces[0].source, pieces[0].target))
-        assert pieces[0].source_end <= at_most[0]
+        copied.extend((piece.source, piece.target) for piece in pieces)
+        assert all(piece.source_end <= at_most[0] for piece in pieces)
 
     take = KeyValueStore.take
 
@@ -290,6 +291,7 @@ def test_a_receiver_that_is_closed_while_the_trainer_packs_unmaps_when_its_copie
 def test_a_sender_offers_the_buffer_when_its_first_part_is_packed_and_tells_of_the_others(ipc, monkeypatch):
     monkeypatch.setattr(ipc, "export", lambda buffer: bytes(80))
     sender = ipc.IpcSender(2, 5.0)
+    assert sender.follows
     rank = KeyValueStore(sender.rendezvous, 5.0)
     rank.put("runs/1", b"\x90")
     keys = ["offer/0", "packed/0/1", "packed/0/2"]

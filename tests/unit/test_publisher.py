@@ -10,7 +10,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -40,6 +40,7 @@ from inflight.messages import (
 from inflight.types import Routes
 from inflight.weights.pack import unpack
 from inflight.weights.publish import replica
+from inflight.weights.publish.attempt import Attempt
 from inflight.weights.publish.channel import Channel
 from inflight.weights.publish.events import Failure, Superseded, Swap
 from inflight.weights.publish.finite import NotFinite, require_finite
@@ -941,6 +942,31 @@ def test_a_sender_that_follows_the_packing_waits_for_its_first_part_unless_bytes
         whole = checksum != "none"
         assert [name for name, *_ in events.mock_calls] == (["fence.wait_read", "known.forget"] if whole else [])
         assert list(packed) == ([64, 128] if whole else [128])
+
+
+def test_what_a_sender_follows_is_the_stream_on_which_a_version_is_packed(run, monkeypatch):
+    """A mark without an event would say that bytes are there whose copies are only queued."""
+    recorded, stream = [], Mock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: SimpleNamespace(record=recorded.append))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the trainer's")
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr("inflight.weights.pack.PART_BYTES", 200 * 16 * 2)
+    with run() as r:
+        r.publisher._fence._stream = stream  # as on CUDA
+        r.publisher._pack(1)
+        stream.wait_stream.assert_called_once_with("the trainer's")
+        assert recorded == [stream, stream], "after the embedding and at the end"
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_ranks_are_told_of_a_version_when_its_sums_are_known_or_it_may_be_followed(follow):
+    events = Mock()
+    events.sums.return_value = []
+    session = Mock(attempts=iter([1]), clock=lambda: 1.0, config=QUICK, outbox=events.outbox)
+    attempt = Attempt(Mock(version=1, unsound=None, sums=events.sums), session, ["g0.r0"])
+    assert attempt.announce(follow=follow)
+    assert [name for name, *_ in events.mock_calls] == ["sums", "outbox.send"]
+    events.sums.assert_called_once_with(follow=follow)
 
 
 def test_a_version_is_released_while_it_is_packed_and_its_publication_returns_afterwards(run, monkeypatch):

@@ -189,17 +189,18 @@ def test_a_rank_that_keeps_other_strips_than_before_is_refused(ipc, here, monkey
     assert len(copies) == 1
 
 
-def test_a_rank_copies_what_is_packed_and_no_more(ipc, monkeypatch):
+@pytest.mark.parametrize("in_a_call", [1, 2])
+def test_a_rank_copies_what_is_packed_and_no_more(ipc, monkeypatch, in_a_call):
     """By calls in the order of the send buffer's bytes, whatever order the strips are in."""
     store = KeyValueStore("", 5.0)
     store.put("offer/0", offer(70 * MB))
-    monkeypatch.setattr(ipc, "CALL_PIECES", 1)
+    monkeypatch.setattr(ipc, "CALL_PIECES", in_a_call)
     copied, told = [], {100 * MB: "packed/0/1", 130 * MB: "packed/0/2"}
     at_most = [70 * MB]
 
     def copy(pieces, *_):
-        copied.append((pieces[0].source, pieces[0].target))
-        assert pieces[0].source_end <= at_most[0]
+        copied.extend((piece.source, piece.target) for piece in pieces)
+        assert all(piece.source_end <= at_most[0] for piece in pieces)
 
     take = KeyValueStore.take
 
@@ -244,9 +245,53 @@ def test_a_rank_that_waits_for_a_trainer_that_packs_no_more_gives_up_when_its_co
     assert events == [0, "waited"]
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("cuMemcpyBatchAsync: CUDA_ERROR_INVALID_VALUE"), "receive: pulling from the trainer's buffer"),
+        (MemoryError("no memory"), "no memory"),
+    ],
+)
+def test_a_pull_that_fails_half_way_ends_when_its_earlier_copies_are_over(ipc, here, monkeypatch, error, said):
+    """Else they would write into the shadow while the next attempt fills it."""
+    events = []
+    monkeypatch.setattr(ipc, "CALL_PIECES", 1)
+    monkeypatch.setattr(ipc.cuda, "wait", lambda stream: events.append("waited"))
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", Mock(side_effect=[None, error]))
+    put = KeyValueStore.put
+    monkeypatch.setattr(KeyValueStore, "put", lambda store, key, value: (events.append(key), put(store, key, value)))
+    receiver = ipc.IpcReceiver(here, 1, 2, 5.0)
+    with pytest.raises((TransportError, MemoryError), match=said):
+        receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, (CopyRegion(0, 0, 8), CopyRegion(8, 8, 8))), [])
+    told = ["done/0/1"] if isinstance(error, RuntimeError) else []
+    assert events == ["runs/1", "waited", *told], "the sender may end the transfer then"
+
+
+def test_a_receiver_that_is_closed_while_the_trainer_packs_unmaps_when_its_copies_are_over(ipc, monkeypatch):
+    store = KeyValueStore("", 30.0)
+    store.put("offer/0", offer(8))
+    events = []
+    monkeypatch.setattr(ipc, "CALL_PIECES", 1)
+    monkeypatch.setattr(ipc.cuda, "wait", lambda stream: events.append("waited"))
+    monkeypatch.setattr(ipc.driver, "cuIpcCloseMemHandle", events.append, raising=False)
+    receiver = ipc.IpcReceiver(store.address, 1, 2, 30.0)
+    receiver._open[b"handle"] = 7
+
+    def copy(pieces, *_):
+        events.append("copied")
+        receiver.close()
+
+    monkeypatch.setattr(ipc.cuda, "copy_in_one_call", copy)
+    with pytest.raises(TransportError, match="receive: closed while waiting for the trainer"):
+        receiver.receive_into(ScatterTarget(BUFFER, BUFFER.device, (CopyRegion(0, 0, 8), CopyRegion(8, 8, 8))), [])
+    assert events == ["copied", "waited", 7]
+    store.close()
+
+
 def test_a_sender_offers_the_buffer_when_its_first_part_is_packed_and_tells_of_the_others(ipc, monkeypatch):
     monkeypatch.setattr(ipc, "export", lambda buffer: bytes(80))
     sender = ipc.IpcSender(2, 5.0)
+    assert sender.follows
     rank = KeyValueStore(sender.rendezvous, 5.0)
     rank.put("runs/1", b"\x90")
     keys = ["offer/0", "packed/0/1", "packed/0/2"]

@@ -16,6 +16,7 @@ from transports import kill, stop, store_elsewhere, without_cuda
 from inflight.messages import BucketMeta
 from inflight.weights.transport import timeout
 from inflight.weights.transport.base import TransportError
+from inflight.weights.transport.gloo import GlooSender
 from inflight.weights.transport.rendezvous import KeyValueStore
 from inflight.weights.transport.scatter import CopyRegion, ScatterTarget
 
@@ -393,6 +394,12 @@ def receives_into(nccl, buffer):
     with store_elsewhere() as (_, address):
         scatter = ScatterTarget(buffer, buffer.device, (CopyRegion(0, 0, 8),))
         nccl.NcclReceiver(address, 1, 2, 5.0).receive_into(scatter, BUCKETS)
+
+
+def test_nothing_is_broadcast_of_a_version_that_is_being_packed(nccl):
+    """Over gloo neither. `send` does not look at how far the packing is."""
+    assert not nccl.NcclSender.follows
+    assert not GlooSender.follows
 
 
 @pytest.mark.parametrize(

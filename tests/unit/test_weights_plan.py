@@ -183,8 +183,11 @@ def test_what_is_marked_is_in_the_buffer_and_marks_are_not_closer_than_a_part(mo
         ends.append(end)
         assert torch.equal(buffer[:end], whole[:end])
 
+    together, copies = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, fro: (together.append(len(to)), copies(to, fro)))
     packer.pack(source, mark)
     assert ends == [768, 1792, manifest.total_bytes]
+    assert sum(together) == (5 if grouped else 0), "each bias once"
     assert torch.equal(buffer, whole)
 
 

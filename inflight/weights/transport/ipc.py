@@ -129,17 +129,8 @@ class IpcReceiver:
         offer = self._store.take(f"offer/{number}", "the trainer", "receive")
         packed = _Packed(self._store, number, offer)
         try:
-            source = self._address(offer)
-            with torch.cuda.stream(self._stream):
-                # A call's pieces are summed after their copies: copying limits the rate, which hardly affects decoding.
-                for index, pieces in enumerate(calls):
-                    packed.wait(max(piece.source_end for piece in pieces))
-                    cuda.copy_in_one_call(pieces, source, scatter.address, self._stream.cuda_stream)
-                    self._sums.add(index, scatter.target)
-            cuda.wait(self._stream)
+            self._copy(calls, self._address(offer), scatter, packed)
         except TransportError:
-            with contextlib.suppress(RuntimeError):
-                cuda.wait(self._stream)  # what is queued still writes to the shadow
             raise
         except RuntimeError as error:  # also CudaError
             reason = f"pulling from the trainer's buffer failed: {error}"
@@ -148,6 +139,22 @@ class IpcReceiver:
         self._store.reply(f"done/{number}/{self._rank}", b"", "the trainer", "receive")
         with torch.cuda.stream(self._stream):
             self._sums.check(number)
+
+    def _copy(self, calls: list[list[CopyRegion]], source: int, scatter: ScatterTarget, packed: _Packed) -> None:
+        """Returns or raises when no copy is under way any more: the shadow may be filled by another transfer then."""
+        assert self._stream is not None
+        try:
+            with torch.cuda.stream(self._stream):
+                # A call's pieces are summed after their copies: copying limits the rate, which hardly affects decoding.
+                for index, pieces in enumerate(calls):
+                    packed.wait(max(piece.source_end for piece in pieces))
+                    cuda.copy_in_one_call(pieces, source, scatter.address, self._stream.cuda_stream)
+                    self._sums.add(index, scatter.target)
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                cuda.wait(self._stream)  # calls before the one that failed
+            raise
+        cuda.wait(self._stream)
 
     def _calls_of(self, scatter: ScatterTarget) -> list[list[CopyRegion]]:
         if self._calls is None or self._calls[0] != scatter.strips:

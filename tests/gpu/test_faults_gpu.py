@@ -52,8 +52,6 @@ def last_gpu() -> str:
 NBYTES = 300 << 20
 FRESH = 9
 """What the bytes of a buffer become that is packed while it is sent."""
-FIRST_PART = 64 << 20
-"""Bytes that are packed at once then; the others wait for an order."""
 BUCKETS = [BucketMeta(offset=at, nbytes=min(32 << 20, NBYTES - at)) for at in range(0, NBYTES, 32 << 20)]
 
 
@@ -87,8 +85,8 @@ class Sending:
 
 def send(transport: str, size: int, timeout_s: float) -> None:
     """Orders: `sound`, `flip BYTE` (between the sums and the sending), `part N` (N buckets and no more), `follow`
-    (while the buffer is packed: FRESH, first in FIRST_PART, after `open` everywhere), then `overwrite` at any time;
-    `again` closes the sender and makes one for two ranks."""
+    (while the buffer is packed slowly: FRESH everywhere), then `overwrite` at any time; `again` closes the sender and
+    makes one for two ranks."""
     from inflight.weights.transport import TransportError, make_sender
     from inflight.weights.transport.sums import SenderSums
 
@@ -97,17 +95,7 @@ def send(transport: str, size: int, timeout_s: float) -> None:
     torch.cuda.synchronize()
     sender = make_sender(transport, size, timeout_s)
     post = SenderSums.post
-    gate = torch.zeros(1, dtype=torch.int32).pin_memory()
     print(sender.rendezvous, flush=True)
-
-    def sends(*what: Any) -> None:
-        try:
-            sender.send(buffer, *what)
-        except TransportError as error:
-            print(error, flush=True)
-        else:
-            print("sent", flush=True)
-
     for line in sys.stdin:
         order, _, at = line.strip().partition(" ")
 
@@ -131,31 +119,25 @@ def send(transport: str, size: int, timeout_s: float) -> None:
             sender = make_sender(transport, 2, timeout_s)
             print(sender.rendezvous, flush=True)
             continue
-        if order == "follow":
-            threading.Thread(target=sends, args=(BUCKETS, packing(buffer, gate)), daemon=True).start()
-            continue
-        if order == "open":
-            gate[0] = 1
-            continue
-        sends(BUCKETS[: int(at)] if order == "part" else BUCKETS)
+        packed = packing(buffer) if order == "follow" else ()
+        try:
+            sender.send(buffer, BUCKETS[: int(at)] if order == "part" else BUCKETS, packed)
+        except TransportError as error:
+            print(error, flush=True)
+        else:
+            print("sent", flush=True)
 
 
-def packing(buffer: torch.Tensor, gate: torch.Tensor) -> Any:
-    """Queues FRESH for FIRST_PART, and for the rest when the device finds 1 in `gate`, int32 `[1]` in pinned memory;
-    returns how far that is."""
-    from cuda.bindings import driver
-
+def packing(buffer: torch.Tensor) -> Any:
+    """Queues that each 32 MiB of the buffer get their bytes, after 20 ms or more each; returns how far that is."""
     from inflight.weights.publish.progress import PackingProgress
-    from inflight.weights.transport.cuda import check
 
     progress, stream = PackingProgress(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        buffer[:FIRST_PART] = FRESH
-        progress.mark(FIRST_PART, stream)
-        at_least = int(driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ)
-        check("cuStreamWaitValue32", driver.cuStreamWaitValue32(stream.cuda_stream, gate.data_ptr(), 1, at_least))
-        buffer[FIRST_PART:] = FRESH
-        progress.mark(NBYTES, stream)
+        for bucket in BUCKETS:
+            torch.cuda._sleep(40_000_000)
+            buffer[bucket.offset : bucket.offset + bucket.nbytes] = FRESH
+            progress.mark(bucket.offset + bucket.nbytes, stream)
     return progress
 
 
@@ -300,29 +282,20 @@ def test_a_buffer_that_is_overwritten_while_a_rank_pulls_is_found(
 def test_a_rank_gets_no_byte_from_before_the_packing_that_it_follows(
     sending: tuple[str, Sending], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It copies the part that is packed while the rest can't be, as nothing has opened the gate."""
     from inflight.weights.transport import ipc
 
-    monkeypatch.setattr(ipc, "CALL_PIECES", 1)  # else one call has all strips, and waits for the last one's bytes
+    monkeypatch.setattr(ipc, "CALL_PIECES", 1)  # one call of all strips would wait for the last one's bytes
     transport, sender = sending
     target = torch.zeros(200 << 20, dtype=torch.uint8, device=last_gpu())
     receiver, scatter = receiver_of(transport, sender.rendezvous, verify=False), scatter_of(target)
     sender.order("sound")
     receiver.receive_into(scatter, BUCKETS)
     assert sender.answer() == "sent"
+    before = int((target == FRESH).sum())
     sender.order("follow")
-    pulling = threading.Thread(target=receiver.receive_into, args=(scatter, BUCKETS), daemon=True)
-    pulling.start()
-    give_up = time.monotonic() + 15
-    while not target[:FIRST_PART].eq(FRESH).all():
-        assert time.monotonic() < give_up, "it waits for the rest before it copies the first part"
-        time.sleep(0.01)
-    pulling.join(0.5)
-    assert pulling.is_alive(), "it had the rest before that was packed"
-    sender.order("open")
-    pulling.join(20)
+    receiver.receive_into(scatter, BUCKETS)
     assert sender.answer() == "sent"
-    assert int((target == FRESH).sum()) == sum(strip.nbytes for strip in scatter.strips)
+    assert before < int((target == FRESH).sum()) == sum(strip.nbytes for strip in scatter.strips)
     receiver.close()
 
 

@@ -62,7 +62,10 @@ class EngineReplayer(Replayer):
             trials = trials[max(now, 1) :]
 
     def _use(self, state: dict[str, torch.Tensor]) -> None:
-        self._engine.load(state)
+        try:
+            self._engine.load(state)
+        except EngineMissing as error:
+            raise AuditError(f"no replay through the engine: {error}") from None
 
     def _advance(self, jobs: list[Job], version: int) -> None:
         for start in range(0, len(jobs), MAX_BATCH):

@@ -187,6 +187,8 @@ class Replayer(ABC):
             state = state | {name: tensor for name, tensor in older.items() if stale.pattern.search(name)}
         try:
             self._use(state)
+        except AuditError:
+            raise
         except (KeyError, ValueError, AssertionError, RuntimeError) as error:
             reason = one_line(error)
             raise AuditError(f"{self._kept.path(version)} does not fit the run's model: {reason}") from None

@@ -213,7 +213,7 @@ def test_a_rank_without_work_counts_nothing(tiny_model, tmp_path):
     wanted, all_stats = alone.backward(batch, never)
     assert loss == pytest.approx(wanted, abs=1e-6)
     torch.testing.assert_close(got, gradients(alone), rtol=1e-4, atol=1e-7)
-    torch.testing.assert_close(stats.sums, all_stats.sums)
+    torch.testing.assert_close(stats.sums, all_stats.sums, rtol=1e-5, atol=1e-6)  # float32 underneath
     assert stats.sums[:, 1].sum() == 1
 
 

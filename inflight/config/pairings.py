@@ -1,4 +1,5 @@
-"""Combinations of valid options that are refused or warned of: with them a run would silently use a wrong signal."""
+"""Combinations of valid options, and of options and data, that are refused or warned of: with them a run would silently
+use a wrong signal."""
 
 from __future__ import annotations
 
@@ -42,13 +43,38 @@ def _require_adapter(run: RunConfig) -> None:
 
 
 def warnings(run: RunConfig) -> Iterator[str]:
-    """One line for each combination that is valid but learned little in this project's measurements."""
+    """One line for each combination that is valid, and learned little in this project's measurements or misleads."""
     name = run.trainer.objective.name
     lag = run.gate.max_lag
     if name in LEARNS_LITTLE and lag > 0:
         yield (
             f"trainer.objective.name={name} clips against the behaviour policy: with gate.max_lag={lag} it learned"
             ' little in our runs, unlike tis (docs/objectives.md, "What the data says"); it suits gate.max_lag=0'
+        )
+    warmup = run.trainer.warmup_steps
+    steps = run.trainer.steps
+    if warmup > steps:
+        yield (
+            f"trainer.warmup_steps={warmup} is more than trainer.steps={steps}: the learning rate ends at"
+            f" {steps / warmup:.2g} of trainer.learning_rate={run.trainer.learning_rate:g}"
+        )
+
+
+def warnings_of_data(run: RunConfig, questions: int | None) -> Iterator[str]:
+    """One line for each option that does not suit the size of the data: `questions` to train on, over all epochs (None:
+    not known)."""
+    trainer = run.trainer
+    last = trainer.steps if questions is None else questions // trainer.groups_per_step
+    late = []
+    if last < trainer.warmup_steps <= trainer.steps:
+        late.append(f"trainer.warmup_steps={trainer.warmup_steps} is longer")
+    if last < trainer.steps and trainer.schedule.follows_steps:
+        late.append(f"trainer.schedule.name={trainer.schedule.name} decays over all {trainer.steps}")
+    if late:
+        yield (
+            f"the data are enough for {last} of trainer.steps={trainer.steps} ({questions} questions over"
+            f" task.epochs={run.task.epochs}, trainer.groups_per_step={trainer.groups_per_step}), and"
+            f" {' and '.join(late)}: choose {'them' if len(late) > 1 else 'it'} by the data"
         )
 
 

@@ -10,6 +10,11 @@ from inflight.config import ConfigError, RunConfig, Sampling
 
 LEARNS_LITTLE = ("ppo", "grpo", "dr_grpo", "dapo", "gspo")
 """Objectives that clip against the behaviour policy: with tokens of several versions they lose most of the signal."""
+FEW_HELD_OUT = 30
+"""Questions of an evaluation below which it is warned of: the standard error of their mean is as large as what a short
+run changes."""
+HOLD_OUT = ("held_out", "held_out_path", "held_out_split")
+"""Options of a task of files by which questions are held out."""
 
 
 def require_sound(run: RunConfig) -> None:
@@ -58,11 +63,16 @@ def warnings(run: RunConfig) -> Iterator[str]:
             f"trainer.warmup_steps={warmup} is more than trainer.steps={steps}: the learning rate ends at"
             f" {steps / warmup:.2g} of trainer.learning_rate={run.trainer.learning_rate:g}"
         )
+    held_out = run.task.options.get("held_out")
+    if run.eval.questions:
+        yield from _few_held_out(run, run.eval.questions, f"eval.questions={run.eval.questions}")
+    elif ":" not in run.task.name and isinstance(held_out, int):  # a number; of data it is a share, or a file
+        yield from _few_held_out(run, held_out, f"task.options.held_out={held_out}")
 
 
-def warnings_of_data(run: RunConfig, questions: int | None) -> Iterator[str]:
+def warnings_of_data(run: RunConfig, questions: int | None, held_out: int) -> Iterator[str]:
     """One line for each option that does not suit the size of the data: `questions` to train on, over all epochs (None:
-    not known)."""
+    not known), and `held_out` ones."""
     trainer = run.trainer
     last = trainer.steps if questions is None else questions // trainer.groups_per_step
     late = []
@@ -75,6 +85,17 @@ def warnings_of_data(run: RunConfig, questions: int | None) -> Iterator[str]:
             f"the data are enough for {last} of trainer.steps={trainer.steps} ({questions} questions over"
             f" task.epochs={run.task.epochs}, trainer.groups_per_step={trainer.groups_per_step}), and"
             f" {' and '.join(late)}: choose {'them' if len(late) > 1 else 'it'} by the data"
+        )
+    if not run.eval.questions:
+        given = (f"task.options.{name}={run.task.options[name]}" for name in HOLD_OUT if run.task.options.get(name))
+        yield from _few_held_out(run, held_out, next(given, f"task.name={run.task.name}"))
+
+
+def _few_held_out(run: RunConfig, asked: int, source: str) -> Iterator[str]:
+    if run.eval.every and 0 < asked < FEW_HELD_OUT:
+        yield (
+            f"an evaluation asks {asked} question{'s' * (asked > 1)} ({source}), fewer than {FEW_HELD_OUT}: differences"
+            " within its standard error, which is large then, may be chance, and so may the choice of the best version"
         )
 
 

@@ -151,7 +151,7 @@ def with_data(config: RunConfig) -> RunConfig:
         _require_made(looked, what)
     if looked.examined is None:
         return config
-    of_data = warnings_of_data(config, looked.examined.questions)
+    of_data = warnings_of_data(config, looked.examined.questions, looked.examined.held_out)
     for line in filter(None, [looked.examined.left_out, *of_data]):
         print(f"inflight launch: {line}", file=sys.stderr, flush=True)
     task = replace(config.task, options=looked.examined.options, contents=looked.examined.contents)

@@ -43,6 +43,7 @@ class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One line on the questions that will be left out; empty where there is none."""
     questions: int | None = None
     """How many there are to train on, over all epochs; None where the task does not say."""
+    held_out: int = 0
 
 
 def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lambda which: None) -> Examined | None:
@@ -62,7 +63,8 @@ def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lamb
     first = [_askable("", task.item, lengths, longest)]
     if config.eval.every:
         require_held_out(task, config)
-    if isinstance(task, HeldOut) and task.held_out_size():
+    held_out = task.held_out_size() if isinstance(task, HeldOut) else 0
+    if isinstance(task, HeldOut) and held_out:
         first.append(_askable("held-out ", task.held_out_item, lengths, longest))
     for item in first if config.rewards else ():
         require_columns(config, item)
@@ -70,7 +72,7 @@ def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lamb
         contents[TEMPLATE] = of_text(tokens.chat_template)
     missing = left_out(task, lengths, longest)
     questions = Course(task, config.task.epochs).questions
-    return Examined({**config.task.options, **task.settled()}, contents, missing, questions)
+    return Examined({**config.task.options, **task.settled()}, contents, missing, questions, held_out)
 
 
 def require_same(task: Task, expected: Mapping[str, str]) -> None:

@@ -220,7 +220,7 @@ def test_a_schedule_that_is_longer_than_the_data_is_warned_of(tiny, name, warmup
     first = (
         "the data are enough for 28 of trainer.steps=1000 (114 questions over task.epochs=2, trainer.groups_per_step=4)"
     )
-    assert list(warnings_of_data(scheduled(tiny, name, warmup), questions)) == (
+    assert list(warnings_of_data(scheduled(tiny, name, warmup), questions, 0)) == (
         [f"{first}, and {late}"] if late else []
     )
 
@@ -229,8 +229,43 @@ def test_a_warm_up_that_is_longer_than_the_run_is_warned_of(tiny):
     run = changed(tiny, trainer={"steps": 20, "warmup_steps": 100, "learning_rate": 1e-6})
     says = "trainer.warmup_steps=100 is more than trainer.steps=20: the learning rate ends at 0.2 of"
     assert list(warnings(run)) == [f"{says} trainer.learning_rate=1e-06"]
-    assert list(warnings_of_data(run, 4)) == [], "said once"
+    assert list(warnings_of_data(run, 4, 0)) == [], "said once"
     assert list(warnings(changed(run, trainer={"warmup_steps": 20}))) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "evaluated", "source"),
+    [
+        ({"name": "addition", "options": {"held_out": 3}}, {}, "asks 3 questions (task.options.held_out=3)"),
+        ({"name": "addition", "options": {"held_out": 90}}, {"questions": 1}, "asks 1 question (eval.questions=1)"),
+        ({"name": "addition", "options": {"held_out": 30}}, {}, ""),
+        ({"name": "addition", "options": {"held_out": 3}}, {"every": 0}, ""),
+        ({"name": "my.tasks:Mine", "options": {"held_out": 3}}, {}, ""),
+        ({"name": "dataset", "options": {"held_out": 0.05}}, {}, ""),
+    ],
+)
+def test_an_evaluation_of_few_questions_is_warned_of(tiny, task, evaluated, source):
+    lines = list(warnings(changed(tiny, task=task, eval={"every": 5} | evaluated)))
+    assert [line.startswith(f"an evaluation {source}, fewer than 30: ") for line in lines] == [True] * bool(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated", "held_out", "source"),
+    [
+        ({"held_out": 0.05}, {}, 3, "task.options.held_out=0.05"),
+        ({"held_out_path": "h.jsonl"}, {}, 29, "task.options.held_out_path=h.jsonl"),
+        ({}, {}, 29, "task.name=dataset"),
+        ({"held_out": 0.5}, {}, 30, ""),
+        ({"held_out": 0.05}, {"every": 0}, 3, ""),
+        ({"held_out": 0.05}, {"questions": 2}, 3, ""),  # said by `warnings`
+    ],
+)
+def test_so_is_one_of_few_rows(tiny, options, evaluated, held_out, source):
+    run = changed(tiny, task={"name": "dataset", "options": options}, eval={"every": 5} | evaluated)
+    lines = list(warnings_of_data(run, None, held_out))
+    assert [line.startswith(f"an evaluation asks {held_out} questions ({source})") for line in lines] == [True] * bool(
+        source
+    )
 
 
 # --- a resumed run ------------------------------------------------------------------------------------------------

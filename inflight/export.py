@@ -27,6 +27,7 @@ from inflight.models.weight_files import ADAPTER, INDEX
 from inflight.run_template import FILE as TEMPLATE
 from inflight.run_template import Rendering, TemplateError, rendering_of
 from inflight.trainer.checkpoint import index
+from inflight.trainer.checkpoint.best import best_of
 from inflight.trainer.checkpoint.companions import copy_companions, dtype_of, note_dtype, readable
 from inflight.trainer.checkpoint.index import CheckpointError
 from inflight.trainer.checkpoint.whole import require_whole
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say_why("export", error, BAD_INPUT)
     what = "adapter" if _is_adapter(given.out) else "model"
     own = ", with the run's chat template" if rendering.template and given.chat_template is None else ""
-    print(f"{given.out}: the {what} of {checkpoint}, {_stored(given.out)}{own}")
+    print(f"{given.out}: the {what} of {checkpoint}, {_stored(given.out)}{own}{_better(given.source, checkpoint)}")
     if rendering.template and _is_adapter(given.out):  # vLLM takes the template of the base
         print(f"serve the base with --chat-template {given.out / TEMPLATE}")
     if rendering.arguments:
@@ -151,6 +152,12 @@ def _checkpoint(source: Path) -> Path:
         raise ExportError(f"{found} is {what}: it has no {missing}")
     require_whole(found)
     return found
+
+
+def _better(source: Path, exported: Path) -> str:
+    """The checkpoint that `inflight eval` takes of the same run, named where it is another one than the exported."""
+    best = best_of(source) if (source / CONFIG_FILE).is_file() else None
+    return "" if best is None or best.name == exported.name else f"; the best by held-out questions: {best}"
 
 
 def _is_adapter(directory: Path) -> bool:

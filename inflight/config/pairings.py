@@ -1,4 +1,5 @@
-"""Combinations of valid options that are refused or warned of: with them a run would silently use a wrong signal."""
+"""Combinations of valid options, and of options and data, that are refused or warned of: with them a run would silently
+use a wrong signal."""
 
 from __future__ import annotations
 
@@ -9,6 +10,11 @@ from inflight.config import ConfigError, RunConfig, Sampling
 
 LEARNS_LITTLE = ("ppo", "grpo", "dr_grpo", "dapo", "gspo")
 """Objectives that clip against the behaviour policy: with tokens of several versions they lose most of the signal."""
+FEW_HELD_OUT = 30
+"""Questions of an evaluation below which it is warned of: the standard error of their mean is as large as what a short
+run changes."""
+HOLD_OUT = ("held_out", "held_out_path", "held_out_split")
+"""Options of a task of files by which questions are held out."""
 
 
 def require_sound(run: RunConfig) -> None:
@@ -42,13 +48,54 @@ def _require_adapter(run: RunConfig) -> None:
 
 
 def warnings(run: RunConfig) -> Iterator[str]:
-    """One line for each combination that is valid but learned little in this project's measurements."""
+    """One line for each combination that is valid, and learned little in this project's measurements or misleads."""
     name = run.trainer.objective.name
     lag = run.gate.max_lag
     if name in LEARNS_LITTLE and lag > 0:
         yield (
             f"trainer.objective.name={name} clips against the behaviour policy: with gate.max_lag={lag} it learned"
             ' little in our runs, unlike tis (docs/objectives.md, "What the data says"); it suits gate.max_lag=0'
+        )
+    warmup = run.trainer.warmup_steps
+    steps = run.trainer.steps
+    if warmup > steps:
+        yield (
+            f"trainer.warmup_steps={warmup} is more than trainer.steps={steps}: the learning rate ends at"
+            f" {steps / warmup:.2g} of trainer.learning_rate={run.trainer.learning_rate:g}"
+        )
+    held_out = run.task.options.get("held_out")
+    if run.eval.questions:
+        yield from _few_held_out(run, run.eval.questions, f"eval.questions={run.eval.questions}")
+    elif ":" not in run.task.name and isinstance(held_out, int):  # a number; of data it is a share, or a file
+        yield from _few_held_out(run, held_out, f"task.options.held_out={held_out}")
+
+
+def warnings_of_data(run: RunConfig, questions: int | None, held_out: int) -> Iterator[str]:
+    """One line for each option that does not suit the size of the data: `questions` to train on, over all epochs (None:
+    not known), and `held_out` ones."""
+    trainer = run.trainer
+    last = trainer.steps if questions is None else questions // trainer.groups_per_step
+    late = []
+    if last < trainer.warmup_steps <= trainer.steps:
+        late.append(f"trainer.warmup_steps={trainer.warmup_steps} is longer")
+    if last < trainer.steps and trainer.schedule.follows_steps:
+        late.append(f"trainer.schedule.name={trainer.schedule.name} decays over all {trainer.steps}")
+    if late:
+        yield (
+            f"the data are enough for {last} of trainer.steps={trainer.steps} ({questions} questions over"
+            f" task.epochs={run.task.epochs}, trainer.groups_per_step={trainer.groups_per_step}), and"
+            f" {' and '.join(late)}: choose {'them' if len(late) > 1 else 'it'} by the data"
+        )
+    if not run.eval.questions:
+        given = (f"task.options.{name}={run.task.options[name]}" for name in HOLD_OUT if run.task.options.get(name))
+        yield from _few_held_out(run, held_out, next(given, f"task.name={run.task.name}"))
+
+
+def _few_held_out(run: RunConfig, asked: int, source: str) -> Iterator[str]:
+    if run.eval.every and 0 < asked < FEW_HELD_OUT:
+        yield (
+            f"an evaluation asks {asked} question{'s' * (asked > 1)} ({source}), fewer than {FEW_HELD_OUT}: differences"
+            " within its standard error, which is large then, may be chance, and so may the choice of the best version"
         )
 
 

@@ -100,6 +100,11 @@ class ScheduleConfig:
         """Whether the learning rate stays, after the warm-up."""
         return self.name in ("constant", "constant_with_warmup")
 
+    @property
+    def follows_steps(self) -> bool:
+        """Whether it decays over `trainer.steps`."""
+        return not self.constant and self.name != "inverse_sqrt"
+
 
 @dataclass(frozen=True)
 class TrainerConfig:

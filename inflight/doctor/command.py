@@ -21,6 +21,7 @@ EPILOG = """examples:
   inflight doctor --config-name demo                     and whether this run fits
   inflight doctor --config-name demo_gpu generator.count=2
 
+Data, chat template and rewards are not looked at: inflight launch checks them before it starts anything.
 Exit code: 0 when nothing would make a run fail (warnings aside), 1 when something would, 2 for bad input."""
 STYLES = {Severity.OK: "green", Severity.WARN: "yellow", Severity.FAIL: "bold red"}
 
@@ -93,6 +94,7 @@ def _conclude(console: Console, found: Sequence[Finding], config: RunConfig | No
     if failed:
         console.print(f"\na run would fail: {', '.join(dict.fromkeys(failed))}", soft_wrap=True)
         return GIVEN_UP
-    hint = "" if config is not None else "; whether a model fits: inflight doctor --config-name NAME"
-    console.print(f"\nnothing stands against a run{hint}", soft_wrap=True)
+    fits = "whether a model fits: inflight doctor --config-name NAME"
+    hint = fits if config is None else "data, chat template and rewards are checked by inflight launch"
+    console.print(f"\nnothing on this machine stands against a run; {hint}", soft_wrap=True)
     return DONE

@@ -46,7 +46,7 @@ from inflight.starters.base import Command
 from inflight.surroundings import computing
 from inflight.tasks.check import require_held_out, usable_task
 from inflight.trainer.checkpoint import index
-from inflight.trainer.checkpoint.best import BEST_FOLDER
+from inflight.trainer.checkpoint.best import best_of
 from inflight.trainer.checkpoint.index import CheckpointError
 from inflight.trainer.checkpoint.whole import require_whole
 from inflight.view.stage import stage
@@ -79,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         run_dir, checkpoint = find(arguments.target, arguments.run)
+        exported = newest(arguments.target, checkpoint)
         with tempfile.TemporaryDirectory(prefix="inflight-eval-") as folder:
             config = alone(overridden(configuration.load(run_dir), arguments.overrides), checkpoint, folder)
             with _phase("checking the task and the checkpoint"):
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return say_why("eval", error, BAD_INPUT)
     except FAILURES as error:
         return say_why("eval", error, GIVEN_UP)
-    result = {"checkpoint": str(checkpoint), **result}
+    result = {"checkpoint": str(checkpoint), **exported, **result}
     print(json.dumps(result) if arguments.json else table(result), flush=True)
     return GIVEN_UP if EVAL_GIVEN_UP in result else DONE
 
@@ -98,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def find(target: Path, run: Path | None) -> tuple[Path, Path]:
     """The run whose configuration applies, and the checkpoint's folder. Raises ConfigError when either is not there."""
     if (target / CONFIG_FILE).is_file():
-        best = index.all_of(target / BEST_FOLDER)
-        found = best[-1] if best else index.newest(target)
+        found = best_of(target) or index.newest(target)
         if found is None:
             raise ConfigError(f"{target} has no checkpoint")
         return target, found.resolve()
@@ -111,6 +111,12 @@ def find(target: Path, run: Path | None) -> tuple[Path, Path]:
     if run_dir is None:
         raise ConfigError(f"{target} belongs to no run: name one whose task and settings apply by --run")
     return run_dir, target.resolve()
+
+
+def newest(target: Path, evaluated: Path) -> dict[str, str]:
+    """The checkpoint that `inflight export` takes of the same run, named where it is another one than the evaluated."""
+    found = index.newest(target) if (target / CONFIG_FILE).is_file() else None
+    return {} if found is None or found.name == evaluated.name else {"newest": str(found.resolve())}
 
 
 def overridden(config: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -16,7 +16,7 @@ from pathlib import Path
 from inflight import config as configuration
 from inflight.config import ConfigError, ModelConfig, RewardConfig, RunConfig
 from inflight.config.effect import require_effect
-from inflight.config.pairings import require_sound, warnings
+from inflight.config.pairings import require_sound, warnings, warnings_of_data
 from inflight.config.trackers import require_installed
 from inflight.exits import BAD_INPUT, in_words
 from inflight.generator.engine_args import require_extra
@@ -151,8 +151,9 @@ def with_data(config: RunConfig) -> RunConfig:
         _require_made(looked, what)
     if looked.examined is None:
         return config
-    if looked.examined.left_out:
-        print(f"inflight launch: {looked.examined.left_out}", file=sys.stderr, flush=True)
+    of_data = warnings_of_data(config, looked.examined.questions, looked.examined.held_out)
+    for line in filter(None, [looked.examined.left_out, *of_data]):
+        print(f"inflight launch: {line}", file=sys.stderr, flush=True)
     task = replace(config.task, options=looked.examined.options, contents=looked.examined.contents)
     return replace(config, task=task)
 

@@ -13,13 +13,18 @@ class HeldOutReward(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     reward: float
+    stderr: float | None = None
+    """Standard error of `reward`; None of one question."""
+    questions: int | None = None
     best_version: int | None = None
     """None where no best checkpoint is kept (`eval.keep_best=false`)."""
     best_reward: float | None = None
 
     def __str__(self) -> str:
+        error = "" if self.stderr is None else f" ± {self.stderr:.2g}"
+        of = "" if self.questions is None else f", {'standard error of ' if error else ''}n={self.questions}"
         best = "" if self.best_reward is None else f", best {self.best_reward:.3g} (version {self.best_version})"
-        return f"{self.reward:.3g} (version {self.version}){best}"
+        return f"{self.reward:.3g}{error} (version {self.version}{of}){best}"
 
 
 def held_out(lines: Sequence[Mapping[str, Any]]) -> HeldOutReward | None:
@@ -31,6 +36,8 @@ def held_out(lines: Sequence[Mapping[str, Any]]) -> HeldOutReward | None:
     return HeldOutReward(
         version=int(done[-1]["version"]),
         reward=float(done[-1]["eval/reward"]),
+        stderr=done[-1].get("eval/reward_stderr"),
+        questions=None if (asked := done[-1].get("eval/questions")) is None else int(asked),
         best_version=best.get("version"),
         best_reward=best.get("eval/reward"),
     )

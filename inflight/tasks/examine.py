@@ -17,6 +17,7 @@ from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
 from inflight.tasks.check import require_columns, require_held_out
 from inflight.tasks.count import PromptLengths, left_out
+from inflight.tasks.course import Course
 from inflight.tasks.data.fingerprint import of_text
 
 TRIED = 8
@@ -40,6 +41,9 @@ class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What files hold, by the option that names them (OfFiles.contents), and the model's chat template."""
     left_out: str = ""
     """One line on the questions that will be left out; empty where there is none."""
+    questions: int | None = None
+    """How many there are to train on, over all epochs; None where the task does not say."""
+    held_out: int = 0
 
 
 def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lambda which: None) -> Examined | None:
@@ -59,14 +63,16 @@ def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lamb
     first = [_askable("", task.item, lengths, longest)]
     if config.eval.every:
         require_held_out(task, config)
-    if isinstance(task, HeldOut) and task.held_out_size():
+    held_out = task.held_out_size() if isinstance(task, HeldOut) else 0
+    if isinstance(task, HeldOut) and held_out:
         first.append(_askable("held-out ", task.held_out_item, lengths, longest))
     for item in first if config.rewards else ():
         require_columns(config, item)
     if any(isinstance(item.prompt, Chat) for item in first):
         contents[TEMPLATE] = of_text(tokens.chat_template)
     missing = left_out(task, lengths, longest)
-    return Examined({**config.task.options, **task.settled()}, contents, missing)
+    questions = Course(task, config.task.epochs).questions
+    return Examined({**config.task.options, **task.settled()}, contents, missing, questions, held_out)
 
 
 def require_same(task: Task, expected: Mapping[str, str]) -> None:

@@ -99,6 +99,7 @@ class Reporter:
             self._values["evaluations"] = int(self._values.get("evaluations", 0)) + 1
             if isinstance(reward := values.get("eval/reward"), float):
                 self._values |= {"eval_reward": reward, "eval_step": int(str(values["step"]))}
+                self._values["eval_of"] = _size(values)
 
     def _show(self, values: dict[str, object]) -> None:
         if self._trackers is not None:
@@ -153,6 +154,14 @@ class Reporter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _size(evaluation: dict[str, object]) -> str:
+    """How far the reward of an evaluation may be off by chance; empty where its line does not say."""
+    error = evaluation.get("eval/reward_stderr")
+    questions = evaluation.get("eval/questions")
+    plus_minus = f"± {error:.2g}, " if isinstance(error, float) else ""
+    return f"{plus_minus}n={questions:.0f}" if isinstance(questions, int | float) else ""
 
 
 def _counts(value: object) -> list[int]:

@@ -93,8 +93,13 @@ def _curve(rows: Iterable[Mapping[str, Any]], name: str, width: int, style: str)
 
 
 def _held_out(progress: Progress) -> object:
-    done = [row["version"] for row in progress.record.evaluations if "eval/reward" in row and "version" in row]
-    return done[-1] if done else "?"
+    done = [row for row in progress.record.evaluations if "eval/reward" in row and "version" in row]
+    if not done:
+        return "?"
+    error = finite(done[-1].get("eval/reward_stderr"))
+    questions = finite(done[-1].get("eval/questions"))
+    size = ("" if error is None else f", ± {error:.2g}") + ("" if questions is None else f", n={questions:.0f}")
+    return f"{done[-1]['version']}{size}"
 
 
 def generators(progress: Progress, most: int) -> Table:

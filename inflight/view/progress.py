@@ -3,8 +3,9 @@
 Fed by the processes' `Status` messages. Known keys, all optional:
 
 * trainer    step, reward, reward_all, lag_mean, lag_max, tokens_per_s, swaps, gap_ms (last swap), running_at_swap,
-             phase, eval_reward, eval_step; committed_G, behind_G and state_G of a generator G; of the buffer: buffer,
-             in_flight, buffer_ages (in versions, as text), dropped/REASON, rollouts/REASON, failed/REASON;
+             phase, eval_reward, eval_step, eval_of (its standard error and number of questions, as text); committed_G,
+             behind_G and state_G of a generator G; of the buffer: buffer, in_flight, buffer_ages (in versions, as
+             text), dropped/REASON, rollouts/REASON, failed/REASON;
 * generator  version, running, waiting, tokens_per_s, phase;
 * actor      in_flight, done, failed, phase, questions (of all epochs).
 
@@ -152,7 +153,8 @@ class Progress:
             gap = f", last gap {number(values['gap_ms'])} ms" if "gap_ms" in values else ""
             parts.append(f"{values['swaps']} swaps{gap}")
         if "eval_reward" in values:
-            parts.append(f"held-out {number(values['eval_reward'])} (version {values['eval_step']})")
+            of = f", {values['eval_of']}" if values.get("eval_of") else ""
+            parts.append(f"held-out {number(values['eval_reward'])} (version {values['eval_step']}{of})")
         return parts
 
     def _generator_text(self, name: str) -> str:

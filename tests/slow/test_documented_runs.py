@@ -220,7 +220,7 @@ def test_commands_on_a_run(words, folder):
 
 # --- a trainer of one's own -----------------------------------------------------------------------------------------
 
-MODEL = """
+MODEL = """# of the page that leaves it to its reader
 import torch
 from transformers import AutoModelForCausalLM
 from inflight.models import prepare

@@ -124,6 +124,7 @@ def test_the_page_from_a_file_of_problems_to_a_served_model(model, tmp_path, mon
     for command in (
         "inflight report runs/mine",
         "inflight show runs/mine --last",
+        "inflight eval runs/mine",
         "inflight export runs/mine exported",
     ):
         done = train.run(next(each for each in commands() if each.startswith(command)))

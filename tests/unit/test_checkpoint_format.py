@@ -221,6 +221,22 @@ def test_an_export_is_the_model_alone(tmp_path, model_dir, dtype, shard_bytes, c
     assert cli.main(["export", str(path), str(tmp_path / "again")]) == 0
 
 
+def test_an_export_of_the_newest_checkpoint_names_the_best_where_that_is_another(tmp_path, tiny_model, capsys):
+    run = tmp_path / "run"
+    path, _ = written(run / "checkpoints", tiny_model)
+    (run / "config.yaml").write_text("")
+
+    def exported(source, out):
+        assert cli.main(["export", str(source), str(tmp_path / out)]) == 0
+        return capsys.readouterr().out.removeprefix(f"{tmp_path / out}: the model of ")
+
+    shutil.copytree(path, run / "best" / path.name)
+    assert exported(run, "same") == f"{path}, float32\n"
+    (run / "best" / path.name).rename(best := run / "best" / "step-000001")
+    assert exported(run, "other") == f"{path}, float32; the best by held-out questions: {best}\n"
+    assert exported(best, "best") == f"{best}, float32\n"
+
+
 @pytest.mark.parametrize("umask", [0o022, 0o077])
 def test_all_files_of_a_checkpoint_follow_the_umask(tmp_path, tiny_model, umask):
     """A server may be another user's."""

@@ -12,7 +12,7 @@ from inflight import config as configuration
 from inflight.config import AdvantageConfig, ConfigError
 from inflight.config.effect import IDLE, require_effect
 from inflight.config.lora import LoraConfig
-from inflight.config.pairings import LEARNS_LITTLE, require_sound, warnings
+from inflight.config.pairings import LEARNS_LITTLE, require_sound, warnings, warnings_of_data
 from inflight.launcher import launch as launching
 from inflight.launcher.compose import compose
 from inflight.launcher.resume import resumed_config, set_anew
@@ -191,6 +191,81 @@ def test_the_pairing_is_warned_of_in_one_line_and_the_run_continues(tmp_path, ca
     assert launching.main(["--config-name", "tiny", f"run_dir={tmp_path}/run", *asked]) == 0
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "grpo" in line]
     assert line.startswith("inflight launch: trainer.objective.name=grpo clips against the behaviour policy")
+
+
+def scheduled(tiny, name, warmup_steps):
+    """1000 steps of 4 questions each, of data that are asked twice."""
+    schedule = dataclasses.replace(tiny.trainer.schedule, name=name)
+    trainer = {"steps": 1000, "groups_per_step": 4, "warmup_steps": warmup_steps, "schedule": schedule}
+    return changed(tiny, trainer=trainer, task={"epochs": 2})
+
+
+LONGER, DECAYS = "trainer.warmup_steps=100 is longer", "trainer.schedule.name=cosine decays over all 1000"
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup", "questions", "late"),
+    [
+        ("cosine", 100, 114, f"{LONGER} and {DECAYS}: choose them by the data"),
+        ("cosine", 28, 114, f"{DECAYS}: choose it by the data"),
+        ("constant", 100, 114, f"{LONGER}: choose it by the data"),
+        ("inverse_sqrt", 100, 114, f"{LONGER}: choose it by the data"),
+        ("constant", 28, 114, ""),
+        ("inverse_sqrt", 28, 114, ""),
+        ("cosine", 100, 4000, ""),
+        ("cosine", 100, None, ""),
+    ],
+)
+def test_a_schedule_that_is_longer_than_the_data_is_warned_of(tiny, name, warmup, questions, late):
+    first = (
+        "the data are enough for 28 of trainer.steps=1000 (114 questions over task.epochs=2, trainer.groups_per_step=4)"
+    )
+    assert list(warnings_of_data(scheduled(tiny, name, warmup), questions, 0)) == (
+        [f"{first}, and {late}"] if late else []
+    )
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_warned_of(tiny):
+    run = changed(tiny, trainer={"steps": 20, "warmup_steps": 100, "learning_rate": 1e-6})
+    says = "trainer.warmup_steps=100 is more than trainer.steps=20: the learning rate ends at 0.2 of"
+    assert list(warnings(run)) == [f"{says} trainer.learning_rate=1e-06"]
+    assert list(warnings_of_data(run, 4, 0)) == [], "said once"
+    assert list(warnings(changed(run, trainer={"warmup_steps": 20}))) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "evaluated", "source"),
+    [
+        ({"name": "addition", "options": {"held_out": 3}}, {}, "asks 3 questions (task.options.held_out=3)"),
+        ({"name": "addition", "options": {"held_out": 90}}, {"questions": 1}, "asks 1 question (eval.questions=1)"),
+        ({"name": "addition", "options": {"held_out": 30}}, {}, ""),
+        ({"name": "addition", "options": {"held_out": 3}}, {"every": 0}, ""),
+        ({"name": "my.tasks:Mine", "options": {"held_out": 3}}, {}, ""),
+        ({"name": "dataset", "options": {"held_out": 0.05}}, {}, ""),
+    ],
+)
+def test_an_evaluation_of_few_questions_is_warned_of(tiny, task, evaluated, source):
+    lines = list(warnings(changed(tiny, task=task, eval={"every": 5} | evaluated)))
+    assert [line.startswith(f"an evaluation {source}, fewer than 30: ") for line in lines] == [True] * bool(source)
+
+
+@pytest.mark.parametrize(
+    ("options", "evaluated", "held_out", "source"),
+    [
+        ({"held_out": 0.05}, {}, 3, "task.options.held_out=0.05"),
+        ({"held_out_path": "h.jsonl"}, {}, 29, "task.options.held_out_path=h.jsonl"),
+        ({}, {}, 29, "task.name=dataset"),
+        ({"held_out": 0.5}, {}, 30, ""),
+        ({"held_out": 0.05}, {"every": 0}, 3, ""),
+        ({"held_out": 0.05}, {"questions": 2}, 3, ""),  # said by `warnings`
+    ],
+)
+def test_so_is_one_of_few_rows(tiny, options, evaluated, held_out, source):
+    run = changed(tiny, task={"name": "dataset", "options": options}, eval={"every": 5} | evaluated)
+    lines = list(warnings_of_data(run, None, held_out))
+    assert [line.startswith(f"an evaluation asks {held_out} questions ({source})") for line in lines] == [True] * bool(
+        source
+    )
 
 
 # --- a resumed run ------------------------------------------------------------------------------------------------

@@ -138,6 +138,15 @@ def test_some_rows_that_are_none_are_no_reason_to_refuse(tmp_path):
     assert config.task.contents
 
 
+def test_what_does_not_suit_the_size_of_the_data_is_printed(tmp_path, capsys):
+    """Of 20 rows 5 are held out: 15 in each of two epochs are enough for 7 steps of 4."""
+    more = ("task.epochs=2", "trainer.steps=8", "trainer.groups_per_step=4", "trainer.warmup_steps=8", "eval.every=2")
+    preflight.with_data(run(tmp_path, *more, rows=chats(20), held_out=0.25))
+    schedule, few = capsys.readouterr().err.splitlines()
+    assert schedule.startswith("inflight launch: the data are enough for 7 of trainer.steps=8 (30 questions over ")
+    assert few.startswith("inflight launch: an evaluation asks 5 questions (task.options.held_out=0.25), fewer than")
+
+
 def test_what_will_be_left_out_is_counted_and_printed(tmp_path, monkeypatch, capsys):
     rows = [*chats(4), {"messages": [{"role": "user", "content": "1" * 30}], "answer": "1"}, "{", "[", "{"]
     config = run(tmp_path, "rollout.max_prompt_tokens=20", rows=rows)

@@ -96,9 +96,14 @@ def only(findings):
 
 def test_what_fails_says_what_to_do_and_the_exit_code_says_that_something_does(monkeypatch, capsys):
     monkeypatch.setattr(command, "findings", lambda config: [ok("a", "well"), warn("b", "slow", "hurry")])
-    assert main(["doctor"]) == 0
+    for asked, hint in (
+        ([], "whether a model fits"),
+        (["--config-name", "tiny"], "data, chat template and rewards are"),
+    ):
+        assert main(["doctor", *asked]) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.startswith(f"nothing on this machine stands against a run; {hint}"), "and not that all is well"
     monkeypatch.setattr(command, "findings", lambda config: [ok("a", "well"), fail("b", "broken \x1b?", "mend it")])
-    capsys.readouterr()
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["ok", "a", "well"]

@@ -18,7 +18,7 @@ from rollout_samples import make_config
 from inflight import cli
 from inflight.config import ConfigError, RewardConfig, TaskConfig, run_of, save
 from inflight.launcher import evaluate as command
-from inflight.launcher.evaluate import EvaluationError, alone, find, overridden, table
+from inflight.launcher.evaluate import EvaluationError, alone, find, newest, overridden, table
 from inflight.starters.base import Command
 from inflight.tasks.addition import Addition
 
@@ -43,8 +43,11 @@ def test_of_a_run_the_best_checkpoint_is_meant_or_the_last(run_dir):
     checkpoint(run_dir / "checkpoints" / "step-000003")
     last = checkpoint(run_dir / "checkpoints" / "step-000006")
     assert find(run_dir, None) == (run_dir, last)
+    assert newest(run_dir, last) == {}
     best = checkpoint(run_dir / "best" / "step-000003")
     assert find(run_dir, None) == (run_dir, best)
+    assert newest(run_dir, best) == {"newest": str(last)}, "which an export of the run takes"
+    assert newest(best, best) == {}, "a checkpoint that is named is meant"
 
 
 def test_a_checkpoint_belongs_to_its_run_or_to_one_that_is_named(run_dir, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from fake_generator import BUS, eventually
 from in_process import in_process
 from openai_server import Server, Tokens, choice
+from rollout_samples import make_config
 from test_trainer_run import Died, go_on, kill_at, make_run, train  # noqa: F401 - a fixture
 
 from inflight.bus import Link, Listener
@@ -24,6 +25,7 @@ from inflight.trainer.checkpoint import index
 from inflight.trainer.checkpoint.best import Best
 from inflight.trainer.checkpoint.rewind import rewind
 from inflight.trainer.evaluations import GRACE_S, REPEAT_S, Evaluations
+from inflight.trainer.report import Reporter
 from inflight.types import Route
 from inflight.weights.publish.pin import Pin
 
@@ -498,3 +500,23 @@ def test_a_version_whose_evaluation_was_interrupted_is_evaluated_when_the_run_is
     assert train(run) == 0
     assert [line["step"] for line in read_lines(run.folder / EVAL_FILE)] == [0, 2, 4]
     assert set(evaluating.versions) == {2, 4}
+
+
+class Sent:
+    """In place of the launcher: the statuses that it would get."""
+
+    def __init__(self):
+        self.statuses = []
+
+    def send(self, message):
+        self.statuses.append(message.values)
+
+
+def test_the_status_says_how_far_a_held_out_reward_may_be_off(tmp_path):
+    launcher, done = Sent(), {"step": 2, "version": 2, "eval/reward": 0.25}
+    config = dataclasses.replace(make_config(tmp_path), eval=EvalConfig(every=2))
+    sizes = [({"eval/reward_stderr": 0.0281, "eval/questions": 3.0}, "± 0.028, n=3"), ({"eval/questions": 1.0}, "n=1")]
+    for size, says in [*sizes, ({}, "")]:
+        with Reporter(config, launcher) as reporter:
+            reporter.evaluation(done | size)
+        assert launcher.statuses[-1]["eval_of"] == says

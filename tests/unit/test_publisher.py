@@ -1081,7 +1081,7 @@ def test_large_finite_values_are_sent(run):
 
 
 def test_the_readmes_example_of_a_users_trainer(tmp_path, monkeypatch, capsys):
-    """Its lines as they stand, from the printed configuration to the generator's end; only the model is ours."""
+    """Its lines as they stand, from the printed configuration to the generator's end."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     (code,) = re.findall(r"^```python\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
     assert "inflight launch --config-name tiny run_dir=runs/own --print > runs/own/config.yaml" in readme
@@ -1090,7 +1090,7 @@ def test_the_readmes_example_of_a_users_trainer(tmp_path, monkeypatch, capsys):
     assert launch.main(["--config-name", "tiny", "run_dir=runs/own", "--print"]) == 0
     (tmp_path / "runs" / "own" / "config.yaml").write_text(capsys.readouterr().out)
     generator = FakeGenerator(load("runs/own").endpoint("weights")).start()
-    exec(code, {"model": nn.Linear(4, 4)})
+    exec(code, {})
     eventually(lambda: any(isinstance(message, Finish) for message in generator.heard), "the end")
     assert generator.version == 100
     generator.close()

@@ -184,13 +184,16 @@ def test_each_reward_and_the_evaluations_are_rows_of_their_own(run):
     with JsonLines(run / EVAL_FILE) as evaluations:
         evaluations.write({"step": 2, "version": 2, "eval/reward": 0.5, "eval/best": True})
         evaluations.write({"step": 4, "version": 4, "eval/reward": 0.75, "eval/best": True})
-        evaluations.write({"step": 6, "version": 6, "eval/reward": 0.25, "eval/best": False})
+        size = {"eval/reward_stderr": 0.0281, "eval/questions": 3.0}
+        evaluations.write({"step": 6, "version": 6, "eval/reward": 0.25, "eval/best": False, **size})
         evaluations.write({"step": 8, "version": 8, "eval/given_up": "the evaluator has died"})
     got = summarize(run)
     assert got.rewards_last == {"math": 0.0, "short": 0.375}
     text = summary_text.table(got)
     assert re.search(r"^each reward +math 0, short 0\.375 \(last 5 steps, without its weight\)$", text, re.M)
-    assert re.search(r"^held-out +0\.25 \(version 6\), best 0\.75 \(version 4\)$", text, re.M)
+    assert re.search(
+        r"^held-out +0\.25 ± 0\.028 \(version 6, standard error of n=3\), best 0\.75 \(version 4\)$", text, re.M
+    )
     summary.write(run, got)
     assert summary.read(run) == got
 
@@ -200,6 +203,9 @@ def test_without_a_best_checkpoint_the_newest_evaluation_stands_alone(run):
         evaluations.write({"step": 2, "version": 2, "eval/reward": 0.5})
         evaluations.write({"step": 4, "version": 4, "eval/reward": 0.0})
     assert re.search(r"^held-out +0 \(version 4\)$", summary_text.table(summarize(run)), re.M)
+    with JsonLines(run / EVAL_FILE) as evaluations:
+        evaluations.write({"step": 6, "version": 6, "eval/reward": 0.0, "eval/questions": 1.0})
+    assert re.search(r"^held-out +0 \(version 6, n=1\)$", summary_text.table(summarize(run)), re.M)
 
 
 def test_the_table_shows_the_figures(run):

@@ -63,7 +63,7 @@ def busy(progress: Progress) -> None:
     lines(
         folder / "eval.jsonl",
         {"step": 2, "version": 2, "eval/reward": 0.25},
-        {"step": 4, "version": 4, "eval/reward": 0.5},
+        {"step": 4, "version": 4, "eval/reward": 0.5, "eval/reward_stderr": 0.0281, "eval/questions": 3.0},
     )
     for version in (1, 2, 3):
         swap = {"event": "committed", "generator": "g0", "version": version, "gap_s": 0.0003127, "transfer_s": 0.8123}
@@ -116,7 +116,7 @@ def test_all_that_matters_fits_the_window(progress, columns):
         "0:16 left",
         "reward    ▁▃▅█ 0.5",
         "loss      █▃▁▁ 0.25",
-        "held-out  ▁█ 0.5  version 4",
+        "held-out  ▁█ 0.5  version 4, ± 0.028, n=3",
         "1.5 mean, 3 max at training   413 tokens/s",
         "buffer    ██████▒▒▒▒▒▒▒▒░░░░░░ 3 of 10 groups wait (2 of age 0, 1",
         "of age 1), 4 under way",
@@ -224,7 +224,8 @@ def test_the_line_has_the_figures(progress):
         "reward 0.75 · lag 1.5 (max 3) · buffer 3/10 · 413 tokens/s · 2 swaps, last gap 0.313 ms · "
         "held-out 0.25 (version 6) · g0 starting · g1 version 2, 5 running, 99.5 tokens/s"
     ) in progress.line()
-    progress.update("trainer", {"reward_all": 0.05})
+    progress.update("trainer", {"reward_all": 0.05, "eval_of": "± 0.028, n=3"})
+    assert "held-out 0.25 (version 6, ± 0.028, n=3) · " in progress.line()
     assert "reward 0.75 (all 0.05)" in progress.line()
 
 

@@ -24,6 +24,11 @@ NOMINEES = "nominee"
 FIGURES_FILE = "trainer/evaluation.json"
 
 
+def best_of(run_dir: Path) -> Path | None:
+    """The best checkpoint that a run keeps; None where it keeps none."""
+    return next(reversed(index.all_of(run_dir / BEST_FOLDER)), None)
+
+
 class Best:
     """`best/` of a run. A figure that is higher is better."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from inflight.config import RunConfig
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
-from inflight.launcher.last_words import last_words
+from inflight.launcher.last_words import last_words, why_it_ended
 from inflight.metrics import METRICS_FILE
 from inflight.processes import Ended
 from inflight.trainer.checkpoint import index
@@ -70,7 +70,7 @@ def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None
             _write_page(config, outcome)
     if outcome.failed is not None:
         command = outcome.failed.command
-        for line in last_words(command.log, LOG_LINES):
+        for line in why_it_ended(command.log, LOG_LINES):
             print(f"  {command.name} | {line}", file=sys.stderr)
         print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
     if outcome.trainer is not None and outcome.trainer.code != DONE:

@@ -22,12 +22,12 @@ from joining_hosts import free_ports
 from inflight import processes
 from inflight.bus import BusError, Link, Listener, Received
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
-from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED
+from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED, explained, in_words
 from inflight.launcher import launch as launching
 from inflight.launcher import preflight, run_folder
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.launcher.last_words import last_lines, last_words
+from inflight.launcher.last_words import last_lines, last_words, why_it_ended
 from inflight.launcher.launch import LaunchError, launch
 from inflight.launcher.restarts import Restarts
 from inflight.launcher.targets import Targets
@@ -627,6 +627,66 @@ def test_of_a_process_that_failed_the_errors_are_shown_without_where_they_came_t
     assert last_words(log, 20) == said
     assert last_words(log, 2) == said[-2:]
     assert last_words(tmp_path / "none.log", 2) == []
+
+
+ENGINE = "(EngineCore pid=7) ERROR 11-29 02:21:45 "
+WORKER_DIED = [
+    "(APIServer pid=6) INFO 11-29 02:21:40 [launcher.py:46] started",
+    f"{ENGINE}[multiproc_executor.py:273] Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down.",
+    *[f"{ENGINE}[dump_input.py:{number}] Dumping input data" for number in range(30)],
+    f"{ENGINE}[core.py:1545] RuntimeError: cancelled",
+    "(APIServer pid=6) INFO 11-29 02:21:46 [async_llm.py:9] [shutdown] the engine is gone",
+    *[f"(APIServer pid=6) ERROR 11-29 02:21:46 [async_llm.py:{number}] EngineDeadError" for number in range(4)],
+    "/usr/lib/python3.12/multiprocessing/resource_tracker.py:279: UserWarning: 1 leaked semaphore objects",
+    "  warnings.warn(",
+]
+
+
+def test_what_killed_a_worker_is_the_first_line_of_what_is_shown(config, capfd):
+    """It is far above the end of the log, which vLLM fills with the consequences."""
+    from inflight.launcher.outcome import RunOutcome, report
+
+    generator = command(config, "g0", "", "generator")
+    generator.log.parent.mkdir(parents=True)
+    generator.log.write_text("\n".join(WORKER_DIED))
+    said = why_it_ended(generator.log, 20)
+    assert said[0].endswith("died unexpectedly (exit code: -4, SIGILL (illegal instruction)), shutting down.")
+    consequences = ("started", "cancelled", "EngineDeadError")
+    assert said[1:] == [line for line in WORKER_DIED if any(each in line for each in consequences)]
+    assert last_words(generator.log, 1) == said[-1:], "no warning of a Python that was killed"
+    report(Progress(config), RunOutcome(failed=Ended(generator, -signal.SIGILL)), [])
+    shown = capfd.readouterr().err.splitlines()
+    assert shown[:-1] == [f"  g0 | {line}" for line in said]
+    assert shown[-1].startswith("inflight launch: g0 was ended by SIGILL (illegal instruction); its log: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("Fatal Python error: Illegal instruction", True),
+        ("a worker was ended by SIGKILL", True),
+        ("killed process 12 by the OOM killer", True),
+        ("stopping on SIGTERM", False),
+    ],
+)
+def test_a_cause_of_death_is_found_among_many_lines(tmp_path, line, first):
+    log = tmp_path / "g0.log"
+    log.write_text("\n".join(["begun", line, *(f"after {number}" for number in range(30))]))
+    said = why_it_ended(log, 5)
+    assert (said[0].startswith(line), len(said)) == (first, 5)
+
+
+def test_many_causes_leave_room_for_the_end(tmp_path):
+    log = tmp_path / "g0.log"
+    log.write_text("\n".join([*(f"rank {number} died unexpectedly" for number in range(9)), *"abcde"]))
+    assert why_it_ended(log, 5) == [*(f"rank {number} died unexpectedly" for number in (6, 7, 8)), "d", "e"]
+
+
+def test_a_signal_that_few_know_is_named_in_words():
+    told = [explained(code) for code in (3, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGKILL, -99)]
+    assert in_words(-signal.SIGILL) == "SIGILL"
+    assert told == ["code 3", "SIGILL (illegal instruction)", "SIGSEGV (segmentation fault)", "SIGKILL", "signal 99"]
 
 
 def test_of_a_log_of_any_size_the_end_is_read_and_nothing_in_it_controls_the_terminal(tmp_path):

@@ -92,7 +92,8 @@ def _summarize(progress: Progress) -> None:
     try:
         result = summary.summarize(path, counted)
         summary.write(path, result)
-        print(summary_text.table(result), flush=True)
+        if table := summary_text.table(result):
+            print(table, flush=True)
     except (ValueError, OSError) as error:
         print(f"inflight launch: no summary: {one_line(error)}", file=sys.stderr)
 

@@ -248,8 +248,8 @@ def test_groups_that_were_lost_before_the_first_step_are_in_the_table(config, ca
     """
     assert launch(config, [command(config, "trainer", sender)]) == 0
     output = capfd.readouterr().out
-    assert "groups failed: 114 reward error: KeyError" in output
-    assert "groups dropped: 2 all rewards equal" in output
+    assert "groups failed   114 reward error: KeyError\ngroups dropped  2 all rewards equal\n" in output
+    assert "–" not in output, "no figures that have no value"
     assert json.loads((config.path / "summary.json").read_text())["rollouts_dropped"] == {"too old": 3}
 
 

@@ -29,6 +29,16 @@ def heeded_signals() -> list[signal.Signals]:
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+FAULTS: dict[int, str] = {
+    signal.SIGILL: "illegal instruction",
+    signal.SIGABRT: "abort",
+    signal.SIGBUS: "bus error",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGSEGV: "segmentation fault",
+}
+"""Signals that a process causes itself, in words: their names alone tell few people what happened."""
+
+
 def in_words(code: int) -> str:
     """An exit code of a process: the signal's name where it is negative, else `code N`."""
     if code >= 0:
@@ -37,6 +47,12 @@ def in_words(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
+
+
+def explained(code: int) -> str:
+    """As `in_words`, and what the signal means where it is a fault: `SIGILL (illegal instruction)`."""
+    meaning = FAULTS.get(-code)
+    return in_words(code) + (f" ({meaning})" if meaning else "")
 
 
 def say_why(who: str, error: object, code: int) -> int:

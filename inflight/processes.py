@@ -21,7 +21,7 @@ from typing import NoReturn
 
 import psutil
 
-from inflight.exits import in_words
+from inflight.exits import explained
 from inflight.starters.base import Command, Handle, Starter
 from inflight.starters.local import LocalStarter
 
@@ -42,7 +42,7 @@ class Ended:
     code: int
 
     def __str__(self) -> str:
-        return f"{self.command.name} {'was ended by' if self.code < 0 else 'ended with'} {in_words(self.code)}"
+        return f"{self.command.name} {'was ended by' if self.code < 0 else 'ended with'} {explained(self.code)}"
 
 
 class Processes:

@@ -146,7 +146,7 @@ MAY_IMPORT = {
     },
     "doctor": {"config", "exits", "launcher", "models", "patching", "surroundings", "weights"},
     "prometheus": {"config", "listening"},
-    "view": {"config", "exits", "metrics", "report", "types"},
+    "view": {"config", "exits", "metrics", "report", "trainer", "types"},
     "report": {"types", "audit", "clocks", "config", "exits", "groups", "metrics", "rollout"},
     "export": {"config", "exits", "locked_folder", "merge", "models", "run_template", "trainer"},
     "run_template": {"config", "tasks"},

@@ -44,6 +44,7 @@ from inflight.starters.joining import JoinStarter
 from inflight.surroundings import allow_open_files, foreign
 from inflight.trainer.checkpoint.index import CheckpointError
 from inflight.view.progress import Progress
+from inflight.view.resumption import command_to_resume
 from inflight.view.stage import stage
 from inflight.view.view import View
 
@@ -75,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.print:
             print(as_text(config), end="")
             return DONE
-        return launch(config)
+        given = sys.argv[1:] if argv is None else argv
+        return launch(config, resume=command_to_resume(given, config.run_dir))
     except (ConfigError, LaunchError, CheckpointError, BusError) as error:
         print(f"inflight launch: {one_line(error, 2000)}", file=sys.stderr)
         return BAD_INPUT
@@ -108,8 +110,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
-    """Runs a configuration to its end and returns the exit code. `commands` replaces the usual processes.
+def launch(config: RunConfig, commands: Sequence[Command] | None = None, *, resume: str = "") -> int:
+    """Runs a configuration to its end and returns the exit code. `commands` replaces the usual processes; `resume` is
+    the command that resumes the run, which is shown where the run ends before its last step.
 
     Raises LaunchError, ConfigError, CheckpointError or BusError when the run can't be started.
     """
@@ -138,7 +141,7 @@ def launch(config: RunConfig, commands: Sequence[Command] | None = None) -> int:
             progress = Progress(config)
             progress.began(time.monotonic() - began)
             outcome, late = _run(progress, commands, folder, listener)
-    report(progress, outcome, late)
+    report(progress, outcome, late, resume)
     return outcome.code
 
 

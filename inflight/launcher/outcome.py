@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from inflight.config import RunConfig
 from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, DATA_ENDED, DONE, GIVEN_UP, STOPPED
-from inflight.launcher.last_words import last_words
+from inflight.launcher.last_words import last_words, why_it_ended
 from inflight.metrics import METRICS_FILE
 from inflight.processes import Ended
-from inflight.trainer.checkpoint import index
 from inflight.view.figures import whole
 from inflight.view.progress import Progress
+from inflight.view.resumption import resumption
 from inflight.view.stage import stage
 
 LOG_LINES = 20
@@ -53,9 +53,9 @@ class RunOutcome:
         return DONE if self.trainer is None else self.trainer.code
 
 
-def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None:
+def report(progress: Progress, outcome: RunOutcome, late: Sequence[str], resume: str = "") -> None:
     """Prints how the run ended, with the last lines of a failed process's log, and writes summary and report. `late`:
-    processes that had to be killed."""
+    processes that had to be killed; `resume`: the command that resumes the run, where that is known."""
     config = progress.config
     grace = config.launch.stop_grace_s
     for name in late:
@@ -70,30 +70,17 @@ def report(progress: Progress, outcome: RunOutcome, late: Sequence[str]) -> None
             _write_page(config, outcome)
     if outcome.failed is not None:
         command = outcome.failed.command
-        for line in last_words(command.log, LOG_LINES):
+        for line in why_it_ended(command.log, LOG_LINES):
             print(f"  {command.name} | {line}", file=sys.stderr)
         print(f"inflight launch: {outcome.failed}{outcome.note}; its log: {command.log}", file=sys.stderr)
     if outcome.trainer is not None and outcome.trainer.code != DONE:
         for line in last_words(outcome.trainer.command.log, 1):
             print(f"inflight launch: {line.removeprefix('inflight ')}", file=sys.stderr)
     if outcome.code:
-        print(f"inflight launch: {_resumption(progress, data_ended=outcome.code == DATA_ENDED)}")
+        done = whole(progress.step) or 0
+        print(f"inflight launch: {resumption(config, done, resume, data_ended=outcome.code == DATA_ENDED)}")
     if outcome.interrupted is not None:
         print(f"inflight launch: stopped by {outcome.interrupted.name}", file=sys.stderr)
-
-
-def _resumption(progress: Progress, *, data_ended: bool) -> str:
-    """Where a resume would begin, and what is lost when there is no checkpoint. A run whose data have ended has nothing
-    left to resume, since neither its data nor its epochs can be changed; its weights can begin another run."""
-    config = progress.config
-    resume = f"resume=true run_dir={config.run_dir}"
-    if (checkpoint := index.newest(config.path)) is not None:
-        if data_ended and not config.trainer.lora.rank:
-            return f"{checkpoint.name} is kept; model.name={checkpoint} begins another run with its weights"
-        return f"{checkpoint.name} is kept; {resume} resumes from it"
-    done = whole(progress.step) or 0
-    lost = f", and {done} step{'s are' if done > 1 else ' is'} lost" if done else ""
-    return f"no checkpoint was written{lost}: {resume} begins at step 0"
 
 
 def _summarize(progress: Progress) -> None:
@@ -105,7 +92,8 @@ def _summarize(progress: Progress) -> None:
     try:
         result = summary.summarize(path, counted)
         summary.write(path, result)
-        print(summary_text.table(result), flush=True)
+        if table := summary_text.table(result):
+            print(table, flush=True)
     except (ValueError, OSError) as error:
         print(f"inflight launch: no summary: {one_line(error)}", file=sys.stderr)
 

@@ -8,8 +8,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from inflight import config as configuration
-from inflight.config import ConfigError, RunConfig, require, schema
+from inflight.config import ConfigError, RunConfig, schema
 from inflight.error_line import one_line
+from inflight.launcher.differences import FIXED, Difference, of_options, refuse
 from inflight.metrics import SUMMARY_FILE
 from inflight.models import is_of_hub
 
@@ -23,25 +24,35 @@ def resumed_config(asked: RunConfig) -> RunConfig:
 
     A value is taken from `asked` where the user has set it (`RunConfig.chosen`), else from the run's own config.yaml:
     a default that has changed since does not change a run that has begun. Values that must not change are refused in
-    run_folder.py. Raises ConfigError when the run's configuration can't be read or is of another task.
+    differences.py. Raises ConfigError when the run's configuration can't be read, or is of another task or of another
+    model of the hub.
     """
     if not asked.resume or asked.chosen is None or not (asked.path / configuration.CONFIG_FILE).is_file():
         return asked
     before = configuration.load(asked.path)
-    allowed = f"the run in {asked.path} began with {before.task.name!r}"
-    require(asked.task.name == before.task.name, "task.name", asked.task.name, allowed)
-    _require_same_model(before, asked)
     anew = [name for name in asked.chosen if name not in OF_EACH_START]
+    early = [*_of_other_task(before, asked), *_of_other_model(before, asked)]
+    if early:
+        names = [name for name in FIXED if name in anew and not name.startswith("model.")]
+        refuse(before, [*early, *of_options(before, asked, names)])
     return _merged(before, asked, anew)
 
 
-def _require_same_model(before: RunConfig, asked: RunConfig) -> None:
-    """Refuses another model of the hub before it is downloaded. Other models are compared by their directories, which
-    have to be made first (run_folder.py)."""
+def _of_other_task(before: RunConfig, asked: RunConfig) -> list[Difference]:
+    """Another task: its options can't be merged with those of the run's own."""
+    if asked.task.name == before.task.name:
+        return []
+    return [Difference(f"task.name={asked.task.name!r} is not allowed", repr(before.task.name))]
+
+
+def _of_other_model(before: RunConfig, asked: RunConfig) -> list[Difference]:
+    """Another model of the hub, before it is downloaded. Other models are compared by their directories, which have to
+    be made first (run_folder.py)."""
     name = asked.model.name
-    if "model.name" in (asked.chosen or ()) and is_of_hub(name) and name != before.model.name:
-        began = f"the run in {asked.path} began with {before.model.served_name or before.model.name}"
-        raise ConfigError(f"model.name={name} is not allowed: {began}; resume it with the options of its start")
+    if "model.name" not in (asked.chosen or ()) or not is_of_hub(name) or name == before.model.name:
+        return []
+    was = before.model.served_name or before.model.name
+    return [Difference(f"model.name={name} is not allowed", f"{was}; resume it with the options of its start")]
 
 
 def set_anew(now: RunConfig) -> list[str]:

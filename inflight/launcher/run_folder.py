@@ -10,7 +10,6 @@ a launcher that has died: they are orphans.
 from __future__ import annotations
 
 import fcntl
-import operator
 import os
 import secrets
 import shutil
@@ -23,10 +22,10 @@ from typing import Self
 
 from inflight import config as configuration
 from inflight.bus import make_keys
-from inflight.config import ConfigError, RunConfig, Sampling
+from inflight.config import RunConfig
 from inflight.config.folder import LOCK_FILE
+from inflight.launcher.differences import of_options, of_task, refuse
 from inflight.launcher.run_lock import holders, kill_orphaned, orphaned, sign
-from inflight.launcher.same_task import require_same_task
 from inflight.processes import KILL_WAIT_S, describe
 from inflight.trainer.checkpoint import index
 
@@ -34,18 +33,6 @@ MAX_SOCKET_PATH = 107
 """Longest path of a Unix socket on Linux, in bytes."""
 LOCK_WAIT_S = 30.0
 """Seconds for which a resumed run waits for the launcher of its last start, which may be stopping."""
-FIXED = (
-    "model.name",
-    "model.revision",
-    "model.dtype",
-    "seed",
-    "rollout.group_size",
-    *(f"trainer.lora.{name}" for name in ("rank", "alpha", "rslora", "target_modules")),
-    *(f"rollout.{name}" for name in Sampling.__dataclass_fields__),
-)
-"""Options that must not differ when a run is resumed, beside its task (same_task.py). They decide the weights, the
-questions, and the meaning of the rollouts recorded so far: the trainer and an audit take their log-probabilities to be
-of one distribution."""
 
 
 class LaunchError(RuntimeError):
@@ -192,12 +179,7 @@ def _locks(file: int, timeout_s: float) -> bool:
 def _resumed(config: RunConfig) -> RunConfig:
     """The configuration of the next start: its own values, and the newest checkpoint of the run in the folder."""
     before = configuration.load(config.path)
-    require_same_task(before, config)
-    for name in FIXED:
-        was = operator.attrgetter(name)(before)
-        now = operator.attrgetter(name)(config)
-        if was != now:
-            raise ConfigError(f"{name}={now} is not allowed: the run in {config.path} began with {was}")
+    refuse(before, [*of_task(before, config), *of_options(before, config)])
     folder = index.newest(config.path)
     if folder is not None:
         index.read(folder)

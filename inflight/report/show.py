@@ -21,7 +21,7 @@ from inflight.metrics import METRICS_FILE, counts_of, read_lines
 from inflight.report import show_json, show_text
 from inflight.report.answers import ShownGroup, Texts, Training, asked
 from inflight.report.selection import Range, Selection, range_of
-from inflight.report.summary import damage_named
+from inflight.report.summary import counted_before, damage_named
 from inflight.report.token_text import TokenTexts
 from inflight.rollout.buffer import ROLLOUTS_FILE
 from inflight.rollout.stream import Reader, recorded
@@ -95,16 +95,22 @@ def _show(run_dir: Path, selection: Selection, *, limit: int | None, last: bool,
     if reader.torn is not None:
         print(f"inflight show: the file is still written, or its writer was killed: {reader.torn}", file=sys.stderr)
     if not shown:
-        named = "" if selection.name is None else f" by the name {selection.name} (such as q5, q5.1 or q5/0)"
         with damage_named(run_dir):
-            others = "--last shows the newest" + _failed(steps)
-        print(f"inflight show: {run_dir} has no such rollout{named}; {others}", file=sys.stderr)
+            print(f"inflight show: {run_dir} has {_none(run_dir, selection)}{_failed(run_dir, steps)}", file=sys.stderr)
     return 0 if shown else 1
 
 
-def _failed(steps: Sequence[Mapping[str, Any]]) -> str:
+def _none(run_dir: Path, selection: Selection) -> str:
+    """What was not found: a run may have no rollout at all."""
+    if next(iter(Reader(_file(run_dir))), None) is None:
+        return "no rollout: no group has arrived"
+    named = "" if selection.name is None else f" by the name {selection.name} (such as q5, q5.1 or q5/0)"
+    return f"no such rollout{named}; --last shows the newest"
+
+
+def _failed(run_dir: Path, steps: Sequence[Mapping[str, Any]]) -> str:
     """That groups have failed, which are never complete and so are in no file."""
-    counts = counts_of(steps[-1], "groups_failed") if steps else {}
+    counts = counts_of(steps[-1] if steps else counted_before(run_dir), "groups_failed")
     if not counts:
         return ""
     reasons = ", ".join(f"{reason}: {count}" for reason, count in sorted(counts.items()))

@@ -112,13 +112,14 @@ def summarize(run_dir: Path, counted: Mapping[str, Mapping[str, int]] | None = N
     evaluations = read_lines(run_dir / EVAL_FILE)
     tally, torn = _tally(run_dir / ROLLOUTS_FILE, starts.without_a_step(run_dir, steps))
     if not steps:
-        counted = _counted_before(run_dir) if counted is None else counted
+        counted = counted_before(run_dir) if counted is None else counted
     with damage_named(run_dir):
         figures = _computed(steps, swaps, tally, torn, steps[-1] if steps else counted or {})
         return msgspec.structs.replace(figures, held_out=held_out(evaluations))
 
 
-def _counted_before(run_dir: Path) -> dict[str, dict[str, int]]:
+def counted_before(run_dir: Path) -> dict[str, dict[str, int]]:
+    """What the launcher has counted at the run's end, as in `summarize`; empty where there is no summary."""
     try:
         before = read(run_dir)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):

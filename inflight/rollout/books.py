@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from inflight.messages.reasons import ACTOR_STOPPED
 from inflight.rollout.questions import Indices
 from inflight.types import Count
 
@@ -57,13 +58,17 @@ class Counts:
 
     @property
     def lost(self) -> list[str]:
-        """How many of the granted groups failed and how many were dropped, each with its most frequent reasons."""
-        kinds = {"failed": self.failed, "were dropped by the gate": self.dropped}
-        return [
-            f"{sum(reasons.values())} of {self.granted} groups {what} ({_most(reasons)})"
+        """How many of the granted groups failed and how many were dropped, each with its most frequent reasons; and how
+        many questions were re-queued because an actor was stopped, which loses no group."""
+        again = self.failed.get(ACTOR_STOPPED, 0)
+        failed = {reason: count for reason, count in self.failed.items() if reason != ACTOR_STOPPED}
+        kinds = {"failed": failed, "were dropped by the gate": self.dropped}
+        lost = [
+            f"{sum(reasons.values())} of {self.granted - again} groups {what} ({_most(reasons)})"
             for what, reasons in kinds.items()
             if reasons
         ]
+        return [*([f"{again} were re-queued after an interruption"] if again else []), *lost]
 
     def check(self) -> None:
         """Raises RuntimeError when a group was lost or counted twice."""

@@ -32,10 +32,18 @@ class View:
     """Shows a Progress until it is closed."""
 
     def __init__(
-        self, progress: Progress, *, line_every_s: float, console: Console | None = None, kept: Path | None = None
+        self,
+        progress: Progress,
+        *,
+        line_every_s: float,
+        console: Console | None = None,
+        kept: Path | None = None,
+        command: str = "launch",
     ) -> None:
-        """With `kept`, the latest values are also written there each second, for `inflight watch`."""
+        """With `kept`, the latest values are also written there each second, for `inflight watch`. `command`: the one
+        of inflight that shows it, which is named before each warning."""
         self.progress = progress
+        self._command = command
         self._console = console or Console()
         self._line_every_s = line_every_s
         self._next_line = time.monotonic() + line_every_s
@@ -57,7 +65,7 @@ class View:
             if (source, warning) not in self._warned:
                 self._warned.add((source, warning))
                 self._shown.append(visible(f"{source}: {warning}"))
-                self.tell(f"inflight launch: {source}: {warning}")
+                self.tell(f"inflight {self._command}: {source}: {warning}")
 
     def refresh(self) -> None:
         """Redraws the view, or prints a line, when that is due; cheap to call often."""
@@ -109,7 +117,7 @@ class View:
             kind = "".join(letter for letter in line if not letter.isdigit())
             if kind not in self._advised:
                 self._advised.add(kind)
-                self.tell(f"inflight launch: {line}")
+                self.tell(f"inflight {self._command}: {line}")
 
     def __enter__(self) -> View:
         if self._live is not None:

@@ -10,8 +10,11 @@ from pathlib import Path
 from inflight.config import CONFIG_FILE, load
 from inflight.exits import BAD_INPUT, say_why
 from inflight.file_path import file_path
+from inflight.metrics import SUMMARY_FILE
 from inflight.report.html.state import is_running, state
+from inflight.view.figures import whole
 from inflight.view.progress import Progress
+from inflight.view.resumption import resumption
 from inflight.view.snapshot import StatusSnapshot, read
 from inflight.view.view import View
 
@@ -56,7 +59,7 @@ def watch(run_dir: Path, *, once: bool = False) -> int:
     progress = Progress(config)
     file = config.snapshot_file
     told = False
-    with View(progress, line_every_s=config.launch.line_every_s) as view:
+    with View(progress, line_every_s=config.launch.line_every_s, command="watch") as view:
         while True:
             running = is_running(run_dir)
             found = read(file)
@@ -70,6 +73,10 @@ def watch(run_dir: Path, *, once: bool = False) -> int:
             time.sleep(POLL_S)
     if not running:
         print(state(run_dir, len(progress.record.steps), config.trainer.steps))
+        if not (run_dir / SUMMARY_FILE).is_file():  # its launcher was killed, and has said nothing
+            done = whole(progress.step) or 0
+            if done < config.trainer.steps:
+                print(resumption(config, done))
     return 0
 
 

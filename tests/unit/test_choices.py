@@ -15,6 +15,7 @@ from inflight.config.lora import LoraConfig
 from inflight.config.pairings import LEARNS_LITTLE, require_sound, warnings, warnings_of_data
 from inflight.launcher import launch as launching
 from inflight.launcher.compose import compose
+from inflight.launcher.differences import of_options, of_task, refuse
 from inflight.launcher.resume import resumed_config, set_anew
 from inflight.models import prepare
 from inflight.trainer.loss import make_loss
@@ -324,6 +325,37 @@ def test_what_may_not_change_is_refused_by_name(tmp_path, capsys):
         assert re.search(says, capsys.readouterr().err)
 
 
+def test_all_that_may_not_change_is_named_at_once(tmp_path, capsys):
+    """One difference per attempt would take as many attempts, each of which repeats the checks."""
+    begun(tmp_path)
+    asked = ["--config-name", "tiny", f"run_dir={tmp_path}/run", "resume=true"]
+    assert launching.main([*asked, "seed=3", "rollout.group_size=2", "task.epochs=5"]) == 2
+    began = f"task.epochs=5 is not allowed: the run in {tmp_path}/run began with 1; seed=3 is not allowed: it began"
+    others = "with 0; rollout.group_size=2 is not allowed: it began with 4"
+    no_step = "; it has no step: choose another run_dir or delete it"
+    assert capsys.readouterr().err.splitlines()[-1] == f"inflight launch: {began} {others}{no_step}"
+    assert launching.main([*asked, "task.name=progression", "model.name=owner/other", "seed=3"]) == 2
+    task = f"task.name='progression' is not allowed: the run in {tmp_path}/run began with 'addition'"
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"inflight launch: {task}; model.name=owner/other is not allowed: it began with ")
+    assert error.endswith(f"; seed=3 is not allowed: it began with 0{no_step}")
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_more_epochs_are_refused_with_a_way_to_have_them(tmp_path, rank):
+    """A directory of an adapter is no model."""
+    run = compose("tiny", [f"run_dir={tmp_path}/run"])
+    run = changed(run, trainer={"lora": dataclasses.replace(run.trainer.lora, rank=rank)})
+    configuration.save(run)
+    checkpoint = run.path / "checkpoints" / "step-000002"
+    checkpoint.mkdir(parents=True)
+    longer = changed(run, task={"epochs": 2})
+    with pytest.raises(ConfigError) as caught:
+        refuse(run, [*of_task(run, longer), *of_options(run, longer)])
+    way = "" if rank else f"; model.name={checkpoint} begins another run with its weights"
+    assert str(caught.value) == f"task.epochs=2 is not allowed: the run in {run.path} began with 1{way}"
+
+
 def test_another_model_of_the_hub_is_refused_at_a_resume_before_it_is_downloaded(tmp_path, own, monkeypatch, capsys):
     """As when the options of the start are left out and the user's file names another model."""
     (own / "mine.yaml").write_text(MINE + "model: {name: owner/other}\n")
@@ -336,7 +368,7 @@ def test_another_model_of_the_hub_is_refused_at_a_resume_before_it_is_downloaded
     assert launching.main(asked) == 2
     assert capsys.readouterr().err == (
         f"inflight launch: model.name=owner/other is not allowed: the run in {tmp_path}/run began with tiny; resume it "
-        "with the options of its start\n"
+        "with the options of its start; it has no step: choose another run_dir or delete it\n"
     )
     assert downloads == []
     assert resumed_config(compose("mine", [*start, "resume=true"], own)).model.name == "tiny"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from openai_server import choice
 from rollout_samples import make_config, make_group
@@ -70,6 +72,9 @@ def test_questions_that_an_actor_leaves_are_requeued_before_the_data_ends(tmp_pa
     assert ledger.data_ended == 3
     assert ledger.grants() == {}
     ledger.counts().check()
+    assert ledger.counts().lost == ["2 were re-queued after an interruption"]
+    gave_up = dataclasses.replace(ledger.counts(), failed={"actor stopped": 2, "prompt too long": 1})
+    assert gave_up.lost[1:] == ["1 of 3 groups failed (prompt too long: 1)"]
 
 
 def test_a_run_resumed_after_the_end_finds_it_again(tmp_path):

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,18 +23,20 @@ from joining_hosts import free_ports
 from inflight import processes
 from inflight.bus import BusError, Link, Listener, Received
 from inflight.config import CONFIG_FILE, ConfigError, RunConfig, save
-from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED
+from inflight.exits import BAD_INPUT, DATA_ENDED, GIVEN_UP, STOPPED, explained, in_words
 from inflight.launcher import launch as launching
 from inflight.launcher import preflight, run_folder
 from inflight.launcher.commands import usual_commands
 from inflight.launcher.compose import compose
-from inflight.launcher.last_words import last_lines, last_words
+from inflight.launcher.last_words import last_lines, last_words, why_it_ended
 from inflight.launcher.launch import LaunchError, launch
+from inflight.launcher.outcome import RunOutcome, report
 from inflight.launcher.restarts import Restarts
 from inflight.launcher.targets import Targets
 from inflight.messages import Status
 from inflight.processes import Command, Ended
 from inflight.view.progress import Progress
+from inflight.view.resumption import command_to_resume
 from inflight.view.view import View
 
 LIVE_FOREVER = "import time; time.sleep(600)"
@@ -245,23 +248,21 @@ def test_groups_that_were_lost_before_the_first_step_are_in_the_table(config, ca
     """
     assert launch(config, [command(config, "trainer", sender)]) == 0
     output = capfd.readouterr().out
-    assert "groups failed: 114 reward error: KeyError" in output
-    assert "groups dropped: 2 all rewards equal" in output
+    assert "groups failed   114 reward error: KeyError\ngroups dropped  2 all rewards equal\n" in output
+    assert "–" not in output, "no figures that have no value"
     assert json.loads((config.path / "summary.json").read_text())["rollouts_dropped"] == {"too old": 3}
 
 
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "says"),
     [
-        (0, "", "no checkpoint was written: resume=true run_dir={} begins at step 0"),
-        (1, "", "no checkpoint was written, and 1 step is lost: resume=true run_dir={} begins at step 0"),
-        (2, "", "no checkpoint was written, and 2 steps are lost: resume=true run_dir={} begins at step 0"),
-        (2, "step-000001", "step-000001 is kept; resume=true run_dir={} resumes from it"),
+        (0, "", "no checkpoint was written; to begin again at step 0: {}"),
+        (1, "", "no checkpoint was written, and 1 step is lost; to begin again at step 0: {}"),
+        (2, "", "no checkpoint was written, and 2 steps are lost; to begin again at step 0: {}"),
+        (2, "step-000001", "step-000001 is kept; to resume from it: {}"),
     ],
 )
 def test_a_run_that_is_not_complete_says_where_a_resume_begins(config, capfd, steps, checkpoint, says):
-    from inflight.launcher.outcome import RunOutcome, report
-
     config.path.mkdir()
     if checkpoint:
         saved_in = config.path / "checkpoints" / checkpoint
@@ -271,7 +272,8 @@ def test_a_run_that_is_not_complete_says_where_a_resume_begins(config, capfd, st
         progress.update("trainer", {"step": steps})
     report(progress, RunOutcome(interrupted=signal.SIGTERM), ["trainer"])
     said = capfd.readouterr()
-    assert f"inflight launch: {says.format(config.run_dir)}\n" == said.out
+    resume = f"the command of its start with resume=true run_dir={config.run_dir}"
+    assert f"inflight launch: {says.format(resume)}\n" == said.out
     killed = f"trainer was busy when it was asked to stop and was killed after {config.launch.stop_grace_s} s"
     lost = "its work since the last checkpoint is lost and will be repeated"
     assert said.err == f"inflight launch: {killed}; {lost}\ninflight launch: stopped by SIGTERM\n"
@@ -283,18 +285,45 @@ def test_a_run_that_is_not_complete_says_where_a_resume_begins(config, capfd, st
     ("rank", "says"),
     [
         (0, "model.name={0}/checkpoints/step-000002 begins another run with its weights"),
-        (4, "resume=true run_dir={0} resumes from it"),
+        (4, "to resume from it: the command of its start with resume=true run_dir={0}"),
     ],
 )
 def test_a_run_whose_data_have_ended_says_what_its_checkpoint_is_good_for(config, capfd, rank, says):
     """Its data and its epochs can't be changed in a resume. A directory of an adapter is no model."""
-    from inflight.launcher.outcome import RunOutcome, report
-
     (config.path / "checkpoints" / "step-000002").mkdir(parents=True)
     lora = dataclasses.replace(config.trainer.lora, rank=rank)
     trained = dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, lora=lora))
     report(Progress(trained), RunOutcome(trainer=Ended(command(config, "trainer", ""), DATA_ENDED)), [])
     assert capfd.readouterr().out == f"inflight launch: step-000002 is kept; {says.format(config.run_dir)}\n"
+
+
+@pytest.mark.parametrize("folder", ["run", "my run, it's = 1"])
+def test_the_command_that_is_shown_resumes_the_run(tmp_path, monkeypatch, capsys, folder):
+    """What a shell makes of it is the same run, with the options of its start, from whichever folder."""
+    run_dir = tmp_path / folder
+    path = str(run_dir).replace("'", r"\'")
+    given = ["trainer.steps=7", "--config-name", "tiny", f"run_dir='{path}'", "rollout.stop=['a b','$c']"]
+
+    def ends(config, commands=None, *, resume=""):
+        config.path.mkdir()
+        report(Progress(config), RunOutcome(interrupted=signal.SIGTERM), [], resume)
+        return 1
+
+    monkeypatch.setattr(launching, "launch", ends)
+    assert launching.main(given) == 1
+    command = capsys.readouterr().out.partition("to begin again at step 0: inflight launch ")[2]
+    began = []
+    monkeypatch.setattr(launching, "launch", lambda config, **_: began.append(config) or 0)
+    monkeypatch.chdir(tmp_path)
+    assert launching.main(shlex.split(command)) == launching.main([*given, "resume=true"]) == 0
+    assert began[0] == began[1]
+    assert (began[0].path, began[0].resume, began[0].trainer.steps) == (run_dir, True, 7)
+
+
+def test_a_command_of_a_resumed_run_names_its_folder_once():
+    given = ["--config-name", "tiny", "resume=true", "run_dir=runs/mine"]
+    says = "inflight launch --config-name tiny run_dir=/data/runs/mine resume=true"
+    assert command_to_resume(given, "/data/runs/mine") == says
 
 
 def test_what_strangers_say_is_not_shown_and_nonsense_ends_nothing(config, capfd):
@@ -627,6 +656,64 @@ def test_of_a_process_that_failed_the_errors_are_shown_without_where_they_came_t
     assert last_words(log, 20) == said
     assert last_words(log, 2) == said[-2:]
     assert last_words(tmp_path / "none.log", 2) == []
+
+
+ENGINE = "(EngineCore pid=7) ERROR 11-29 02:21:45 "
+WORKER_DIED = [
+    "(APIServer pid=6) INFO 11-29 02:21:40 [launcher.py:46] started",
+    f"{ENGINE}[multiproc_executor.py:273] Worker proc VllmWorker-0 died unexpectedly (exit code: -4), shutting down.",
+    *[f"{ENGINE}[dump_input.py:{number}] Dumping input data" for number in range(30)],
+    f"{ENGINE}[core.py:1545] RuntimeError: cancelled",
+    "(APIServer pid=6) INFO 11-29 02:21:46 [async_llm.py:9] [shutdown] the engine is gone",
+    *[f"(APIServer pid=6) ERROR 11-29 02:21:46 [async_llm.py:{number}] EngineDeadError" for number in range(4)],
+    "/usr/lib/python3.12/multiprocessing/resource_tracker.py:279: UserWarning: 1 leaked semaphore objects",
+    "  warnings.warn(",
+]
+
+
+def test_what_killed_a_worker_is_the_first_line_of_what_is_shown(config, capfd):
+    """It is far above the end of the log, which vLLM fills with the consequences."""
+    generator = command(config, "g0", "", "generator")
+    generator.log.parent.mkdir(parents=True)
+    generator.log.write_text("\n".join(WORKER_DIED))
+    said = why_it_ended(generator.log, 20)
+    assert said[0].endswith("died unexpectedly (exit code: -4, SIGILL (illegal instruction)), shutting down.")
+    consequences = ("started", "cancelled", "EngineDeadError")
+    assert said[1:] == [line for line in WORKER_DIED if any(each in line for each in consequences)]
+    assert last_words(generator.log, 1) == said[-1:], "no warning of a Python that was killed"
+    report(Progress(config), RunOutcome(failed=Ended(generator, -signal.SIGILL)), [])
+    shown = capfd.readouterr().err.splitlines()
+    assert shown[:-1] == [f"  g0 | {line}" for line in said]
+    assert shown[-1].startswith("inflight launch: g0 was ended by SIGILL (illegal instruction); its log: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "first"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("Fatal Python error: Illegal instruction", True),
+        ("a worker was ended by SIGKILL", True),
+        ("killed process 12 by the OOM killer", True),
+        ("stopping on SIGTERM", False),
+    ],
+)
+def test_a_cause_of_death_is_found_among_many_lines(tmp_path, line, first):
+    log = tmp_path / "g0.log"
+    log.write_text("\n".join(["begun", line, *(f"after {number}" for number in range(30))]))
+    said = why_it_ended(log, 5)
+    assert (said[0].startswith(line), len(said)) == (first, 5)
+
+
+def test_many_causes_leave_room_for_the_end(tmp_path):
+    log = tmp_path / "g0.log"
+    log.write_text("\n".join([*(f"rank {number} died unexpectedly" for number in range(9)), *"abcde"]))
+    assert why_it_ended(log, 5) == [*(f"rank {number} died unexpectedly" for number in (6, 7, 8)), "d", "e"]
+
+
+def test_a_signal_that_few_know_is_named_in_words():
+    told = [explained(code) for code in (3, -signal.SIGILL, -signal.SIGSEGV, -signal.SIGKILL, -99)]
+    assert in_words(-signal.SIGILL) == "SIGILL"
+    assert told == ["code 3", "SIGILL (illegal instruction)", "SIGSEGV (segmentation fault)", "SIGKILL", "signal 99"]
 
 
 def test_of_a_log_of_any_size_the_end_is_read_and_nothing_in_it_controls_the_terminal(tmp_path):

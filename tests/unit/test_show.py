@@ -18,7 +18,7 @@ from inflight import config as configuration
 from inflight.arrays import Floats, Sets
 from inflight.cli import main
 from inflight.metrics import METRICS_FILE, JsonLines
-from inflight.report import show_text
+from inflight.report import show_text, summary
 from inflight.report.answers import Training, asked
 from inflight.report.selection import range_of
 from inflight.report.token_text import TokenTexts
@@ -143,6 +143,26 @@ def test_a_group_that_failed_is_not_there_and_that_is_said(run, capsys):
         "groups that failed are not recorded (prompt too long: 1, reward short error: ValueError: 2): "
         "the actors' logs name the first of each reason"
     ) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_of_a_run_whose_groups_all_failed_the_reasons_are_shown(run, capsys, steps):
+    """Nobody has named a rollout that could be missing. Before the first step the launcher's summary has the counts."""
+    failed = {"prompt too long": 3}
+    (run / ROLLOUTS_FILE).unlink()
+    with Writer(run / ROLLOUTS_FILE):
+        pass
+    (run / METRICS_FILE).unlink()
+    if steps:
+        with JsonLines(run / METRICS_FILE) as metrics:
+            metrics.write({"step": 1, "groups_failed": failed})
+    else:
+        summary.write(run, summary.summarize(run, {"groups_failed": failed}))
+    assert main(["show", str(run)]) == 1
+    assert capsys.readouterr().err == (
+        f"inflight show: {run} has no rollout: no group has arrived; groups that failed are not recorded "
+        "(prompt too long: 3): the actors' logs name the first of each reason\n"
+    )
 
 
 def test_the_newest_and_a_limit(run, capsys):

@@ -460,6 +460,37 @@ def test_watch_of_a_run_that_has_ended_needs_no_snapshot(config, progress, capsy
     assert "ended early, 4 of 8 steps" in out
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "says"),
+    [
+        ("step-000002", "step-000002 is kept; to resume from it: "),
+        ("", "no checkpoint was written, and 4 steps are lost; to begin again at step 0: "),
+    ],
+)
+def test_watch_says_where_a_run_resumes_whose_launcher_was_killed(config, progress, capsys, checkpoint, says):
+    """A launcher that ends by itself has said it, and writes a summary."""
+    save(config)
+    busy(progress)
+    if checkpoint:
+        (config.path / "checkpoints" / checkpoint).mkdir(parents=True)
+    assert watch.main([str(config.path)]) == 0
+    command = f"the command of its start with resume=true run_dir={config.run_dir}"
+    assert capsys.readouterr().out.splitlines()[-1] == f"{says}{command}"
+    (config.path / "summary.json").touch()
+    assert watch.main([str(config.path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "ended early, 4 of 8 steps"
+
+
+def test_watch_names_itself_before_a_warning(config, progress, capsys, monkeypatch):
+    save(config)
+    (config.path / "bus").mkdir()
+    monkeypatch.setattr(watch, "is_running", lambda _: True)
+    progress.update("trainer", {"warnings": "the gate: 16"})
+    snapshot.write(config.snapshot_file, 1.0, progress.latest)
+    assert watch.main([str(config.path), "--once"]) == 0
+    assert capsys.readouterr().err == "inflight watch: trainer: the gate: 16\n"
+
+
 def test_the_screen_of_a_run_that_has_ended_has_no_time(progress):
     busy(progress)
     assert "0:16 left" in shown(progress, 100).text

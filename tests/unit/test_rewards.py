@@ -123,7 +123,7 @@ def test_a_result_of_another_kind_is_reported(completion, kind):
 
 
 def test_a_column_that_is_not_there_is_named():
-    with pytest.raises(RewardError, match="no column solution: answer, x"):
+    with pytest.raises(RewardError, match="no column solution, it has: answer, x"):
         value(reward("exact_match", column="solution"), "4", answer="4", x=1)
     with pytest.raises(RewardError, match="no column answer"):
         value(reward("reward_samples:share"), "4")

@@ -198,6 +198,8 @@ class Raised(_CallMessage, tag=True, kw_only=True):
     call: Call
     kind: str
     text: str
+    trace: str = ""
+    """Of a reward or a score that raised: the traceback, several lines."""
     late: bool = False
     """It exceeded its time limit; its threads and processes may still be running."""
     spent: bool = False

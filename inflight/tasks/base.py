@@ -14,8 +14,8 @@ __all__ = [
     "Chat",
     "HeldOut",
     "Item",
+    "KnowsPlaces",
     "OfFiles",
-    "Placed",
     "Prompt",
     "Reordered",
     "Score",
@@ -76,7 +76,7 @@ class Reordered(Protocol):
 
 
 @runtime_checkable
-class Placed(Protocol):
+class KnowsPlaces(Protocol):
     """A task that knows where its questions come from."""
 
     def place_of(self, index: int) -> str:

@@ -65,21 +65,21 @@ def require_held_out(task: Task, config: RunConfig) -> None:
     require(asked <= held, "eval.questions", asked, allowed)
 
 
-def lacking(config: RunConfig) -> Callable[[Item], str]:
-    """A function that says which reward lacks which column of a question; empty for a question that all can score.
-    Raises ConfigError when a reward can't be made."""
+def unscorable(config: RunConfig) -> Callable[[Item], str]:
+    """A function that says which reward needs which column that a question does not have; empty where all can
+    score it. Raises ConfigError when a reward can't be made."""
     needs = [
         (each.known_as, make(each, f"rewards[{index}]").needs)
         for index, each in enumerate(config.rewards)
         if not each.is_task
     ]
 
-    def lacks(item: Item) -> str:
+    def why(item: Item) -> str:
         columns = columns_of(item).keys()
         missing = ((name, min(needed - columns)) for name, needed in needs if needed - columns)
         return next((f"reward {name} needs the column {column}" for name, column in missing), "")
 
-    return lacks
+    return why
 
 
 def require_columns(config: RunConfig, item: Item) -> None:

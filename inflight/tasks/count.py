@@ -10,7 +10,7 @@ from typing import cast
 
 from inflight.error_line import one_line
 from inflight.prompts import Chat, ModelTokens
-from inflight.tasks.base import Item, Placed, Task, columns_of
+from inflight.tasks.base import Item, KnowsPlaces, Task, columns_of
 from inflight.tasks.column_values import to_wire
 from inflight.tasks.row_limit import within
 
@@ -80,12 +80,12 @@ def left_out(
     lengths: PromptLengths,
     longest: int,
     *,
-    lacks: Callable[[Item], str] = lambda item: "",
+    unscorable: Callable[[Item], str] = lambda item: "",
     within_s: float = COUNT_S,
     clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """One line on the questions of the first epoch that have more than `longest` tokens, that can't be asked, or that
-    no reward can score: for them, `lacks` says what they lack. Of each kind, the first one's place is named.
+    a reward can't score: for them, `unscorable` says why. Of each kind, the first one's place is named.
 
     Empty when there is none, or when the task does not say how many it has. Counting ends after `within_s`.
     """
@@ -104,8 +104,8 @@ def left_out(
             _add(unasked, one_line(type(error).__name__), task, looked_at)
         else:
             long += length > longest
-            if length <= longest and (lacking := lacks(item)):
-                _add(unscored, lacking, task, looked_at)
+            if length <= longest and (why := unscorable(item)):
+                _add(unscored, why, task, looked_at)
         looked_at += 1
     which = f"{size} questions" if looked_at == size else f"the first {looked_at} of {size} questions"
     says = [*_unasked(unasked, long, longest), *_unscored(unscored)]
@@ -121,7 +121,7 @@ def _add(found: dict[str, _Alike], why: str, task: Task, index: int) -> None:
 def _place(task: Task, index: int) -> str:
     """Of the index-th question, without the folder of its file."""
     try:
-        place = task.place_of(index) if isinstance(task, Placed) else ""
+        place = task.place_of(index) if isinstance(task, KnowsPlaces) else ""
     except Exception:  # noqa: BLE001 - the data can't be read at all
         return ""
     return one_line(os.path.basename(place) if os.path.isabs(place) else place, MAX_PLACE)
@@ -136,5 +136,5 @@ def _unasked(found: Mapping[str, _Alike], long: int, longest: int) -> list[str]:
 
 
 def _unscored(found: Mapping[str, _Alike]) -> list[str]:
-    kinds = [f"{lacking} ({alike})" if alike.first else lacking for lacking, alike in sorted(found.items())]
+    kinds = [f"{why} ({alike})" if alike.first else why for why, alike in sorted(found.items())]
     return [f"{sum(each.count for each in found.values())} can't be scored: {', '.join(kinds)}"] if found else []

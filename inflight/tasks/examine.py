@@ -15,7 +15,7 @@ from inflight.error_line import with_kind
 from inflight.models import ModelError, prepare
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
-from inflight.tasks.check import lacking, require_columns, require_held_out
+from inflight.tasks.check import require_columns, require_held_out, unscorable
 from inflight.tasks.count import PromptLengths, left_out
 from inflight.tasks.data.fingerprint import of_text
 
@@ -65,7 +65,7 @@ def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lamb
         require_columns(config, item)
     if any(isinstance(item.prompt, Chat) for item in first):
         contents[TEMPLATE] = of_text(tokens.chat_template)
-    missing = left_out(task, lengths, longest, lacks=lacking(config))
+    missing = left_out(task, lengths, longest, unscorable=unscorable(config))
     return Examined({**config.task.options, **task.settled()}, contents, missing)
 
 

@@ -239,7 +239,7 @@ def test_a_row_on_which_the_template_hangs_costs_itself(tmp_path, at):
     assert found.left_out == f"of 4 questions, 1 will be left out: 1 that can't be asked ({why})"
 
 
-def test_rows_that_no_reward_can_score_are_counted_with_the_column_and_the_first_of_them(tmp_path):
+def test_rows_that_a_reward_cannot_score_are_counted_with_the_column_and_the_first_of_them(tmp_path):
     more = ({"answer": 1, "x": 1}, {"answer": 2}, {"x": 1}, {"x": 2}, {"answer": None, "x": 3})
     rows = [{"messages": chats(1)[0]["messages"]} | each for each in more]
     rows.insert(1, "{")

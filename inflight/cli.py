@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 from inflight import __version__
+from inflight.error_line import one_line
 from inflight.exits import BAD_INPUT, say_why
+from inflight.nearest_name import meant
 
 EXAMPLES = """examples:
   inflight doctor --config-name demo                  can this machine do such a run, and what to do if not
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, (summary, _) in _COMMANDS.items():
         # The rest belongs to the subcommand, which has its own --help.
         commands.add_parser(name, help=summary, add_help=False)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        known = meant(arguments[0], _COMMANDS) or f"the commands are {', '.join(_COMMANDS)}"
+        parser.error(f"{one_line(arguments[0], 100)} is not a command; {known}")
     command = parser.parse_args(arguments[:1]).command
     try:
         code = _COMMANDS[command][1](arguments[1:])

@@ -10,6 +10,7 @@ from typing import Any
 
 from inflight.config import ConfigError
 from inflight.error_line import one_line
+from inflight.nearest_name import meant
 
 
 def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., Any]:
@@ -20,7 +21,8 @@ def find(name: str, built_in: Mapping[str, str], place: str) -> Callable[..., An
     path = name if ":" in name else built_in.get(name, "")
     module, _, attribute = path.partition(":")
     if not module or not attribute:
-        raise ConfigError(f"{place}={name!r} is not known: {', '.join(built_in)}, or package.module:function")
+        known = meant(name, built_in) or f"{', '.join(built_in)}, or package.module:function"
+        raise ConfigError(f"{place}={name!r} is not known: {known}")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -39,7 +41,8 @@ def with_options(function: Callable[..., Any], options: Mapping[str, Any], place
     known = {each.name: each for each in parameters if each.kind is each.KEYWORD_ONLY}
     for name, value in options.items():
         if name not in known:
-            raise ConfigError(f"{place}.{name} is not an option: {', '.join(known) or 'it has none'}")
+            names = meant(name, known) or ", ".join(known) or "it has none"
+            raise ConfigError(f"{place}.{name} is not an option: {names}")
         _check_type(known[name], value, f"{place}.{name}")
     for name, parameter in known.items():
         if parameter.default is parameter.empty and name not in options:

@@ -215,6 +215,8 @@ def versions_of(turn: Turn) -> set[int]:
 
 Value = float | int | str
 """One of the values of a process's status (messages.Status): a figure, or a text such as its phase."""
+FIRST_FAILED = "first_failed/"
+"""Begins the name of a value in an actor's Status: details of the first group that failed by the reason after it."""
 Url = Annotated[str, Meta(max_length=4096, pattern=r"^https?://[!-~]+$")]
 """HTTP address of a generator."""
 

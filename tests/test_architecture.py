@@ -154,7 +154,7 @@ MAY_IMPORT = {
     "locked_folder": set(),
 }
 UNBOUND = {"launcher", "hosted", "cli"}
-OF_ALL = {"error_line", "file_path"}
+OF_ALL = {"error_line", "file_path", "nearest_name"}
 """What each part may import besides: they import nothing themselves."""
 # Inside weights/: what is below must not know what is above.
 WEIGHTS_BELOW = {"source", "plan", "pack", "transport"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -10,6 +11,8 @@ import msgspec
 
 from inflight.actor.calls import Answer, Ask, CallError, Constructed
 from inflight.actor.pending import CallFailed, ChildLost, NotMade
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -20,6 +23,7 @@ class GroupLost(Exception):
     def __init__(self, reason: str, detail: str, *, again: bool = False) -> None:
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
+        self.detail = detail
         self.again = again
         """Whether the question should be re-queued, because a generator was at fault."""
         self.lengths: list[int] = []
@@ -39,13 +43,29 @@ class Caller(Protocol):
         """The answer. Raises CallFailed, ChildLost or NotMade, CallError or msgspec's errors."""
 
 
-async def called(caller: Caller, what: str, about: str, ask: Callable[[int], Ask], limit_s: float) -> Answer:
+class Traces:
+    """Writes the traceback of the first failure of each kind of call to the log: of all of them would fill it."""
+
+    def __init__(self) -> None:
+        self._seen = set[str]()
+
+    def first(self, what: str, about: str, error: CallFailed) -> None:
+        """Takes a failure."""
+        if error.trace and what not in self._seen:
+            self._seen.add(what)
+            log.warning("the first error of the %s, with %s:\n%s", what, about, error.trace)
+
+
+async def called(
+    caller: Caller, what: str, about: str, ask: Callable[[int], Ask], limit_s: float, traces: Traces
+) -> Answer:
     """The answer to what `ask` makes of the call's number; `what` begins the reason of a failure, `about` names the
     item and `limit_s` is what a call may take, both for the log. Raises GroupLost or ForeignError."""
     late = GroupLost(f"{what} timeout", f"{about}: not done within {limit_s:g} s")
     try:
         return await caller.call(ask)
     except CallFailed as error:
+        traces.first(what, about, error)
         raise late if error.late else GroupLost(f"{what} error: {error.kind}", f"{about}: {error}") from None
     except ChildLost as lost:
         raise late if lost.late else GroupLost(f"{what} crash: {lost}", f"{about} ended its process") from None

@@ -19,6 +19,8 @@ from inflight.types import Turn
 
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
+MAX_NAMED = 3
+"""Most rewards that are named before what their process prints."""
 
 Call = Annotated[int, Meta(ge=0)]
 """Number of a call of one child process; repeated in each message about it."""
@@ -198,6 +200,8 @@ class Raised(_CallMessage, tag=True, kw_only=True):
     call: Call
     kind: str
     text: str
+    trace: str = ""
+    """Of a reward or a score that raised: the traceback, several lines."""
     late: bool = False
     """It exceeded its time limit; its threads and processes may still be running."""
     spent: bool = False
@@ -209,6 +213,18 @@ Ask = AskItem | AskScore | AskReward | AskEncode | AskDecode
 Answer = ItemIs | NoItem | ScoreIs | RewardsAre | TokensAre | TextIs
 FromChild = Constructed | Unusable | Begun | Raised | Answer
 ToChild = Make | Ask
+
+
+def what_for(make: Make) -> str:
+    """What a child is for, in a few words: of rewards, the names of the user's own ones, if there are any."""
+    if isinstance(make, MakeTokenizer):
+        return "tokenizer"
+    if isinstance(make, MakeTask):
+        return "score of the task" if make.scores_only else "task"
+    names = [each.known_as for each in make.rewards if ":" in each.name] or [each.known_as for each in make.rewards]
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"reward{'s' * (len(names) > 1)} {', '.join(names[:MAX_NAMED])}{more}"
+
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=to_msgpack)
 _to_child = msgspec.msgpack.Decoder(ToChild, dec_hook=from_msgpack)

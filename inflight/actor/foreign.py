@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from inflight.actor import calls
-from inflight.actor.called import Caller, GroupLost, all_of, called
+from inflight.actor.called import Caller, GroupLost, Traces, all_of, called
 from inflight.actor.calls import Answer, Ask, ItemIs, MakeTask, MakeTokenizer, Question
 from inflight.actor.crew import Crew
 from inflight.actor.pending import NotMade
@@ -56,6 +56,7 @@ class Foreign:
         self._text = text
         self._limit_s = limit_s
         self._rewards = rewards
+        self._traces = Traces()
 
     @property
     def vocabulary(self) -> int:
@@ -153,7 +154,7 @@ class Foreign:
         return score
 
     async def _call(self, caller: Caller, what: str, about: str, ask: Callable[[int], Ask]) -> Answer:
-        return await called(caller, what, about, ask, self._limit_s)
+        return await called(caller, what, about, ask, self._limit_s, self._traces)
 
 
 def _defect(score: Score, tokens: int) -> str | None:

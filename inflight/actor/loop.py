@@ -22,6 +22,7 @@ from inflight.actor.sampler import Sampler
 from inflight.actor.streak import Streak
 from inflight.bus import BusError, Link, pumped
 from inflight.completions import Unpatched
+from inflight.error_line import one_line
 from inflight.groups import group_id
 from inflight.messages import (
     ActorBye,
@@ -38,7 +39,7 @@ from inflight.messages import (
 )
 from inflight.messages.reasons import ACTOR_STOPPED, DATA_ENDED, RUN_FINISHED
 from inflight.tasks.course import NoMoreQuestions
-from inflight.types import Value
+from inflight.types import FIRST_FAILED, Value
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,10 @@ TICK_S = 1.0
 REPEAT_AFTER_S = 5.0
 MAX_LOGGED = 64
 """Most reasons of failed groups that are logged and remembered: as many as the trainer counts by name."""
+MAX_DETAILS = 8
+"""Most reasons of failed groups whose first one is reported with its details, every second."""
+DETAIL = 200
+"""Most characters of them."""
 END_TIMEOUT_S = 5.0
 """Seconds for which the end waits for the last acknowledgements."""
 
@@ -98,6 +103,8 @@ class Actor:
         self._streak = Streak(give_up_after_s)
         self._last_rewards: collections.deque[float] = collections.deque(maxlen=16)
         self._logged: set[str] = set()
+        self._first: dict[str, str] = {}
+        """Reason → details of the first group that failed by it."""
 
     @property
     def in_flight(self) -> int:
@@ -158,6 +165,7 @@ class Actor:
             "accepted": self._deliveries.accepted.total(),
             **{f"accepted.{name}": tokens for name, tokens in self._deliveries.accepted.items()},
             "reward": statistics.fmean(self._last_rewards) if self._last_rewards else 0.0,
+            **{f"{FIRST_FAILED}{reason}": detail for reason, detail in self._first.items()},
         }
 
     # --- events ----------------------------------------------------------------------------------------------------
@@ -215,6 +223,8 @@ class Actor:
         """Counts a failed group. Failures without a success slow the actor down, and finally end it."""
         self.failed += 1
         reason = lost.reason[:128]
+        if len(self._first) < MAX_DETAILS:
+            self._first.setdefault(reason, one_line(lost.detail, DETAIL))
         self._log_once(reason, f"group {name} failed: {lost}")
         lengths = lost.lengths
         self._deliveries.add(GroupFailed(group_id=name, reason=reason, again=lost.again, lengths=lengths))

@@ -1,4 +1,5 @@
-"""The output of a child process that runs foreign code: copied to this process's log, up to a bound.
+"""The output of a child process that runs foreign code: copied to this process's log, up to a bound, each line behind
+what the child is for.
 
 Foreign code that prints without end would else fill the disk, which ends the run.
 """
@@ -41,8 +42,11 @@ class ChildOutput:
     """A pipe for a child's stdout and stderr; to be used in an event loop. Give `write_end` to the child, then call
     `started`; `close` in any case."""
 
-    def __init__(self, allowance: Allowance, target: int = 2) -> None:
-        """`target`: the file descriptor that the output is copied to. Raises OSError."""
+    def __init__(self, allowance: Allowance, source: str, target: int = 2) -> None:
+        """`source` is put before each line; `target`: the file descriptor that the output is copied to. Raises
+        OSError."""
+        self._source = f"[{source}] ".encode()
+        self._line_ended = True
         self._read_end, self.write_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._read_end, False)
         self._target = target
@@ -64,6 +68,8 @@ class ChildOutput:
             if not self._copy():
                 break
         self._say_dropped()
+        if not self._line_ended:
+            self._write(b"\n")
         self._loop.remove_reader(self._read_end)
         for end in (self._read_end, self.write_end):
             if end >= 0:
@@ -79,17 +85,27 @@ class ChildOutput:
         if not text:
             self._loop.remove_reader(self._read_end)
             return False
-        if not self._allowance.take(len(text), time.monotonic()):
+        said = self._with_source(text, begins=self._line_ended or bool(self._dropped))
+        if not self._allowance.take(len(said), time.monotonic()):
             self._dropped += len(text)
             return True
         self._say_dropped()
-        self._write(text)
+        self._write(said)
+        self._line_ended = said.endswith(b"\n")
         return True
+
+    def _with_source(self, text: bytes, *, begins: bool) -> bytes:
+        """`begins`: whether the text begins a line."""
+        ended = text.endswith(b"\n")
+        said = text.removesuffix(b"\n").replace(b"\n", b"\n" + self._source)
+        return (self._source if begins else b"") + said + (b"\n" if ended else b"")
 
     def _say_dropped(self) -> None:
         if self._dropped:
-            self._write(f"\n{self._dropped} bytes of a child's output were left out\n".encode())
+            before = b"" if self._line_ended else b"\n"
+            self._write(before + self._source + f"{self._dropped} bytes of a child's output were left out\n".encode())
             self._dropped = 0
+            self._line_ended = True
 
     def _write(self, text: bytes) -> None:
         try:

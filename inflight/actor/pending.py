@@ -12,9 +12,11 @@ from inflight.actor.calls import Answer, Raised
 class CallFailed(Exception):
     """A call failed by itself: it raised, or its result can't be used."""
 
-    def __init__(self, kind: str, text: str, *, late: bool = False, company: bool = False) -> None:
+    def __init__(self, kind: str, text: str, *, trace: str = "", late: bool = False, company: bool = False) -> None:
         super().__init__(text)
         self.kind = kind
+        self.trace = trace
+        """Where a reward raised, several lines; empty where there is nothing to show."""
         self.late = late
         self.company = company
         """The process is out of memory, which other calls may have filled."""
@@ -54,7 +56,8 @@ class PendingCall:
         """The child has answered; `first`: it has had no other call."""
         if isinstance(message, Raised):
             company = message.spent and not message.late and not first
-            self.fail(CallFailed(message.kind, message.text, late=message.late, company=company))
+            error = CallFailed(message.kind, message.text, trace=message.trace, late=message.late, company=company)
+            self.fail(error)
         else:
             self._end()
             if not self.result.done():  # else the caller has given up

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from inflight.actor import calls
-from inflight.actor.called import Caller, GroupLost, all_of, called
+from inflight.actor.called import Caller, GroupLost, Traces, all_of, called
 from inflight.actor.calls import MakeRewards, Question
 from inflight.actor.crew import Crew
 from inflight.actor.worker_process import Bounds
@@ -48,6 +48,7 @@ class Rewards:
         self._rewards = rewards
         self.task = task
         self._limit_s = limit_s
+        self._traces = Traces()
         every = [each.config for each in rewards] + ([task] if task is not None else [])
         self._weights = {each.known_as: each.weight for each in every}
 
@@ -101,6 +102,7 @@ class Rewards:
                 finish_reasons=[each.turn.finish_reason for each in completions],
             ),
             self._limit_s,
+            self._traces,
         )
         assert isinstance(answer, calls.RewardsAre)
         if not all(value is None or is_usable(value) for value in answer.values):

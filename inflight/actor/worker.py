@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from inflight.actor import calls
-from inflight.actor.calls import Ask, CallError, FromChild, Make, MakeTokenizer, Raised, Unusable
+from inflight.actor.calls import Ask, AskReward, AskScore, CallError, FromChild, Make, MakeTokenizer, Raised, Unusable
 from inflight.actor.services import Service, UnusableResult, service_of
 from inflight.config import ConfigError
 from inflight.descendants import adopt
@@ -32,6 +32,10 @@ from inflight.models import ModelError
 
 MAX_TEXT = 1000
 """Most characters of an exception's text that are sent."""
+MAX_TRACE = 4000
+"""Most characters of a traceback that are sent."""
+TRACE_FRAMES = 20
+"""Innermost frames of it."""
 
 
 async def serve(connection: socket.socket) -> None:
@@ -89,8 +93,23 @@ async def answered(made: Service, ask: Ask, limit_s: float | None) -> bytes:
     except BaseException as error:  # noqa: BLE001 - foreign code, which may even call sys.exit
         late = scope.expired()
         kind = one_line(type(error).__name__) + _place(made.files)
-        raised = Raised(call=ask.call, kind=kind, text=one_line(error, MAX_TEXT), late=late, spent=late)
+        trace = _trace(error, made.files) if isinstance(ask, AskReward | AskScore) and not late else ""
+        raised = Raised(call=ask.call, kind=kind, text=one_line(error, MAX_TEXT), trace=trace, late=late, spent=late)
     return calls.encode(raised)
+
+
+def _trace(error: BaseException, files: frozenset[str]) -> str:
+    """Its traceback in printable lines, from the first line that lies in one of `files` on, where one does. Empty when
+    it can't be made: foreign code is asked for the text of its exceptions."""
+    try:
+        found = traceback.TracebackException.from_exception(error, limit=-TRACE_FRAMES)
+        own = next((at for at, frame in enumerate(found.stack) if frame.filename in files), 0)
+        found.stack[:] = found.stack[own:]
+        lines = "".join(found.format())[: 2 * MAX_TRACE].splitlines()
+    except BaseException:  # noqa: BLE001 - as above
+        return ""
+    shown = ("".join(each if each.isprintable() else " " for each in line) for line in lines)
+    return "\n".join(shown)[:MAX_TRACE]
 
 
 def _place(files: frozenset[str]) -> str:

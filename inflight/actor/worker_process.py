@@ -73,7 +73,7 @@ class WorkerProcess:
         self._stop = asyncio.Event()
         here, there = socket.socketpair()
         with there:
-            self._output = ChildOutput(allowance)
+            self._output = ChildOutput(allowance, calls.what_for(make))
             try:
                 self._process = _start(there, bounds.memory_mib, self._output.write_end)
             except OSError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from inflight.config import ConfigError
 from inflight.error_line import one_line
 from inflight.generator import hooks
+from inflight.nearest_name import nearest as nearest_name
 
 _CLASSES = ("BaseFrontendArgs", "FrontendArgs")
 ENGINE_SIDE = ("reasoning_parser", "reasoning_parser_plugin", "enable_log_requests")
@@ -135,7 +135,7 @@ def fields_of(module: str, classes: Sequence[str]) -> set[str]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """For the end of an error about an unknown name: the known one that is most like it, if one is."""
-    return "".join(f", {each} is" for each in difflib.get_close_matches(name, list(known), 1))
+    return f", {found} is" if (found := nearest_name(name, known)) else ""
 
 
 def server_values(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -16,17 +15,29 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from inflight.config import ConfigError, RunConfig, require, schema
 from inflight.config.refused import REFUSED
 from inflight.error_line import one_line
 from inflight.file_path import why_impossible
 from inflight.launcher.chosen import chosen
+from inflight.nearest_name import meant
 from inflight.resources import folder
 
 ENTRY = re.compile(r"[+~]*([a-z_.]+?)(?:\.\d+|\[\d+\])(?:[.=]|$)")
 """An override of one entry of a list, or of a value in one; the list's name."""
+KINDS = {
+    "could not be converted to Integer": "a whole number is needed",
+    "could not be converted to Float": "a number is needed",
+    "is not a valid bool": "true or false is needed",
+    "not Optional": "a value is needed, not null",
+    "Incompatible value 'None'": "a value is needed, not null",
+    "is not a ListConfig": "a list is needed",
+    "to string": "a text is needed",
+    "is not a subclass of": "options by name are needed, {NAME: VALUE, …}",
+}
+"""Part of what OmegaConf says of a value of another kind → what is needed."""
 
 
 def compose(name: str, overrides: Sequence[str] = (), directory: Path | None = None) -> RunConfig:
@@ -105,6 +116,9 @@ def _said(error: Exception, folders: Sequence[Path]) -> str:
     override = lines[0].removeprefix("Error merging override ") if lines else ""
     if entry := _of_entry(override):
         return entry
+    if isinstance(cause, ValidationError) and lines:
+        file = lines[0].partition(":")[0] + ": " if lines[0].startswith("In ") else ""
+        return _wrong_kind(cause, override if override != lines[0] else "", file)
     if cause is not None and str(cause) and lines and override != lines[0]:
         return f"{override} is not allowed: {str(cause).splitlines()[0]}"
     if cause is not None and str(cause):
@@ -132,6 +146,16 @@ def _unknown(full_key: str, kind: type, groups: Mapping[str, Path]) -> str:
         return f"{full_key} is not set by a key: {ways}; there are: {', '.join(configurations([groups[full_key]]))}"
     section, _, key = full_key.rpartition(".")
     names = [each.name for each in fields(kind)] + ([] if section else list(groups))
-    near = difflib.get_close_matches(key, names, n=1)
-    place = f"{section}." if section else ""
-    return f"{full_key} is not known; " + (f"did you mean {place}{near[0]}?" if near else f"known: {', '.join(names)}")
+    near = meant(key, names, f"{section}." if section else "")
+    return f"{full_key} is not known; {near or 'known: ' + ', '.join(names)}"
+
+
+def _wrong_kind(error: ValidationError, override: str, file: str) -> str:
+    """An error for a value of another kind than its option takes, with the override or the file that it is from."""
+    said = str(error).splitlines()[0]
+    allowed = next((needed for part, needed in KINDS.items() if part in said), said)
+    value = f"{error.full_key}={one_line(error.value, 200)}"
+    if not override:
+        return f"{file}{value} is not allowed: {allowed}" if error.full_key else f"{file.strip(': ')} ({said})"
+    of_override = not error.full_key or error.full_key == override.partition("=")[0].lstrip("+")
+    return f"{override} is not allowed: {allowed}" + ("" if of_override else f" for {value}")

@@ -41,8 +41,8 @@ def _end_of(file: Path, most: int) -> bytes:
         return b""
 
 
-_PREFIX = re.compile(r"^\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ?")
-"""The prefix of each line of vLLM's logger, also within a stack trace."""
+_PREFIX = re.compile(r"^(?:\([^)]*\) [A-Z]+ \S+ \S+ \[[^]]*\] ?|\[[^]]*\] )")
+"""The prefix of each line of vLLM's logger, also within a stack trace, or of what an actor's children print."""
 _FRAME = re.compile(r'\s{4}|  File "|Traceback \(most recent call last\):|\s*$')
 _NOISE = re.compile(r"dump_input|\[shutdown\]|resource_tracker|^\s*warnings\.warn\(")
 """Lines that follow from an end and name no cause: vLLM's dump of the last step, and what was left to be cleaned up."""

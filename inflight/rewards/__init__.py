@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from inflight.config import ConfigError, RewardConfig
 from inflight.config.checks import raised, require_takes
 from inflight.error_line import one_line
+from inflight.nearest_name import meant
 from inflight.rewards.base import RESERVED, Reward, RewardError, RewardFunction, Samples
 
 __all__ = ["RESERVED", "REWARDS", "Reward", "RewardError", "Samples", "make", "make_all"]
@@ -95,10 +96,9 @@ def _own_name(function: RewardFunction) -> frozenset[str]:
 def _find(name: str, place: str) -> Callable[..., Any]:
     module, _, attribute = (name if ":" in name else REWARDS.get(name, "")).rpartition(":")
     if not module or not attribute:
-        raise ConfigError(
-            f"{place}.name={name!r} is not known: {', '.join((*REWARDS, 'task'))}, package.module:function or"
-            " path/to/file.py:function"
-        )
+        names = (*REWARDS, "task")
+        known = meant(name, names) or f"{', '.join(names)}, package.module:function or path/to/file.py:function"
+        raise ConfigError(f"{place}.name={name!r} is not known: {known}")
     try:
         loaded = _module(module)
     except ConfigError:
@@ -149,10 +149,15 @@ def _check_options(parameters: Sequence[inspect.Parameter], options: Mapping[str
     known = [name for name in named if name not in RESERVED]
     for name in options:
         if name not in known:
-            raise ConfigError(f"{place}.options.{name} is not an option: {', '.join(known) or 'it has none'}")
+            _refuse_option(name, known, place)
     for each in parameters:
         if each.kind is each.POSITIONAL_ONLY:
             raise ConfigError(f"{place}.name: its parameter {each.name} can't be given by name")
+
+
+def _refuse_option(name: str, known: Sequence[str], place: str) -> NoReturn:
+    names = meant(name, known) or ", ".join(known) or "it has none"
+    raise ConfigError(f"{place}.options.{name} is not an option: {names}")
 
 
 def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
@@ -161,7 +166,7 @@ def _constructed(kind: type[Any], config: RewardConfig, place: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for name, value in config.options.items():
         if name not in fields:
-            raise ConfigError(f"{place}.options.{name} is not an option: {', '.join(fields) or 'it has none'}")
+            _refuse_option(name, list(fields), place)
         require_takes(fields[name], kind, value, f"{place}.options.{name}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

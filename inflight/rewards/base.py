@@ -91,9 +91,8 @@ class Reward:
         """[N] Raises RewardError for a missing column or a result of another kind, or what the function does."""
         arguments = samples.arguments()
         if missing := sorted(self.needs - arguments.keys()):
-            raise RewardError(
-                "column", f"the question has no column {missing[0]}: {', '.join(sorted(samples.columns))}"
-            )
+            there = ", ".join(sorted(samples.columns)) or "none"
+            raise RewardError("column", f"the question has no column {missing[0]}, it has: {there}")
         if self.takes is not None:
             arguments = {name: value for name, value in arguments.items() if name in self.takes}
         given = self.function(**arguments)

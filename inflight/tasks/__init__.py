@@ -9,6 +9,7 @@ from typing import Any, cast
 from inflight.config import ConfigError, TaskConfig
 from inflight.config.checks import raised, require_takes
 from inflight.error_line import one_line
+from inflight.nearest_name import meant
 from inflight.tasks.base import Item, Score, Task, TurnScorer
 
 __all__ = ["Item", "Score", "Task", "TurnScorer", "make"]
@@ -31,7 +32,8 @@ def make(config: TaskConfig, seed: int) -> Task:
     path = config.name if ":" in config.name else TASKS.get(config.name, "")
     module_name, _, class_name = path.partition(":")
     if not module_name:
-        raise ConfigError(f"task.name={config.name!r} is not known: {', '.join(TASKS)}, or package.module:Class")
+        known = meant(config.name, TASKS) or f"{', '.join(TASKS)}, or package.module:Class"
+        raise ConfigError(f"task.name={config.name!r} is not known: {known}")
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
@@ -54,8 +56,8 @@ def _check_options(config: TaskConfig, kind: type[Any]) -> None:
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init and field.name != "seed"}
     for name, value in config.options.items():
         if name not in fields:
-            known = ", ".join(sorted(fields))
-            raise ConfigError(f"task.options.{name} is not an option of task {config.name}: {known or 'it has none'}")
+            known = meant(name, fields) or ", ".join(sorted(fields)) or "it has none"
+            raise ConfigError(f"task.options.{name} is not an option of task {config.name}: {known}")
         require_takes(fields[name], kind, value, f"task.options.{name}")
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

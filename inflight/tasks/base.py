@@ -14,6 +14,7 @@ __all__ = [
     "Chat",
     "HeldOut",
     "Item",
+    "KnowsPlaces",
     "OfFiles",
     "Prompt",
     "Reordered",
@@ -72,6 +73,14 @@ class Reordered(Protocol):
 
     def item_of_epoch(self, epoch: int, index: int) -> Item:
         """Question `index` of an epoch, both from 0; equal for equal arguments and seed, on every machine."""
+
+
+@runtime_checkable
+class KnowsPlaces(Protocol):
+    """A task that knows where its questions come from."""
+
+    def place_of(self, index: int) -> str:
+        """Where the index-th question stands, such as a file and a line, for messages. Raises IndexError."""
 
 
 @runtime_checkable

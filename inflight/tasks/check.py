@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from inflight.config import ConfigError, RunConfig, require
 from inflight.config.pairings import teachers
 from inflight.rewards import RESERVED, make
@@ -61,6 +63,23 @@ def require_held_out(task: Task, config: RunConfig) -> None:
     asked = config.eval.questions
     allowed = f"1 to {held}, which is how many questions task.name={config.task.name} holds out, or 0 for all"
     require(asked <= held, "eval.questions", asked, allowed)
+
+
+def unscorable(config: RunConfig) -> Callable[[Item], str]:
+    """A function that says which reward needs which column that a question does not have; empty where all can
+    score it. Raises ConfigError when a reward can't be made."""
+    needs = [
+        (each.known_as, make(each, f"rewards[{index}]").needs)
+        for index, each in enumerate(config.rewards)
+        if not each.is_task
+    ]
+
+    def why(item: Item) -> str:
+        columns = columns_of(item).keys()
+        missing = ((name, min(needed - columns)) for name, needed in needs if needed - columns)
+        return next((f"reward {name} needs the column {column}" for name, column in missing), "")
+
+    return why
 
 
 def require_columns(config: RunConfig, item: Item) -> None:

@@ -123,8 +123,14 @@ class Dataset:
 
     def item_of_epoch(self, epoch: int, index: int) -> Item:
         """The index-th question of an epoch. Raises IndexError, or BadRow for a row that is none."""
-        row = index if self._order is None else self._order.row(epoch, index)
-        return self._item("dataset", self._rows, row)
+        return self._item("dataset", self._rows, self._row(epoch, index))
+
+    def place_of(self, index: int) -> str:
+        """File and row of the index-th question of the first epoch. Raises IndexError."""
+        return self._rows.place(self._row(0, index))
+
+    def _row(self, epoch: int, index: int) -> int:
+        return index if self._order is None else self._order.row(epoch, index)
 
     def held_out_size(self) -> int:
         """Questions for evaluation."""

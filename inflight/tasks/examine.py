@@ -15,7 +15,7 @@ from inflight.error_line import with_kind
 from inflight.models import ModelError, prepare
 from inflight.prompts import Chat, ModelTokens
 from inflight.tasks.base import HeldOut, Item, OfFiles, Task
-from inflight.tasks.check import require_columns, require_held_out
+from inflight.tasks.check import require_columns, require_held_out, unscorable
 from inflight.tasks.count import PromptLengths, left_out
 from inflight.tasks.course import Course
 from inflight.tasks.data.fingerprint import of_text
@@ -40,7 +40,7 @@ class Examined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     contents: dict[str, str]
     """What files hold, by the option that names them (OfFiles.contents), and the model's chat template."""
     left_out: str = ""
-    """One line on the questions that will be left out; empty where there is none."""
+    """One line on the questions that will be left out or can't be scored; empty where there is none."""
     questions: int | None = None
     """How many there are to train on, over all epochs; None where the task does not say."""
     held_out: int = 0
@@ -70,7 +70,7 @@ def examine(config: RunConfig, task: Task, asked: Callable[[str], object] = lamb
         require_columns(config, item)
     if any(isinstance(item.prompt, Chat) for item in first):
         contents[TEMPLATE] = of_text(tokens.chat_template)
-    missing = left_out(task, lengths, longest)
+    missing = left_out(task, lengths, longest, unscorable=unscorable(config))
     questions = Course(task, config.task.epochs).questions
     return Examined({**config.task.options, **task.settled()}, contents, missing, questions, held_out)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from inflight.types import FIRST_FAILED
 from inflight.view.figures import finite, number, whole
 from inflight.view.progress import Progress
 
@@ -46,7 +47,15 @@ def _rewards(progress: Progress) -> Iterator[str]:
             limit = f"rollout.reward_timeout_s={progress.config.rollout.reward_timeout_s:g}"
             yield f"A reward times out ({count} groups lost): raise {limit}, or make the reward faster."
         elif reason.startswith("reward"):
-            yield f"A reward fails: {reason} ({count} groups lost). The actor's log has the first one."
+            yield f"A reward fails: {reason} ({count} groups lost). {_first(progress, reason)}"
+
+
+def _first(progress: Progress, reason: str) -> str:
+    """The first failure, as an actor has reported it, and the log that has it with its traceback."""
+    for name in progress.sources():
+        if detail := progress.of(name).get(f"{FIRST_FAILED}{reason}"):
+            return f"The first, in logs/{name}.log: {detail}"
+    return "The actor's log (logs/a*.log) has the first one."
 
 
 def _gate(progress: Progress) -> Iterator[str]:

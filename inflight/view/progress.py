@@ -7,7 +7,8 @@ Fed by the processes' `Status` messages. Known keys, all optional:
              behind_G and state_G of a generator G; of the buffer: buffer, in_flight, buffer_ages (in versions, as
              text), dropped/REASON, rollouts/REASON, failed/REASON;
 * generator  version, running, waiting, tokens_per_s, phase;
-* actor      in_flight, done, failed, phase, questions (of all epochs).
+* actor      in_flight, done, failed, phase, questions (of all epochs); first_failed/REASON, details of the first
+             group that failed so.
 
 Each line of `warnings` is shown once. `phase` is a short text such as "loading", shown until there are numbers.
 """

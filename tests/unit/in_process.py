@@ -23,7 +23,7 @@ class InProcess:
         reader.feed_data(await answered(self._service, ask(0), self._limit_s))
         message = await calls.read_from_child(reader)
         if isinstance(message, calls.Raised):
-            raise CallFailed(message.kind, message.text, late=message.late)
+            raise CallFailed(message.kind, message.text, trace=message.trace, late=message.late)
         return message
 
 

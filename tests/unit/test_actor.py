@@ -33,7 +33,7 @@ from inflight.messages import ActorBye, ActorHello, Finish, Grant, GroupAck, Gro
 from inflight.rollout import ledger as ledger_module
 from inflight.rollout.buffer import Buffer
 from inflight.tasks.addition import Addition
-from inflight.types import Route, Routes
+from inflight.types import FIRST_FAILED, Route, Routes
 
 LIMIT_S = 90.0
 
@@ -600,6 +600,20 @@ def test_reasons_without_end_are_logged_up_to_a_bound(scripted, caplog):
     assert len(lines) == 64
     assert lines[0] == "group q0 failed: reward error: Odd0: oh (logged once per reason)"
     assert lines[-1].endswith("Odd63: oh (logged once per reason; no further reason is logged)")
+
+
+def test_details_of_the_first_failures_are_reported_up_to_a_bound(scripted):
+    async def scene(room, link):
+        for number in (0, 0, *range(1, 20)):
+            room.actor._lost(
+                f"q{number}", GroupLost(f"reward error: Odd{number}", f"{room.actor.failed}\n" + "x" * 500)
+            )
+        told = {name: text for name, text in room.actor.status().items() if name.startswith(FIRST_FAILED)}
+        assert list(told) == [f"{FIRST_FAILED}reward error: Odd{number}" for number in range(8)]
+        assert [text[:3] for text in told.values()] == ["0 x", *(f"{number} x" for number in range(2, 9))]
+        assert {len(text) for text in told.values()} == {200}
+
+    scripted(scene)
 
 
 @pytest.mark.parametrize(

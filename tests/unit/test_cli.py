@@ -137,3 +137,17 @@ def test_the_command_line_loads_nothing_heavy():
     code = "import sys; from inflight import cli; cli.main(['version']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, check=True)
     assert not {"torch", "zmq", "vllm", "hydra"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("lauch", "lauch is not a command; did you mean launch?"),
+        ("xyz\x1b", "xyz is not a command; the commands are launch,"),
+    ],
+)
+def test_an_unknown_command_is_answered_with_the_nearest_one(capsys, given, says):
+    with pytest.raises(SystemExit) as ended:
+        cli.main([given])
+    assert ended.value.code == 2
+    assert f"inflight: error: {says}" in capsys.readouterr().err

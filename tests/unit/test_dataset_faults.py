@@ -76,14 +76,31 @@ def test_a_line_of_a_stream_that_is_not_utf8_costs_itself(tmp_path):
     ("line", "says"),
     [
         ("", r"line 1: the line is empty \(each line holds one JSON object\)$"),
-        ("[", r"line 1: it is not JSON: .* \(each line holds one JSON object\)$"),
-        ('[{"prompt": "1"}]', r"line 1: it is list, not a JSON object \(each line holds one\)$"),
+        ("{", r"line 1: it is not JSON: .* \(each line holds one JSON object\)$"),
+        ("3", r"line 1: it is int, not a JSON object \(each line holds one JSON object\)$"),
     ],
 )
 def test_a_file_of_one_json_text_is_told_that_lines_are_read(tmp_path, line, says):
     (tmp_path / "a.json").write_text(f'{line}\n{{"prompt": "2"}}\n')
     with pytest.raises(NotJson, match=says):
         dataset(str(tmp_path / "a.json"), prompt="prompt", shuffle=False).item(0)
+
+
+ARRAY = r"\(the file is an array, since it begins with \[: each line must hold one JSON object\)$"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("text", "line", "why"),
+    [
+        ('\ufeff\n [\n  {"prompt": "1"},\n  {"prompt": "2"}\n]\n', 3, "it is not JSON: "),
+        ('[{"prompt": "1"}]\n', 1, "it is list, not a JSON object "),
+    ],
+)
+def test_a_file_that_is_one_array_is_told_so(tmp_path, text, line, why, streaming):
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(NotJson, match=rf"a\.json, line {line}: {why}.*{ARRAY}"):
+        dataset(str(tmp_path / "a.json"), prompt="prompt", shuffle=False, streaming=streaming).item(line - 1)
 
 
 def test_a_stream_that_breaks_is_not_at_its_end(tmp_path, monkeypatch):

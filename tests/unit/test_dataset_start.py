@@ -149,8 +149,11 @@ def test_what_does_not_suit_the_size_of_the_data_is_printed(tmp_path, capsys):
 
 def test_what_will_be_left_out_is_counted_and_printed(tmp_path, monkeypatch, capsys):
     rows = [*chats(4), {"messages": [{"role": "user", "content": "1" * 30}], "answer": "1"}, "{", "[", "{"]
-    config = run(tmp_path, "rollout.max_prompt_tokens=20", rows=rows)
-    says = "of 8 questions, 4 will be left out: 1 longer than 20 tokens, 3 that can't be asked (NotJson)"
+    config = run(tmp_path, "rollout.max_prompt_tokens=20", rows=rows, shuffle="false")
+    says = (
+        "of 8 questions, 4 will be left out: 1 longer than 20 tokens, 3 that can't be asked"
+        " (NotJson: data.jsonl, line 6, and 2 more)"
+    )
     look, looks = preflight._look, []
     monkeypatch.setattr(preflight, "_look", lambda *a, **more: looks.append(look(*a, **more)) or looks[-1])
     assert preflight.with_data(config).task.contents
@@ -241,7 +244,24 @@ def test_a_row_on_which_the_template_hangs_costs_itself(tmp_path, at):
 
     found = examine(config, make(config.task, config.seed), asked)
     asked("nothing")
-    assert found.left_out == "of 4 questions, 1 will be left out: 1 that can't be asked (TimeoutError)"
+    why = f"TimeoutError: data.jsonl, line {hanging + 1}"
+    assert found.left_out == f"of 4 questions, 1 will be left out: 1 that can't be asked ({why})"
+
+
+def test_rows_that_a_reward_cannot_score_are_counted_with_the_column_and_the_first_of_them(tmp_path):
+    more = ({"answer": 1, "x": 1}, {"answer": 2}, {"x": 1}, {"x": 2}, {"answer": None, "x": 3})
+    rows = [{"messages": chats(1)[0]["messages"]} | each for each in more]
+    rows.insert(1, "{")
+    needs_x = "{name: exact_match, label: other, options: {column: x}}"
+    config = run(tmp_path, f"rewards=[{{name: numeric_match}}, {needs_x}, {{name: task}}]", rows=rows, shuffle="false")
+    assert examine(config, make(config.task, config.seed)).left_out == (
+        "of 6 questions, 1 will be left out: 1 that can't be asked (NotJson: data.jsonl, line 2);"
+        " 3 can't be scored: reward numeric_match needs the column answer (data.jsonl, line 4, and 1 more),"
+        " reward other needs the column x (data.jsonl, line 3)"
+    )
+    config = run(tmp_path, "rewards=[{name: numeric_match}]", rows=[rows[0], rows[3]], shuffle="false")
+    says = "of 2 questions, 1 can't be scored: reward numeric_match needs the column answer (data.jsonl, line 2)"
+    assert examine(config, make(config.task, config.seed)).left_out == says
 
 
 def test_a_column_that_a_reward_needs_must_be_there(tmp_path):

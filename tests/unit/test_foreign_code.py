@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from inflight.actor.called import GroupLost
 from inflight.actor.calls import MakeTask, Question
 from inflight.actor.crew import Crew
 from inflight.actor.foreign import Foreign, foreign
-from inflight.actor.output import Allowance
+from inflight.actor.output import Allowance, ChildOutput
 from inflight.actor.worker_process import Bounds
-from inflight.config import ConfigError, TaskConfig
+from inflight.config import ConfigError, RewardConfig, TaskConfig
 from inflight.processes import living_of
 from inflight.types import PrefillSpan, Turn, VersionSpan
 
@@ -363,7 +364,7 @@ def test_output_is_copied_up_to_a_bound(capfd):
     asyncio.run(main())
     text = capfd.readouterr().err
     assert len(text) < 2 << 20
-    assert re.search(r"\d{7,8} bytes of a child's output were left out", text)
+    assert re.search(r"^\[task\] \d{7,8} bytes of a child's output were left out$", text, re.MULTILINE)
     assert text.count("x") >= 1 << 16
 
 
@@ -379,6 +380,50 @@ def test_children_that_replace_each_other_share_what_they_may_print(capfd):
     asyncio.run(main())
     text = capfd.readouterr().err
     assert 1 << 19 <= text.count("y") <= (1 << 20) + 4096 * (time.monotonic() - began)
+
+
+def test_each_line_of_a_child_begins_with_what_it_is_for(tmp_path):
+    """In pieces that end anywhere; what is put before them counts as output, and no line follows another's end."""
+
+    async def main(log):
+        output = ChildOutput(Allowance(), "reward x", log.fileno())
+        for piece in (b"one", b" line\n", b"two\n\nfour\n", b"fi", b"ve"):
+            os.write(output.write_end, piece)
+            assert output._copy()
+        output.started()
+        output.close()
+        spent = Allowance()
+        assert spent.take((1 << 20) - 12000, time.monotonic())
+        output = ChildOutput(spent, "reward y", log.fileno())
+        os.write(output.write_end, b"\n" * 1000)
+        assert output._copy()
+        os.write(output.write_end, b"\n" * 1000)
+        output.started()
+        output.close()
+
+    with (tmp_path / "log").open("wb") as log:
+        asyncio.run(main(log))
+    text = (tmp_path / "log").read_text()
+    five = ["one line", "two", "", "four", "five"]
+    assert text.splitlines()[:5] == [f"[reward x] {line}" for line in five]
+    assert text.splitlines()[5:] == ["[reward y] "] * 1000 + ["[reward y] 1000 bytes of a child's output were left out"]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (calls.MakeTokenizer(model="m"), "tokenizer"),
+        (MakeTask(name="addition", options={}, seed=0, limit_s=1.0), "task"),
+        (MakeTask(name="addition", options={}, seed=0, limit_s=1.0, scores_only=True), "score of the task"),
+        ((("math", ""), ("a.py:short", "brief"), ("format", "")), "reward brief"),
+        ((("math", ""), ("format", "")), "rewards math, format"),
+        (tuple((f"a:f{number}", "") for number in range(5)), "rewards f0, f1, f2 and 2 more"),
+    ],
+)
+def test_what_a_child_is_for_is_told_in_a_few_words(make, says):
+    if isinstance(make, tuple):
+        make = calls.MakeRewards(rewards=[RewardConfig(name, label=label) for name, label in make], limit_s=1.0)
+    assert calls.what_for(make) == says
 
 
 def test_an_allowance_grows_with_time_up_to_its_first_size():

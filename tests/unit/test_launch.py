@@ -651,8 +651,9 @@ def test_of_a_process_that_failed_the_errors_are_shown_without_where_they_came_t
         "",
     ]
     engine = "(EngineCore pid=7) ERROR 11-29 02:21:45 [core.py:1545] "
+    child = [f"[reward tidy] {frame}" for frame in frames]
     said = ["INFO loading", f"{engine}ValueError: no memory", "RuntimeError: no engine", "inflight generator g0: gone"]
-    log.write_text("\n".join([said[0], *(engine + frame for frame in frames), said[1], *frames, *said[2:]]))
+    log.write_text("\n".join([said[0], *(engine + frame for frame in frames), said[1], *child, *frames, *said[2:]]))
     assert last_words(log, 20) == said
     assert last_words(log, 2) == said[-2:]
     assert last_words(tmp_path / "none.log", 2) == []

@@ -123,7 +123,7 @@ def test_a_result_of_another_kind_is_reported(completion, kind):
 
 
 def test_a_column_that_is_not_there_is_named():
-    with pytest.raises(RewardError, match="no column solution: answer, x"):
+    with pytest.raises(RewardError, match="no column solution, it has: answer, x"):
         value(reward("exact_match", column="solution"), "4", answer="4", x=1)
     with pytest.raises(RewardError, match="no column answer"):
         value(reward("reward_samples:share"), "4")
@@ -132,16 +132,21 @@ def test_a_column_that_is_not_there_is_named():
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("exact", {}, r"rewards\[0\]\.name='exact' is not known: exact_match, .*, task, package\.module:function"),
+        ("numeric_mach", {}, r"^rewards\[0\]\.name='numeric_mach' is not known: did you mean numeric_match\?$"),
+        ("xyz", {}, r"rewards\[0\]\.name='xyz' is not known: exact_match, .*, task, package\.module:function"),
         ("no_such_module:f", {}, "can't be imported: No module named"),
         ("reward_samples:absent", {}, "name='reward_samples:absent': reward_samples has no function absent"),
         ("/nowhere/r.py:f", {}, "/nowhere/r.py is not a file"),
         ("reward_samples:NO_FUNCTION", {}, "reward_samples has no function NO_FUNCTION"),
         ("reward_samples:Failing", {}, "can't be made: OSError: no disk .*reward_samples.py, line"),
-        ("reward_samples:share", {"leter": "b"}, r"rewards\[0\]\.options\.leter is not an option: answer, letter"),
+        (
+            "reward_samples:share",
+            {"leter": "b"},
+            r"rewards\[0\]\.options\.leter is not an option: did you mean letter\?$",
+        ),
         ("reward_samples:share", {"completions": []}, "options.completions is not an option"),
         ("reward_samples:Own", {}, r"options\.factor is missing"),
-        ("exact_match", {"colum": "x"}, "options.colum is not an option: column, pattern"),
+        ("exact_match", {"colum": "x"}, r"options\.colum is not an option: did you mean column\?$"),
         ("exact_match", {"strip": 1}, r"options\.strip=1 is not allowed: it takes bool"),
         ("exact_match", {"pattern": "("}, r"rewards\[0\] \(exact_match\): options\.pattern='\(' is not a regular expr"),
         ("numeric_match", {"tolerance": -1.0}, "tolerance=-1.0 is not allowed: 0 or more"),

@@ -15,7 +15,7 @@ from in_process import InProcess
 from reward_samples import place_of
 from rollout_samples import make_config, make_group
 
-from inflight.actor.called import GroupLost, called
+from inflight.actor.called import GroupLost, Traces, called
 from inflight.actor.calls import AskReward, Constructed, Question, ScoreIs, TextIs
 from inflight.actor.foreign import Foreign
 from inflight.actor.pending import NotMade
@@ -170,8 +170,31 @@ def test_an_error_is_counted_by_its_line_where_the_code_is_the_users_own(name, o
         AskReward, which=0, question=question, completions=texts, completion_ids=[[4]], finish_reasons=["stop"]
     )
     with pytest.raises(GroupLost) as lost:
-        asyncio.run(called(crew, "reward x", "k", ask, 30.0))
+        asyncio.run(called(crew, "reward x", "k", ask, 30.0, Traces()))
     assert lost.value.reason == f"reward x error: {reason}"
+
+
+def test_the_log_has_one_traceback_of_each_rewards_first_error(caplog):
+    """Without the frames of inflight, and in printable lines."""
+    crew = InProcess(RewardsService(make_all([RewardConfig("reward_samples:odd")])), 30.0)
+    question, traces = Question("k", "1+1=", "x", {}), Traces()
+
+    def asked(what, text):
+        ask = functools.partial(
+            AskReward, which=0, question=question, completions=[text], completion_ids=[[4]], finish_reasons=["stop"]
+        )
+        with pytest.raises(GroupLost):
+            asyncio.run(called(crew, what, "k", ask, 30.0, traces))
+
+    for what, text in (("reward x", "float"), ("reward x", "raise"), ("reward x", "library"), ("reward y", "lines")):
+        asked(what, text)
+    raised, odd = [each.getMessage().splitlines() for each in caplog.records]
+    assert raised[:2] == ["the first error of the reward x, with k:", "Traceback (most recent call last):"]
+    assert raised[2].startswith(f'  File "{HERE}/reward_samples.py", line ')
+    assert raised[3:] == [f"    {RAISES}", "KeyError: 'gone'"]
+    assert odd[0] == "the first error of the reward y, with k:"
+    assert all(each.isprintable() for each in odd)
+    assert odd[-1] == "b [2J c"
 
 
 def test_a_function_of_ones_own_sees_all_completions_of_a_question_in_one_call():
@@ -273,7 +296,7 @@ def test_a_file_of_rewards_is_found_from_any_folder(monkeypatch):
     assert placed == RewardConfig(f"{HERE}/reward_samples.py:odd", weight=2.0)
     assert preflight._reward(RewardConfig("math")) == RewardConfig("math")
     overrides = ["rewards=[{name: reward_samples.py:share, weight: 2, options: {leter: 1}}]"]
-    with pytest.raises(ConfigError, match=r"rewards\[0\]\.options\.leter is not an option: answer, letter"):
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.options\.leter is not an option: did you mean letter\?$"):
         preflight._require_task(compose("tiny", overrides))
 
 

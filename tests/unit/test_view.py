@@ -353,6 +353,18 @@ def test_what_is_wrong_is_named_with_what_to_do(progress, rows, status, said):
         assert found[0] in " ".join(line.strip(" !") for line in shown(progress, 80).text.splitlines())
 
 
+def test_of_a_reward_that_fails_the_first_failure_and_the_log_are_named(progress):
+    reason = "reward odd error: ValueError"
+    progress.update("trainer", {"step": 5, f"failed/{reason}": 4})
+    (said,) = advice(progress)
+    assert said == f"A reward fails: {reason} (4 groups lost). The actor's log (logs/a*.log) has the first one."
+    progress.update("a0", {"first_failed/reward other error: KeyError": "no"})
+    progress.update("a1", {f"first_failed/{reason}": "q4: no digit\x1b[2J"})
+    (said,) = advice(progress)
+    assert said.startswith(f"A reward fails: {reason} (4 groups lost). The first, in logs/a1.log: q4: no digit")
+    assert "\x1b" not in said
+
+
 @pytest.mark.parametrize(
     "generators, phase, generator, says",
     [

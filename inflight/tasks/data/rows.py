@@ -24,6 +24,8 @@ from inflight.tasks.data import fingerprint
 LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".parquet",)
 LINE_COLUMN = "line"
+FILE_BEGIN = 4096
+"""Characters of a file's beginning in which its first one that is not blank is looked for."""
 
 
 class BadRow(ValueError):
@@ -171,7 +173,8 @@ class LineRows:
 
     def row(self, index: int) -> Mapping[str, Any]:
         """The JSON object of a line."""
-        return parse(within(self._lines, index)[LINE_COLUMN], self.place(index))
+        line = within(self._lines, index)[LINE_COLUMN]
+        return parse(line, self.place(index), Path(self._places.of(index)[0]))
 
     def place(self, index: int) -> str:
         """File and line."""
@@ -204,16 +207,31 @@ def within(table: Any, index: int) -> Mapping[str, Any]:
     return table[index]  # type: ignore[no-any-return]
 
 
-def parse(line: str, place: str) -> Mapping[str, Any]:
-    """The object of a JSON line. Raises NotJson."""
+def parse(line: str, place: str, file: Path | None = None) -> Mapping[str, Any]:
+    """The object of a JSON line. Raises NotJson, which says so where the whole `file` is an array."""
     try:
         row = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         why = "the line is empty" if not line.strip() else f"it is not JSON: {with_kind(error)}"
-        raise NotJson(f"{place}: {why} (each line holds one JSON object)") from None
+        raise NotJson(f"{place}: {why} ({_wanted(file)})") from None
     if not isinstance(row, dict):
-        raise NotJson(f"{place}: it is {type(row).__name__}, not a JSON object (each line holds one)")
+        raise NotJson(f"{place}: it is {type(row).__name__}, not a JSON object ({_wanted(file)})")
     return row
+
+
+def _wanted(file: Path | None) -> str:
+    """What a line must be, for an error; if the file begins like an array, that it is one."""
+    if file is None or not _begins_an_array(file):
+        return "each line holds one JSON object"
+    return "the file is an array, since it begins with [: each line must hold one JSON object"
+
+
+def _begins_an_array(file: Path) -> bool:
+    try:
+        with file.open(encoding="utf-8-sig", errors="replace") as text:
+            return text.read(FILE_BEGIN).lstrip().startswith("[")
+    except OSError:
+        return False
 
 
 def own_fields(row: Mapping[str, Any]) -> Mapping[str, Any]:

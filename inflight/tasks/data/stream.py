@@ -64,7 +64,9 @@ class StreamRows:
     def row(self, index: int) -> Mapping[str, Any]:
         """As Rows.row."""
         raw = self._raw(index)
-        return parse(raw[LINE_COLUMN], self.place(index)) if self._are_lines else own_fields(raw)
+        if not self._are_lines:
+            return own_fields(raw)
+        return parse(raw[LINE_COLUMN], self.place(index), self._files[0] if len(self._files) == 1 else None)
 
     def place(self, index: int) -> str:
         """The row, counted over all files."""

@@ -202,7 +202,7 @@ def _start(model_dir: Path, config: RunConfig, lengths: Sequence[int]) -> Any:
         "gpu_memory_utilization": 0.05,  # of a machine on which a training run may be active
         "enable_prefix_caching": False,
         "async_scheduling": False,
-        "worker_cls": "auto",
+        "worker_cls": "inflight.generator.worker.amx.AmxCPUWorker",
         "additional_config": {},
     }
     engine = EngineArgs(**arguments).create_engine_config()

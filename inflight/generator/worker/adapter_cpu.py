@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker.cpu_worker import CPUWorker
-
 from inflight.generator.worker.adapters import AdapterWorkerMixin
+from inflight.generator.worker.amx import AmxCPUWorker
 
 
-class InflightCPUAdapterWorker(AdapterWorkerMixin, CPUWorker):
+class InflightCPUAdapterWorker(AdapterWorkerMixin, AmxCPUWorker):
     """vLLM's CPU worker whose adapters have two slots each."""
 
     inflight_device = "CPU"

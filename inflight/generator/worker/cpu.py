@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from vllm.v1.worker.cpu_worker import CPUWorker
-
 from inflight.generator import hooks
+from inflight.generator.worker.amx import AmxCPUWorker
 from inflight.generator.worker.base import InflightWorkerMixin
 from inflight.weights.receive.shadow import Shadow
 
 
-class InflightCPUWorker(InflightWorkerMixin, CPUWorker):
+class InflightCPUWorker(InflightWorkerMixin, AmxCPUWorker):
     """vLLM's CPU worker with a shadow whose swap rebinds packed layers (see rebind.py)."""
 
     def make_shadow(self) -> Shadow:
